@@ -1,0 +1,484 @@
+"""Measure two frozen models on the same batches: one forward and one backward pass each, sums kept, signals dropped.
+
+A layer is recognised by its weight, not by its module: every linear map that a model computes with a watched
+parameter is seen (Linear, Conv1D, patch convolutions, bare matrices, fused projections, the inside of
+nn.MultiheadAttention). The source's signals live for one batch; the target's are consumed as they arrive, so
+memory does not grow with the number of samples. Models come back as they went in, also after an error.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .alignment import CrossCovariance, Statistics, WeightGradient
+from .errors import CaptureError, first_of
+from .layers import Layer
+from .pairing import LayerPair
+
+INPUT = "input"
+OUTPUT = "output"
+OUTPUT_GRADIENT = "output_gradient"
+INPUT_GRADIENT = "input_gradient"
+WEIGHT_GRADIENT = "weight_gradient"
+SIGNALS = (INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT)
+NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Match = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How a vision model orders its tokens: `prefix` special tokens (class token first), then a 2-D grid."""
+
+    prefix: int
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PairedBatch:
+    """The same samples as each model wants them; `match` pairs their tokens where the default cannot."""
+
+    source: Any
+    target: Any
+    size: int | None = None
+    match: Match | None = None
+
+
+def measure(
+    source: nn.Module,
+    target: nn.Module,
+    pairs: Sequence[LayerPair],
+    batches: Iterable[Any],
+    *,
+    signals: Collection[str],
+    source_loss: Loss,
+    target_loss: Loss,
+    match: Match | None = None,
+    dtype: torch.dtype = torch.float64,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Accumulate the statistics that `signals` name, for every pair, over all batches.
+
+    A batch is anything the losses take, or a PairedBatch when source and target read the samples
+    differently. Losses are sums over samples of the per-sample loss. With forward signals only, no backward
+    pass is run. A pair whose layers never run is absent from the result.
+    """
+    if unknown := sorted(set(signals) - set(SIGNALS)):
+        raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
+    accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), dtype)
+    backward = bool(NEEDS_BACKWARD & set(signals))
+    samples = passes = 0
+    with frozen(source), frozen(target):
+        for index, batch in enumerate(batches):
+            paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
+            size = paired.size or _first_dimension(paired.target)
+            accumulator.start(paired.match)
+            _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, size, backward)
+            _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, size, backward)
+            accumulator.finish(index)
+            samples += size
+            passes += 1
+            if progress is not None:
+                progress(size)
+    if passes == 0:
+        raise CaptureError("there are no calibration batches; give at least one sample.")
+    runs = {"forward": passes, "backward": passes if backward else 0}
+    return Statistics(accumulator.covariances, accumulator.weight_gradients, samples, runs)
+
+
+def watch(
+    model: nn.Module, layers: Sequence[Layer], batch: Any, loss: Loss, signals: Collection[str], size: int | None = None
+) -> dict[tuple[str, str], list[Tensor]]:
+    """Run one model once and return the raw signals (N, T, d) by (layer name, signal), a list entry per call.
+
+    For diagnostics and tests; `measure` never keeps signals.
+    """
+    kept: dict[tuple[str, str], list[Tensor]] = {}
+
+    def keep(layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
+        del call, inputs
+        kept.setdefault((layer.name, signal), []).append(tensor.clone())
+
+    wanted = {layer: frozenset(signals) for layer in layers}
+    with frozen(model):
+        backward = bool(NEEDS_BACKWARD & set(signals))
+        _run(model, batch, loss, wanted, keep, size or _first_dimension(batch), backward)
+    return kept
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with parameters that need no gradient; everything restored on the way out."""
+    training = {module: module.training for module in model.modules()}
+    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        model.eval()
+        model.requires_grad_(False)
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for parameter, flag in required.items():
+            parameter.requires_grad_(flag)
+
+
+def match_tokens(source: TokenLayout | None, target: TokenLayout | None) -> Match:
+    """Pair tokens of two sequences: one by one where counts agree, else class token kept and grid resized.
+
+    The source's patch grid is resized bilinearly (2-D) to the target's; special tokens that only one model
+    has are left out. Layers that see no special token (patch embeddings) or one pooled token need no grid.
+    """
+
+    def match(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:  # (N, T_A, d_A), (N, T_B, d_B)
+        if len(ours) != len(theirs):
+            raise CaptureError(f"source and target saw {len(ours)} and {len(theirs)} samples in one batch.")
+        tokens = ours.shape[1], theirs.shape[1]
+        same_grid = source is None or target is None or source == target
+        if tokens[0] == tokens[1] and (same_grid or tokens[0] == 1):
+            return ours.flatten(0, 1), theirs.flatten(0, 1)
+        special = _special_tokens(tokens, source, target)
+        if source is None or target is None or special is None:
+            raise CaptureError(
+                f"the source has {tokens[0]} tokens per sample and the target {tokens[1]}; give their token layouts "
+                "(match_tokens(TokenLayout(...), TokenLayout(...))) or a match of your own."
+            )
+        common = min(special)
+        grid = ours[:, special[0] :].unflatten(1, source.grid).permute(0, 3, 1, 2)
+        if source.grid != target.grid:
+            grid = F.interpolate(grid.float(), size=target.grid, mode="bilinear", align_corners=False).to(ours.dtype)
+        ours = torch.cat([ours[:, :common], grid.flatten(2).transpose(1, 2)], dim=1)
+        theirs = torch.cat([theirs[:, :common], theirs[:, special[1] :]], dim=1)
+        return ours.flatten(0, 1), theirs.flatten(0, 1)
+
+    return match
+
+
+def _special_tokens(
+    tokens: tuple[int, int], source: TokenLayout | None, target: TokenLayout | None
+) -> tuple[int, int] | None:
+    counts = []
+    for count, layout in zip(tokens, (source, target), strict=True):
+        special = count - math.prod(layout.grid) if layout is not None else -1
+        if layout is None or special not in (0, layout.prefix):
+            return None
+        counts.append(special)
+    return counts[0], counts[1]
+
+
+class _Accumulator:
+    """Holds the source's signals of one batch and the sums over all batches."""
+
+    def __init__(
+        self, pairs: Sequence[LayerPair], signals: frozenset[str], match: Match, dtype: torch.dtype
+    ) -> None:
+        self.covariances: dict[tuple[str, str], CrossCovariance] = {}
+        self.weight_gradients: dict[str, WeightGradient] = {}
+        self._pairs = {pair.target.name: pair for pair in pairs}
+        self._default_match, self._dtype = match, dtype
+        self.source_layers: dict[Layer, frozenset[str]] = {}
+        self.target_layers: dict[Layer, frozenset[str]] = {}
+        for pair in pairs:
+            wanted = signals - ({INPUT, INPUT_GRADIENT} if pair.input_map is not None else set())
+            wanted -= {OUTPUT, OUTPUT_GRADIENT} if pair.output_map is not None else set()
+            self.target_layers[pair.target] = wanted
+            paired = wanted - {WEIGHT_GRADIENT}
+            self.source_layers[pair.source] = self.source_layers.get(pair.source, frozenset()) | paired
+
+    def start(self, match: Match | None) -> None:
+        """Forget the signals of the last batch."""
+        self._match = match or self._default_match
+        self._kept: dict[tuple[str, str, int], Tensor] = {}
+        self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
+        self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    def keep(self, layer: Layer, signal: str, call: int, tensor: Tensor) -> None:
+        """Store a source signal for this batch; layers that read the same tensor share one copy."""
+        known = self._copies.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = (weakref.ref(tensor), tensor.clone())
+            self._copies[id(tensor)] = known
+        self._kept[layer.name, signal, call] = known[1]
+
+    def consume(self, layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
+        """Add a target signal, paired with the source's, to its sum."""
+        if signal == WEIGHT_GRADIENT:
+            assert inputs is not None
+            if layer.name not in self.weight_gradients:
+                shape = (layer.out_features, layer.in_features)
+                self.weight_gradients[layer.name] = WeightGradient(shape, device=tensor.device)
+            self.weight_gradients[layer.name].update(inputs, tensor)
+            return
+        pair = self._pairs[layer.name]
+        ours = self._kept.get((pair.source.name, signal, call))
+        if ours is None:
+            return
+        self._calls[layer.name, signal] += 1
+        covariance = self._covariance(pair, signal, ours, tensor)
+        added = self._added.get((id(covariance), call))
+        if added is None:
+            self._added[id(covariance), call] = (id(ours), weakref.ref(tensor))
+            covariance.update(*self._match(ours, tensor))
+        elif added[0] != id(ours) or added[1]() is not tensor:
+            raise CaptureError(
+                f"{layer.name} read the same tensor as another layer in the first batch but not in this one; "
+                "measure it in a run of its own."
+            )
+
+    def _covariance(self, pair: LayerPair, signal: str, ours: Tensor, theirs: Tensor) -> CrossCovariance:
+        key, tensors = (pair.target.name, signal), (signal, id(ours), id(theirs))
+        if key not in self.covariances:
+            shared = self._shared.get(tensors)
+            if shared is not None and shared[0]() is theirs:
+                self.covariances[key] = shared[1]
+            else:
+                self.covariances[key] = CrossCovariance(
+                    ours.shape[-1], theirs.shape[-1], device=theirs.device, dtype=self._dtype
+                )
+        self._shared[tensors] = (weakref.ref(theirs), self.covariances[key])
+        return self.covariances[key]
+
+    def finish(self, index: int) -> None:
+        """Check that paired layers ran equally often and that every sum is finite."""
+        source_calls = Counter((name, signal) for name, signal, _ in self._kept)
+        for (name, signal), calls in self._calls.items():
+            expected = source_calls[self._pairs[name].source.name, signal]
+            if calls != expected:
+                raise CaptureError(
+                    f"source layer {self._pairs[name].source.name} ran {expected} times and target layer {name} "
+                    f"{calls} times on batch {index} ({signal}); pair layers that run alike."
+                )
+        energies = [cov.source_energy * cov.target_energy for cov in self.covariances.values()]
+        if energies and not bool(torch.isfinite(torch.stack(energies).sum())):
+            broken = [
+                f"{layer} ({signal})"
+                for (layer, signal), cov in self.covariances.items()
+                if not math.isfinite(float(cov.source_energy * cov.target_energy))
+            ]
+            raise CaptureError(
+                f"NaN or Inf in batch {index} at {first_of(broken, 3)}: check the weights and the calibration data."
+            )
+        self._kept.clear()
+        self._copies.clear()
+
+
+Sink = Callable[..., None]
+
+
+def _run(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    layers: Mapping[Layer, frozenset[str]],
+    sink: Sink,
+    size: int,
+    backward: bool,
+) -> None:
+    """One forward pass and, where asked, one backward pass, reporting every wanted signal to the sink."""
+    recorder = _Recorder(model, layers, sink, size, backward)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.set_grad_enabled(backward):
+            with recorder:
+                value = loss(model, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise CaptureError(f"the loss must return one number (a sum over samples), got {_describe(value)}.")
+            if backward and not value.requires_grad:
+                raise CaptureError("the loss does not depend on any paired layer: no gradient can be measured.")
+            if backward:
+                value.sum().backward()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+_MATMUL = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+_ADDMM = (torch.addmm, Tensor.addmm)
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every linear map computed with a watched weight and reports its signals as (N, T, d)."""
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[Layer, frozenset[str]], sink: Sink, size: int, backward: bool
+    ) -> None:
+        super().__init__()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = {layer: parameters[layer.weight] for layer in layers}
+        self._watched: dict[int, list[Layer]] = {}
+        for layer, parameter in self._parameters.items():
+            self._watched.setdefault(id(parameter), []).append(layer)
+        self._wanted, self._sink, self._size, self._backward = layers, sink, size, backward
+        self._calls: Counter[Layer] = Counter()
+        self._views: deque[tuple[weakref.ref[Tensor], Tensor]] = deque(maxlen=4)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            return self._attention(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func is F.linear:
+            return self._see(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
+        if func in (F.conv2d, torch.conv2d):
+            return self._see(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
+        if func in _MATMUL and len(args) == 2:
+            return self._see(args[0], args[1], result, in_by_out=True)
+        if func in _ADDMM and len(args) == 3:
+            return self._see(args[1], args[2], result, in_by_out=True)
+        return result
+
+    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """nn.MultiheadAttention computes its projections inside one function, on (L, N, E) tensors."""
+        query = _argument(args, kwargs, 0, "query")
+        samples = query.shape[1] if query.ndim == 3 else 1
+        linear = F.linear
+
+        def seen(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return self._see(x, weight, linear(x, weight, bias), sequence_first=samples)
+
+        F.linear = seen
+        try:
+            return func(*args, **kwargs)
+        finally:
+            F.linear = linear
+
+    def _see(
+        self, x: Any, weight: Any, result: Any, *, in_by_out: bool = False, sequence_first: int | None = None
+    ) -> Any:
+        layers, first_row = self._layers_of(weight, in_by_out)
+        if not layers:
+            return result
+        if self._backward and not result.requires_grad:
+            result = result.detach().requires_grad_(True).clone()
+
+        def tokens(tensor: Tensor) -> Tensor:
+            return _tokens(tensor, self._size, sequence_first)
+
+        convolution = layers[0].kernel is not None
+        shaped = (lambda y: y.flatten(2).transpose(1, 2)) if convolution else tokens
+        calls = {layer: self._calls[layer] for layer in layers}
+        self._calls.update(layers)
+        inputs: Tensor | None = None
+        for layer in layers:
+            wanted = self._wanted[layer]
+            if wanted & {INPUT, WEIGHT_GRADIENT}:
+                inputs = self._view(x, layer, tokens)
+            if INPUT in wanted:
+                self._sink(layer, INPUT, calls[layer], inputs)
+            if OUTPUT in wanted:
+                self._sink(layer, OUTPUT, calls[layer], shaped(_rows(result.detach(), layer, first_row)))
+        if self._backward and any(self._wanted[layer] & NEEDS_BACKWARD for layer in layers):
+            kept = inputs.clone() if inputs is not None and WEIGHT_GRADIENT in self._wanted[layers[0]] else None
+
+            def gradient(grad: Tensor) -> None:
+                for layer in layers:
+                    g = shaped(_rows(grad.detach(), layer, first_row))
+                    self._report_gradient(layer, calls[layer], g, kept)
+
+            result.register_hook(gradient)
+        return result
+
+    def _report_gradient(self, layer: Layer, call: int, gradient: Tensor, inputs: Tensor | None) -> None:
+        wanted = self._wanted[layer]
+        if OUTPUT_GRADIENT in wanted:
+            self._sink(layer, OUTPUT_GRADIENT, call, gradient)
+        if INPUT_GRADIENT in wanted:
+            weight = layer.matrix(self._parameters[layer].detach())
+            self._sink(layer, INPUT_GRADIENT, call, gradient @ weight)
+        if WEIGHT_GRADIENT in wanted:
+            self._sink(layer, WEIGHT_GRADIENT, call, gradient, inputs)
+
+    def _view(self, x: Tensor, layer: Layer, tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer's input as (N, T, d): the same object for layers that read the same tensor."""
+        for seen, view in self._views:
+            if seen() is x:
+                return view
+        if layer.kernel is not None:
+            view = F.unfold(x.detach(), kernel_size=layer.kernel[1:], stride=layer.kernel[1:]).transpose(1, 2)
+        else:
+            view = tokens(x.detach())
+        self._views.append((weakref.ref(x), view))
+        return view
+
+    def _layers_of(self, weight: Any, in_by_out: bool) -> tuple[list[Layer], int]:
+        """The watched layers computed by this use of a weight, itself or a view of it, and its first row."""
+        if not isinstance(weight, Tensor):
+            return [], 0
+        base, first_row = weight, 0
+        if id(weight) not in self._watched:
+            base = weight._base  # type: ignore[assignment]
+            if base is None or id(base) not in self._watched:
+                return [], 0
+            if weight.ndim == 2 and weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]:
+                in_by_out = not in_by_out
+            elif weight.shape[1:] == base.shape[1:] and weight.stride() == base.stride():
+                first_row = (weight.storage_offset() - base.storage_offset()) // base.stride(0)
+            else:
+                return [], 0
+        rows = (first_row, first_row + weight.shape[0])
+        whole = weight.shape == base.shape or weight.shape == base.shape[::-1]
+        layers = [
+            layer
+            for layer in self._watched[id(base)]
+            if layer.transposed == in_by_out and (whole or _inside(layer, rows))
+        ]
+        return layers, first_row
+
+
+def _inside(layer: Layer, rows: tuple[int, int]) -> bool:
+    return layer.rows is not None and all(rows[0] <= start and stop <= rows[1] for start, stop in layer.rows)
+
+
+def _rows(result: Tensor, layer: Layer, first_row: int) -> Tensor:
+    """The part of a fused output (or its gradient) that belongs to one layer."""
+    if layer.rows is None:
+        return result
+    parts = [result[..., start - first_row : stop - first_row] for start, stop in layer.rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _tokens(tensor: Tensor, size: int, sequence_first: int | None) -> Tensor:
+    """Any activation as (N, T, d). `sequence_first` is the batch size of a (L, N, E) or (L*N, E) tensor."""
+    if sequence_first is not None:
+        return tensor.reshape(-1, sequence_first, tensor.shape[-1]).transpose(0, 1)
+    if tensor.ndim == 3 and tensor.shape[0] != size and tensor.shape[1] == size:
+        return tensor.transpose(0, 1)
+    if tensor.ndim >= 2 and tensor.shape[0] % size == 0:
+        return tensor.reshape(size, -1, tensor.shape[-1])
+    return tensor.reshape(1, -1, tensor.shape[-1])
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
+    return args[index] if len(args) > index else kwargs[name]
+
+
+def _first_dimension(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of the first tensor in it."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0])
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    for value in values:
+        if isinstance(value, (Tensor, Mapping, tuple, list)):
+            return _first_dimension(value)
+    raise CaptureError(f"cannot tell the size of a batch of type {type(batch).__name__}; use PairedBatch(size=...).")
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,56 @@
+"""The errors a user can meet: one base class to catch, a few children that say where to look.
+
+Every message says what was given, what was expected and what to do about it, in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TuneportError(Exception):
+    """Base class of every error that tuneport raises on purpose."""
+
+
+class CheckpointError(TuneportError):
+    """A checkpoint is missing, malformed, or does not fit its partner."""
+
+
+class DataError(TuneportError):
+    """Calibration or evaluation data cannot be read or do not fit the request."""
+
+
+class PairingError(TuneportError):
+    """The layers of source and target cannot be paired as asked."""
+
+
+class CaptureError(TuneportError):
+    """A model could not be measured."""
+
+
+class MethodError(TuneportError):
+    """A method was asked for something that it cannot do."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Say that `name` is unknown, guess the intended one, and list what there is.
+
+    >>> unknown_name("method", "bicco", ["naive", "bico"])
+    "unknown method 'bicco'. Did you mean 'bico'? Known: bico, naive."
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f" Did you mean '{near[0]}'?" if near else ""
+    return f"unknown {kind} '{name}'.{guess} Known: {', '.join(names)}."
+
+
+def first_of(items: Iterable[str], limit: int = 10) -> str:
+    """Join the first `limit` items and count the rest, for errors that collect many findings.
+
+    >>> first_of(["a", "b", "c"], limit=2)
+    'a, b, ... and 1 more'
+    """
+    listed = list(items)
+    shown = ", ".join(listed[:limit])
+    return shown if len(listed) <= limit else f"{shown}, ... and {len(listed) - limit} more"

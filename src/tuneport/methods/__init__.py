@@ -1,0 +1,53 @@
+"""The methods there are, by name: one literal dict of frozen instances."""
+
+from __future__ import annotations
+
+from ..errors import MethodError, unknown_name
+from .base import LayerRecord, Method, Problem, Transfer
+from .bilinear import BilinearAlignment
+
+METHODS: dict[str, Method] = {
+    "bico": BilinearAlignment(
+        in_signal="input",
+        out_signal="output_gradient",
+        summary="the paper's method: layer inputs on one side, output gradients on the other",
+    ),
+    "theseus": BilinearAlignment(
+        in_signal="input",
+        out_signal="output",
+        summary="layer inputs and layer outputs; forward passes only, no labels",
+    ),
+    "input_only": BilinearAlignment(
+        in_signal="input", out_signal=None, summary="ablation: layer inputs; the output side is padded or cropped"
+    ),
+    "output_only": BilinearAlignment(
+        in_signal=None,
+        out_signal="output_gradient",
+        summary="ablation: output gradients; the input side is padded or cropped",
+    ),
+    "gradient_only": BilinearAlignment(
+        in_signal="input_gradient",
+        out_signal="output_gradient",
+        summary="ablation: gradients with respect to the layer's input and output",
+    ),
+    "naive": BilinearAlignment(
+        in_signal=None,
+        out_signal=None,
+        loose="pad",
+        summary="add the task vector as it is, zero-padded or cropped; needs no data",
+    ),
+}
+
+
+def get_method(name: str) -> Method:
+    """The registered method of that name.
+
+    >>> sorted(get_method("bico").signals)
+    ['input', 'output_gradient']
+    """
+    if name not in METHODS:
+        raise MethodError(unknown_name("method", name, METHODS))
+    return METHODS[name]
+
+
+__all__ = ["METHODS", "BilinearAlignment", "LayerRecord", "Method", "Problem", "Transfer", "get_method"]

@@ -1,0 +1,127 @@
+"""Bilinear alignment: `tau_B = R_out^T tau_A R_in` (eq. 8), with a choice of signal for each side.
+
+BiCo aligns layer inputs and output gradients; THESEUS inputs and outputs; the ablations and the naive
+transfer are the same formula with other signals, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..alignment import Alignment
+from ..layers import Layer
+from ..pairing import Kept, LayerPair, LoosePair
+from ..task_vector import LowRank, TaskVector
+from .base import LayerRecord, Method, Problem, Transfer
+
+CoordinateMap = Tensor | None
+
+
+@dataclass(frozen=True)
+class BilinearAlignment(Method):
+    """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
+
+    `loose` says what happens to tensors outside linear layers: the target keeps its own, or the source's
+    change is added with zero-padding and cropping.
+    """
+
+    in_signal: str | None
+    out_signal: str | None
+    loose: Literal["keep", "pad"] = "keep"
+    summary: str = ""
+
+    @property
+    def signals(self) -> frozenset[str]:
+        return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
+
+    def transfer(self, problem: Problem) -> Transfer:
+        entries: dict[str, Tensor] = {}
+        records, kept = [], []
+        for pair in problem.plan.pairs:
+            sides = list(self._align(problem, pair))
+            reason = next((side for side in sides if isinstance(side, str)), None)
+            if reason is not None:
+                kept += [Kept(name, reason) for name in (pair.target.name, pair.target.bias) if name is not None]
+                continue
+            (R_in, align_in), (R_out, align_out) = (side for side in sides if not isinstance(side, str))
+            tau = pair.source.matrix(_dense(problem.task_vector[pair.source.weight])).double()
+            moved = _carry(_carry(tau, R_out, pair.target.out_features, 0), R_in, pair.target.in_features, 1)
+            _store(entries, pair.target, pair.target.weight, pair.target.weight_shape, moved)
+            if pair.target.bias is not None and pair.source.bias is not None:
+                bias = pair.source.vector(_dense(problem.task_vector[pair.source.bias])).double()
+                shape = (pair.target.weight_shape[1 if pair.target.transposed else 0],)
+                carried = _carry(bias, R_out, pair.target.out_features, 0)
+                _store(entries, pair.target, pair.target.bias, shape, carried)
+            records.append(
+                LayerRecord(
+                    target=pair.target.name,
+                    source=pair.source.name,
+                    rank_in=align_in.rank if align_in else None,
+                    rank_out=align_out.rank if align_out else None,
+                    residual_in=align_in.residual if align_in else None,
+                    residual_out=align_out.residual if align_out else None,
+                    norm_source=float(tau.norm()),
+                    norm_target=float(moved.norm()),
+                )
+            )
+        if self.loose == "pad":
+            for loose in problem.plan.loose:
+                entries[loose.target.name] = _pad(loose, _dense(problem.task_vector[loose.source.name])).float()
+        return Transfer(TaskVector(entries), tuple(records), tuple(kept))
+
+    def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[CoordinateMap, Alignment | None] | str]:
+        """For the input side, then the output side: the map and its evidence, or why there is none."""
+        for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
+            if fixed is not None:
+                yield fixed, None
+            elif signal is None:
+                yield None, None
+            elif (pair.target.name, signal) not in problem.statistics:
+                yield "its layer did not run on the calibration data"
+            else:
+                alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
+                words = signal.replace("_", " ")
+                yield (alignment.matrix, alignment) if alignment.rank else f"the {words} at this layer is zero"
+
+
+def _carry(tau: Tensor, R: CoordinateMap, width: int, axis: int) -> Tensor:
+    """Change one axis of tau from source to target coordinates: contract with R, or pad and crop."""
+    if R is None:
+        return _resize(tau, axis, width)
+    R = R.to(device=tau.device, dtype=tau.dtype)
+    return R.T @ tau if axis == 0 else tau @ R
+
+
+def _resize(tensor: Tensor, axis: int, width: int) -> Tensor:
+    """Zero-pad or crop one axis at its end."""
+    have = tensor.shape[axis]
+    if have >= width:
+        return tensor.narrow(axis, 0, width)
+    shape = list(tensor.shape)
+    shape[axis] = width - have
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
+
+
+def _pad(pair: LoosePair, tau: Tensor) -> Tensor:
+    target = pair.target.shape
+    if tau.ndim != len(target):
+        tau = tau.reshape((1,) * max(len(target) - tau.ndim, 0) + tuple(tau.shape)).squeeze()
+        tau = tau.reshape((1,) * (len(target) - tau.ndim) + tuple(tau.shape))
+    for axis, width in enumerate(target):
+        tau = _resize(tau, axis, width)
+    return tau
+
+
+def _store(entries: dict[str, Tensor], layer: Layer, name: str, shape: tuple[int, ...], values: Tensor) -> None:
+    if name not in entries:
+        entries[name] = torch.zeros(shape, dtype=torch.float32, device=values.device)
+    layer.store(values.to(torch.float32), entries[name])
+
+
+def _dense(entry: Tensor | LowRank) -> Tensor:
+    return entry.dense() if isinstance(entry, LowRank) else entry

@@ -1,0 +1,251 @@
+"""Which source layer each target layer learns from: the plan of a transfer, whole before any work starts.
+
+Inside a block layers pair by role; across blocks by the depth rule; outside the blocks by role. Every
+parameter of the target is either in a pair or in `kept`, with the reason. A plan is data: it can be printed,
+changed and passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .errors import PairingError, first_of
+from .layers import Layer, LooseTensor
+
+DepthRule = Callable[[int, int, int], int]
+
+KEPT_BY_KIND = {
+    "normalisation": "normalisation parameter: the target keeps its own",
+    "position embedding": "position embedding: the target keeps its own",
+    "class token": "class token: the target keeps its own",
+    "embedding": "embedding table: the target keeps its own",
+    "logit scale": "temperature: the target keeps its own",
+    "layer scale": "layer scale: the target keeps its own",
+    "learnt token": "learnt token: the target keeps its own",
+    "convolution": "convolution that is not a patch embedding: not a linear layer over tokens",
+    "parameter": "not part of a linear layer: the target keeps its own",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPair:
+    """A target layer and the source layer it takes its update from.
+
+    `input_map` and `output_map` are fixed maps (d_A, d_B) where both models live in one space (pixels, class
+    logits); None means that the map is to be found by alignment.
+    """
+
+    source: Layer
+    target: Layer
+    input_map: Tensor | None = None
+    output_map: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LoosePair:
+    """A loose tensor of the target and the source tensor in the same place, for methods that move those."""
+
+    source: LooseTensor
+    target: LooseTensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that is not transported, and why."""
+
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a transfer will do: layer pairs, loose pairs, target tensors kept, source tensors left behind."""
+
+    pairs: tuple[LayerPair, ...]
+    loose: tuple[LoosePair, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    dropped: tuple[Kept, ...] = ()
+    source_blocks: Mapping[str, int] = field(default_factory=dict)
+    target_blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+def nearest_block(block: int, source_depth: int, target_depth: int) -> int:
+    """The paper's depth rule: target block j takes source block floor(j (D_A - 1) / (D_B - 1) + 1/2).
+
+    Ties go up; a one-block target takes the last source block.
+
+    >>> [nearest_block(j, 6, 3) for j in range(3)], [nearest_block(j, 2, 4) for j in range(4)]
+    ([0, 3, 5], [0, 0, 1, 1])
+    """
+    if target_depth == 1:
+        return source_depth - 1
+    steps = target_depth - 1
+    return (2 * block * (source_depth - 1) + steps) // (2 * steps)
+
+
+def pair_layers(
+    source: Sequence[Layer],
+    target: Sequence[Layer],
+    *,
+    source_loose: Sequence[LooseTensor] = (),
+    target_loose: Sequence[LooseTensor] = (),
+    roles: Mapping[str, str | None] | None = None,
+    depth_rule: DepthRule = nearest_block,
+    output_maps: Mapping[str, Tensor] | None = None,
+) -> Plan:
+    """Pair every target layer with a source layer and say what stays.
+
+    `roles` maps source roles to target roles where names differ (None: leave that role behind);
+    `output_maps` gives the fixed output map of a role whose outputs live in one space, such as class logits.
+    Raises PairingError when a source role of a block has no place in the target: that part of the skill
+    would be lost silently.
+    """
+    roles = roles or {}
+    stacks = _pair_stacks(source, target)
+    _check_roles(source, target, roles, stacks)
+    depth_a, depth_b = _depths(source), _depths(target)
+    by_place = {(layer.stack, layer.block, _renamed(layer.role, roles)): layer for layer in source}
+
+    def place(part: Layer | LooseTensor) -> tuple[str, int | None, str]:
+        if part.block is None or part.stack not in stacks:
+            return part.stack, part.block, part.role
+        stack = stacks[part.stack]
+        return stack, depth_rule(part.block, depth_a[stack], depth_b[part.stack]), part.role
+
+    pairs, kept = [], []
+    for layer in target:
+        partner = by_place.get(place(layer))
+        if partner is None:
+            kept.append(Kept(layer.name, f"the source has no layer with the role {layer.role}"))
+            continue
+        pairs.append(
+            LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role))
+        )
+        if layer.bias is not None and partner.bias is None:
+            kept.append(Kept(layer.bias, "the source layer has no bias"))
+    loose_at = {(part.stack, part.block, _renamed(part.role, roles)): part for part in source_loose}
+    loose = [LoosePair(loose_at[place(part)], part) for part in target_loose if place(part) in loose_at]
+    kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in target_loose]
+    used = {pair.source.name for pair in pairs}
+    dropped = [Kept(layer.name, _why_dropped(layer, stacks)) for layer in source if layer.name not in used]
+    dropped += [
+        Kept(pair.source.bias, "the target layer has no bias")
+        for pair in pairs
+        if pair.source.bias is not None and pair.target.bias is None
+    ]
+    if not pairs:
+        raise PairingError(
+            f"no layer of the target has a partner in the source: source roles {_roles(source)}; "
+            f"target roles {_roles(target)}. Pass roles={{...}} or pairs=[...], or see docs/add-a-family.md."
+        )
+    _check_maps(pairs)
+    return Plan(tuple(pairs), tuple(loose), tuple(kept), tuple(dropped), depth_a, depth_b)
+
+
+def check_pairs(pairs: Iterable[LayerPair]) -> None:
+    """Check pairs given by hand: each target layer once, fixed maps of the right shape."""
+    seen: set[str] = set()
+    for pair in pairs:
+        if pair.target.name in seen:
+            raise PairingError(f"target layer {pair.target.name} is paired twice; give each target layer one source.")
+        seen.add(pair.target.name)
+    _check_maps(pairs)
+
+
+def patch_resize(source: tuple[int, int, int], target: tuple[int, int, int]) -> Tensor:
+    """The linear map P (d_A, d_B) with `P x_B = x_A`: a target patch resized to the source's patch size.
+
+    A kernel moved by it answers a resized patch as the source's kernel answers the original. Equal sizes
+    give the identity.
+    """
+    channels, height, width = target
+    basis = torch.eye(channels * height * width, dtype=torch.float64).reshape(-1, channels, height, width)
+    if source[1:] == target[1:]:
+        return basis.flatten(1).T
+    return F.interpolate(basis, size=source[1:], mode="bilinear", antialias=True).flatten(1).T
+
+
+def _patch_map(source: Layer, target: Layer) -> Tensor | None:
+    if source.kernel is None or target.kernel is None:
+        return None
+    if source.kernel[0] != target.kernel[0]:
+        raise PairingError(
+            f"{source.name} reads {source.kernel[0]} channels and {target.name} reads {target.kernel[0]}; "
+            "pixels of different colour spaces are not aligned."
+        )
+    return patch_resize(source.kernel, target.kernel)
+
+
+def _pair_stacks(source: Sequence[Layer], target: Sequence[Layer]) -> dict[str, str]:
+    """Target stack -> source stack: by name, or one to one in order where the counts agree."""
+    ours = list(dict.fromkeys(layer.stack for layer in source if layer.block is not None))
+    theirs = list(dict.fromkeys(layer.stack for layer in target if layer.block is not None))
+    if len(ours) == len(theirs):
+        same = set(ours) == set(theirs)
+        return {stack: stack if same else ours[i] for i, stack in enumerate(theirs)}
+    named = {stack: stack for stack in theirs if stack in ours}
+    if theirs and not named:
+        raise PairingError(
+            f"the source has block stacks {ours or 'none'} and the target {theirs}: name one stack on each side, "
+            "or pass pairs=[...]."
+        )
+    return named
+
+
+def _depths(layers: Sequence[Layer]) -> dict[str, int]:
+    depths: dict[str, int] = {}
+    for layer in layers:
+        if layer.block is not None:
+            depths[layer.stack] = max(depths.get(layer.stack, 0), layer.block + 1)
+    return depths
+
+
+def _check_roles(
+    source: Sequence[Layer], target: Sequence[Layer], roles: Mapping[str, str | None], stacks: Mapping[str, str]
+) -> None:
+    known = {layer.role for layer in source}
+    if unknown := sorted(set(roles) - known):
+        raise PairingError(f"roles names {first_of(unknown)}, but the source has only {first_of(sorted(known), 30)}.")
+    for theirs, ours in stacks.items():
+        wanted = list(dict.fromkeys(layer.role for layer in source if layer.stack == ours))
+        there = list(dict.fromkeys(layer.role for layer in target if layer.stack == theirs))
+        missing = [role for role in wanted if _renamed(role, roles) not in (None, *there)]
+        if missing:
+            spare = [role for role in there if role not in wanted]
+            guess = ", ".join(f'"{role}": "{other}"' for role, other in zip(missing, spare, strict=False))
+            raise PairingError(
+                f"source blocks {ours} have roles {', '.join(wanted)}; target blocks {theirs} have "
+                f"{', '.join(there)} and no {', '.join(missing)}. Pass roles={{{guess or f'{missing[0]!r}: None'}}} "
+                "or see docs/add-a-family.md."
+            )
+
+
+def _check_maps(pairs: Iterable[LayerPair]) -> None:
+    for pair in pairs:
+        for side, given, shape in (
+            ("input", pair.input_map, (pair.source.in_features, pair.target.in_features)),
+            ("output", pair.output_map, (pair.source.out_features, pair.target.out_features)),
+        ):
+            if given is not None and tuple(given.shape) != shape:
+                raise PairingError(
+                    f"the fixed {side} map of {pair.target.name} must have shape {shape}, got {tuple(given.shape)}."
+                )
+
+
+def _renamed(role: str, roles: Mapping[str, str | None]) -> str | None:
+    return roles.get(role, role)
+
+
+def _why_dropped(layer: Layer, stacks: Mapping[str, str]) -> str:
+    if layer.block is not None and layer.stack in stacks.values():
+        return "no target block takes this source block"
+    return f"the target has no layer with the role {layer.role}"
+
+
+def _roles(layers: Sequence[Layer]) -> str:
+    return first_of(dict.fromkeys(layer.role for layer in layers), 12) or "none"

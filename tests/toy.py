@@ -1,0 +1,163 @@
+"""Small models whose truth is known: a vision transformer with free inner widths, and rotated twins of it.
+
+The toy normalises with a weightless RMS norm, so its residual stream can be rotated by any orthogonal matrix
+without changing the function; hidden MLP units can be permuted, and attention coordinates rotated per head.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, head_width: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused, inner = heads, fused, heads * head_width
+        if fused:
+            self.qkv = nn.Linear(width, 3 * inner)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, inner) for _ in range(3))
+        self.out_proj = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1) if self.fused else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        # a fixed temperature: padding a head with inert coordinates must not change the function
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, head_width: int, hidden: int, fused: bool) -> None:
+        super().__init__()
+        self.attn = Attention(width, heads, head_width, fused)
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(F.rms_norm(x, x.shape[-1:]))
+        return x + self.fc2(F.gelu(self.fc1(F.rms_norm(x, x.shape[-1:]))))
+
+
+class ToyViT(nn.Module):
+    """Images (N, 3, size, size) -> logits (N, classes), pooled on the class token, plus a bare projection."""
+
+    def __init__(
+        self,
+        width: int = 12,
+        depth: int = 2,
+        heads: int = 2,
+        head_width: int = 4,
+        hidden: int = 20,
+        classes: int = 30,
+        size: int = 8,
+        patch: int = 4,
+        fused: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.size, self.patch_size = size, patch
+        tokens = (size // patch) ** 2 + 1
+        self.patch_embedding = nn.Conv2d(3, width, patch, patch)
+        self.class_embedding = nn.Parameter(torch.zeros(width))
+        self.position_embedding = nn.Parameter(torch.zeros(tokens, width))
+        self.blocks = nn.ModuleList(Block(width, heads, head_width, hidden, fused) for _ in range(depth))
+        self.proj = nn.Parameter(torch.zeros(width, width))
+        self.classifier = nn.Linear(width, classes)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch_embedding(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1) + self.position_embedding
+        for block in self.blocks:
+            x = block(x)
+        return self.classifier(F.rms_norm(x[:, 0], x.shape[-1:]) @ self.proj)
+
+
+MATRICES = ("proj",)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="sum")
+
+
+def batches(count: int = 256, size: int = 8, classes: int = 30, batch: int = 64, seed: int = 7) -> list:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, size, size, generator=generator)
+    labels = torch.randint(0, classes, (count,), generator=generator)
+    return list(zip(images.split(batch), labels.split(batch), strict=True))
+
+
+def finetuned(model: nn.Module, seed: int = 11, amount: float = 0.1) -> nn.Module:
+    """A copy whose linear layers (and only those) have moved, as after fine-tuning with frozen loose tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if "embedding" in name and "patch" not in name:
+                continue
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
+    return copied
+
+
+def rotation(width: int, generator: torch.Generator) -> Tensor:
+    return torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
+
+
+def twin(model: ToyViT, *, heads: int, head_width: int, hidden: int, seed: int = 3) -> ToyViT:
+    """The same function in other coordinates, with `heads`, `head_width` and `hidden` at least the model's own.
+
+    Residual stream rotated, hidden units permuted, each head's q/k and v rotated, heads reordered; what a wider
+    twin has more is inert (zero weights).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = model.class_embedding.shape[0]
+    attention = model.blocks[0].attn
+    own_heads, own_head_width = attention.heads, attention.out_proj.in_features // attention.heads
+    own_hidden = model.blocks[0].fc1.out_features
+    classes = model.classifier.out_features
+    other = ToyViT(width, len(model.blocks), heads, head_width, hidden, classes, model.size, model.patch_size)
+    Q = rotation(width, generator)
+    P = rotation(width, generator)  # coordinates after the bare projection
+
+    def inner(rotations: list[Tensor], order: Tensor) -> Tensor:  # (own inner, new inner)
+        out = torch.zeros(own_heads * own_head_width, heads * head_width, dtype=torch.float64)
+        for h in range(own_heads):
+            rows = slice(h * own_head_width, (h + 1) * own_head_width)
+            start = int(order[h]) * head_width
+            out[rows, start : start + own_head_width] = rotations[h]
+        return out
+
+    def put(layer: nn.Linear, theirs: nn.Linear, R_out: Tensor, R_in: Tensor) -> None:
+        theirs.weight.copy_(R_out.T @ layer.weight.double() @ R_in)
+        theirs.bias.copy_(R_out.T @ layer.bias.double())
+
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+        other.patch_embedding.weight.copy_(torch.einsum("oi,ochw->ichw", Q, model.patch_embedding.weight.double()))
+        other.patch_embedding.bias.copy_(Q.T @ model.patch_embedding.bias.double())
+        other.class_embedding.copy_(model.class_embedding.double() @ Q)
+        other.position_embedding.copy_(model.position_embedding.double() @ Q)
+        for ours, theirs in zip(model.blocks, other.blocks, strict=True):
+            order = torch.randperm(heads, generator=generator)[:own_heads]
+            qk = inner([rotation(own_head_width, generator) for _ in range(own_heads)], order)
+            v = inner([rotation(own_head_width, generator) for _ in range(own_heads)], order)
+            units = torch.zeros(own_hidden, hidden, dtype=torch.float64)
+            units[torch.arange(own_hidden), torch.randperm(hidden, generator=generator)[:own_hidden]] = 1
+            put(ours.attn.q_proj, theirs.attn.q_proj, qk, Q)
+            put(ours.attn.k_proj, theirs.attn.k_proj, qk, Q)
+            put(ours.attn.v_proj, theirs.attn.v_proj, v, Q)
+            put(ours.attn.out_proj, theirs.attn.out_proj, Q, v)
+            put(ours.fc1, theirs.fc1, units, Q)
+            put(ours.fc2, theirs.fc2, Q, units)
+        other.proj.copy_(Q.T @ model.proj.double() @ P)
+        other.classifier.weight.copy_(model.classifier.weight.double() @ P)
+        other.classifier.bias.copy_(model.classifier.bias)
+    return other
