@@ -1,0 +1,462 @@
+"""Task vectors: what a fine-tune changed, as a lazy Mapping from tensor names to differences.
+
+An entry is a dense tensor or a LowRank pair of factors, and is computed when asked for: sums, multiples
+and `apply_to` read nothing by themselves, so that a model larger than memory passes tensor by tensor.
+Differences are taken in float32 (float64 where an input is) and cast back only when applied to a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tuneport.checkpoint import (
+    PathLike,
+    TensorSpec,
+    UnknownTensorError,
+    describe,
+    new_file,
+    open_checkpoint,
+    same_structure,
+    write_safetensors,
+)
+from tuneport.errors import CheckpointError, TuneportError, first_of
+
+T = TypeVar("T")
+FORMAT = "tuneport-task-vector"
+VERSION = "1"
+_OUT, _IN = "::out", "::in"
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
+
+    >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
+    (4, 3)
+    """
+
+    out_factor: torch.Tensor
+    in_factor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        out, in_ = tuple(self.out_factor.shape), tuple(self.in_factor.shape)
+        if len(out) != 2 or len(in_) != 2 or out[1] != in_[0]:
+            raise TuneportError(f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the product, (d_out, d_in)."""
+        return self.out_factor.shape[0], self.in_factor.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """Number of columns of `out_factor`: a bound on the rank of the product."""
+        return self.out_factor.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the product: float32 also for factors in half precision, which would round it."""
+        widest = torch.promote_types(self.out_factor.dtype, self.in_factor.dtype)
+        return torch.promote_types(widest, torch.float32)
+
+    def dense(self) -> torch.Tensor:
+        """Return the product as one tensor."""
+        return self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype)
+
+    def norm(self) -> float:
+        """Return the Frobenius norm: ||B A||^2 = sum of (B^T B) * (A A^T), both r x r, in float64."""
+        B, A = self.out_factor.double(), self.in_factor.double()
+        return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
+
+    def __mul__(self, factor: float) -> LowRank:
+        return LowRank(self.out_factor.to(self.dtype) * factor, self.in_factor)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> LowRank:
+        return self * -1.0
+
+
+Entry = torch.Tensor | LowRank
+
+
+class EntrySpec(NamedTuple):
+    """Shape, dtype and, for a low-rank entry, rank: what is known of an entry without computing it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int | None = None
+
+
+class _Lazy(Mapping[str, T]):
+    """Names and a function that makes the value of one."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise UnknownTensorError(_unknown([name], self._names, "the mapping"))
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+class LazyTensors(_Lazy[torch.Tensor]):
+    """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
+
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], torch.Tensor], spec: Callable[[str], TensorSpec]
+    ) -> None:
+        super().__init__(names, read)
+        self._spec = spec
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without making it."""
+        return self._spec(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, without making it."""
+        return self._spec(name).dtype
+
+
+class TaskVector(Mapping[str, Entry]):
+    """What a fine-tune changed, tensor by tensor: `finetuned - base`, with arithmetic.
+
+    >>> base, finetuned = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 2.0])}
+    >>> vector = TaskVector.between(base, finetuned)
+    >>> (0.5 * vector).apply_to(base)["w"]
+    tensor([0.5000, 1.0000])
+
+    Nothing is kept: an entry of `a + b` is computed each time it is asked for. `materialise` computes all.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None
+    ) -> None:
+        self._entries = entries
+        self._describe = describe
+
+    @classmethod
+    def between(
+        cls,
+        base: Mapping[str, torch.Tensor],
+        finetuned: Mapping[str, torch.Tensor],
+        exclude: Sequence[str] = (),
+    ) -> TaskVector:
+        """Return `finetuned - base` over their floating-point tensors, less those that match `exclude`.
+
+        Both must hold the same names with the same shapes; `exclude` holds glob patterns ("head.*").
+        Integer buffers are left out; quantised weights are refused, since their codes cannot be subtracted.
+        """
+        same_structure(base, finetuned, exclude)
+        kept = [name for name in base if not any(fnmatchcase(name, pattern) for pattern in exclude)]
+        specs = {
+            name: [describe(side, name).dtype for side in (base, finetuned)]
+            for name in kept
+            if name in finetuned
+        }
+        quantised = [
+            f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(_is_quantised, dtypes))
+        ]
+        if quantised:
+            raise CheckpointError(
+                f"{len(quantised)} of {len(kept)} tensors are quantised: {first_of(quantised)}. "
+                "Give the models in float32, bfloat16 or float16."
+            )
+        dtypes = {
+            name: torch.promote_types(torch.promote_types(one, other), torch.float32)
+            for name, (one, other) in specs.items()
+            if one.is_floating_point or one.is_complex
+        }
+
+        def difference(name: str) -> torch.Tensor:
+            return finetuned[name].detach().to(dtypes[name]) - base[name].detach().to(dtypes[name])
+
+        return cls(
+            _Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name])
+        )
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise UnknownTensorError(_unknown([name], self, "the task vector"))
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __repr__(self) -> str:
+        return f"TaskVector({len(self)} tensors)"
+
+    def spec(self, name: str) -> EntrySpec:
+        """Return shape, dtype and rank of an entry, not computing it where that can be avoided."""
+        if self._describe is not None and name in self._entries:
+            return self._describe(name)
+        entry = self[name]
+        return EntrySpec(tuple(entry.shape), entry.dtype, entry.rank if isinstance(entry, LowRank) else None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an entry."""
+        return self.spec(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of an entry."""
+        return self.spec(name).dtype
+
+    def dense(self, name: str) -> torch.Tensor:
+        """Return an entry as one tensor, multiplying its factors if it is low-rank."""
+        return _dense(self[name])
+
+    def norm(self, name: str | None = None) -> float:
+        """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
+        if name is None:
+            return math.sqrt(sum(self.norm(each) ** 2 for each in self))
+        entry = self[name]
+        if isinstance(entry, LowRank):
+            return entry.norm()
+        return float(torch.linalg.vector_norm(entry, dtype=torch.promote_types(entry.dtype, torch.float64)))
+
+    def __add__(self, other: TaskVector) -> TaskVector:
+        if not isinstance(other, TaskVector):
+            return NotImplemented
+        shared = [name for name in self if name in other]
+        differing = [
+            f"{name} {self.shape(name)} vs {other.shape(name)}"
+            for name in shared
+            if self.shape(name) != other.shape(name)
+        ]
+        if differing:
+            raise TuneportError(
+                f"{len(differing)} of {len(shared)} shared tensors of two task vectors differ in shape: "
+                f"{first_of(differing)}. Only task vectors of the same model can be added."
+            )
+
+        def total(name: str) -> Entry:
+            if name in self and name in other:
+                return _sum(self[name], other[name])
+            return self[name] if name in self else other[name]
+
+        def spec(name: str) -> EntrySpec:
+            if name not in self or name not in other:
+                return self.spec(name) if name in self else other.spec(name)
+            one, two = self.spec(name), other.spec(name)
+            rank = None if one.rank is None or two.rank is None else one.rank + two.rank
+            return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
+
+        return TaskVector(_Lazy([*self, *other], total), spec)
+
+    def __sub__(self, other: TaskVector) -> TaskVector:
+        return self + -other if isinstance(other, TaskVector) else NotImplemented
+
+    def __neg__(self) -> TaskVector:
+        return self * -1.0
+
+    def __mul__(self, factor: float) -> TaskVector:
+        number = _finite(factor)
+        return TaskVector(_Lazy(self, lambda name: self[name] * number), self.spec)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> TaskVector:
+        return self * (1.0 / _finite(divisor))
+
+    def rename(self, names: Mapping[str, str]) -> TaskVector:
+        """Return the same entries under new names; names that the mapping lacks stay as they are."""
+        self._check_known(names)
+        old_of = {names.get(name, name): name for name in self}
+        if len(old_of) < len(self):
+            clash = sorted(
+                {new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1}
+            )
+            raise TuneportError(
+                f"several tensors would be renamed to {first_of(clash)}. Give each its own name."
+            )
+        return TaskVector(_Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
+
+    def subset(self, names: Iterable[str]) -> TaskVector:
+        """Return the entries with these names, in this order."""
+        chosen = list(names)
+        self._check_known(chosen)
+        return TaskVector(_Lazy(chosen, self.__getitem__), self.spec)
+
+    def materialise(self) -> TaskVector:
+        """Compute every entry now and keep it in memory."""
+        return TaskVector(dict(self.items()))
+
+    def apply_to(self, base: Mapping[str, torch.Tensor], scale: float = 1.0) -> LazyTensors:
+        """Return `base + scale * self` as a lazy Mapping, with all tensors of the base in their own dtypes.
+
+        The sum is taken in float32 (float64 where an input is) and cast once; tensors that the vector does
+        not name come through untouched. Every entry must fit a tensor of the base.
+        """
+        scale = _finite(scale)
+        unknown = [name for name in self if name not in base]
+        if unknown:
+            raise TuneportError(_unknown(unknown, base, "the base", len(self)) + " Use rename() or subset().")
+        unfit = [
+            f"{name} {self.shape(name)} vs {there.shape} {there.dtype}"
+            for name in self
+            if (there := describe(base, name)).shape != self.shape(name) or not there.dtype.is_floating_point
+        ]
+        if unfit:
+            raise TuneportError(
+                f"{len(unfit)} of {len(self)} tensors of the task vector do not fit the base: "
+                f"{first_of(unfit)}. Apply it to the model that it was made for."
+            )
+
+        def changed(name: str) -> torch.Tensor:
+            tensor = base[name].detach()
+            if name not in self or scale == 0:
+                return tensor
+            delta = self.dense(name).to(tensor.device)
+            dtype = torch.promote_types(torch.promote_types(tensor.dtype, torch.float32), delta.dtype)
+            return (tensor.to(dtype) + scale * delta.to(dtype)).to(tensor.dtype)
+
+        return LazyTensors(base, changed, lambda name: describe(base, name))
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        unknown = [name for name in names if name not in self]
+        if unknown:
+            raise UnknownTensorError(_unknown(unknown, self, "the task vector"))
+
+
+def save_task_vector(
+    path: PathLike, vector: TaskVector, metadata: Mapping[str, str] | None = None, overwrite: bool = False
+) -> None:
+    """Write a task vector to one safetensors file, entry by entry, whole or not at all.
+
+    A dense entry is stored under its name, a low-rank one as `name::out` and `name::in`. The file's metadata
+    are `format: tuneport-task-vector`, `version: 1` and what is given here.
+    """
+    odd = [name for name in vector if name.endswith((_OUT, _IN))]
+    if odd:
+        raise TuneportError(
+            f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(odd)}."
+        )
+    parts: dict[str, TensorSpec] = {}
+    for name in vector:
+        shape, dtype, rank = vector.spec(name)
+        if rank is None:
+            parts[name] = TensorSpec(shape, dtype)
+        else:
+            parts[name + _OUT] = TensorSpec((shape[0], rank), dtype)
+            parts[name + _IN] = TensorSpec((rank, shape[1]), dtype)
+
+    # Both factors of an entry are asked for in turn: do not compute it twice.
+    entry_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
+
+    def part(stored: str) -> torch.Tensor:
+        entry = entry_of(stored.removesuffix(_OUT).removesuffix(_IN))
+        if isinstance(entry, torch.Tensor):
+            return entry
+        return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
+
+    stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
+    with new_file(path, overwrite=overwrite) as temporary:
+        write_safetensors(temporary, _Lazy(parts, part), parts, stated)
+
+
+def load_task_vector(path: PathLike) -> TaskVector:
+    """Open a file that `save_task_vector` wrote; entries are read when asked for."""
+    if Path(path).is_dir():
+        raise CheckpointError(f"{path} is a folder, not a task vector. Make one with tuneport extract.")
+    stored = open_checkpoint(path)
+    found = stored.metadata.get("format")
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path} is not a task vector: its metadata say format {found!r}, expected {FORMAT!r}. "
+            "Make one with tuneport extract."
+        )
+    if stored.metadata.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {stored.metadata.get('version')!r} of the task-vector format, "
+            f"this tuneport reads {VERSION!r}. Upgrade tuneport or make the file again."
+        )
+    low = dict.fromkeys(n.removesuffix(_OUT).removesuffix(_IN) for n in stored if n.endswith((_OUT, _IN)))
+    broken = [name for name in low if not _are_factors(stored, name)]
+    if broken:
+        raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
+
+    def read(name: str) -> Entry:
+        return LowRank(stored[name + _OUT], stored[name + _IN]) if name in low else stored[name]
+
+    def spec(name: str) -> EntrySpec:
+        if name not in low:
+            return EntrySpec(stored.shape(name), stored.dtype(name))
+        (d_out, rank), (_, d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
+        return EntrySpec((d_out, d_in), stored.dtype(name + _OUT), rank)
+
+    names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
+    return TaskVector(_Lazy(names, read), spec)
+
+
+def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
+    if name in stored or name + _OUT not in stored or name + _IN not in stored:
+        return False
+    out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
+    return len(out.shape) == len(in_.shape) == 2 and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
+
+
+def _dense(entry: Entry) -> torch.Tensor:
+    return entry.dense() if isinstance(entry, LowRank) else entry
+
+
+def _sum(one: Entry, other: Entry) -> Entry:
+    if isinstance(one, LowRank) and isinstance(other, LowRank):
+        out, in_ = one.out_factor, one.in_factor
+        return LowRank(
+            torch.cat([out, other.out_factor.to(out.device)], dim=1),
+            torch.cat([in_, other.in_factor.to(in_.device)], dim=0),
+        )
+    first = _dense(one)
+    return first + _dense(other).to(first.device)
+
+
+def _is_quantised(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype != torch.bool
+
+
+def _finite(factor: float) -> float:
+    try:
+        number = float(factor)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise TuneportError(f"a task vector is scaled by a finite number, got {factor!r}.")
+    return number
+
+
+def _unknown(names: Sequence[str], known: Iterable[str], holder: str, total: int | None = None) -> str:
+    """Say which names `holder` lacks, each of the first ten with its nearest known one."""
+    there = list(known)
+
+    def hint(name: str) -> str:
+        near = difflib.get_close_matches(name, there, n=1)
+        return f"{name} (nearest: {near[0]})" if near else name
+
+    shown = first_of([*(hint(name) for name in names[:10]), *names[10:]])
+    of = "" if total is None else f" of {total}"
+    return f"{len(names)}{of} tensors are not in {holder}: {shown}."

@@ -1,0 +1,765 @@
+"""Checkpoints: lazy reading, streamed writing, outputs that are whole or absent, and every error text."""
+
+from __future__ import annotations
+
+import doctest
+import errno
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+
+import tuneport.checkpoint as module
+from tuneport.checkpoint import (
+    TensorSpec,
+    UnknownTensorError,
+    check_finite,
+    check_new_folder,
+    describe,
+    file_digests,
+    new_file,
+    new_folder,
+    open_checkpoint,
+    parse_size,
+    same_structure,
+    write_checkpoint,
+    write_safetensors,
+)
+from tuneport.errors import CheckpointError
+
+HAS_DEV_FULL = Path("/dev/full").is_char_device()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    return BertModel(config).eval()
+
+
+@pytest.fixture(scope="module", params=["single", "sharded"])
+def saved(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    model.save_pretrained(folder, max_shard_size="5GB" if request.param == "single" else "20KB")
+    return folder
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "block.10.weight": torch.randn(8, 4, generator=generator),
+        "block.2.weight": torch.randn(3, 5, generator=generator).to(torch.bfloat16),
+        "block.2.bias": torch.randn(3, generator=generator, dtype=torch.float64),
+        "position_ids": torch.arange(7),
+        "mask": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "half": torch.randn(5, generator=generator).half(),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert sorted(found) == sorted(expected)
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype, name
+        assert torch.equal(found[name], expected[name]), name
+
+
+def error_of(action: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_examples() -> None:
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+# Reading
+
+
+def test_reads_what_transformers_saved(saved: Path, model: Any) -> None:
+    checkpoint = open_checkpoint(saved)
+    assert checkpoint.path == saved
+    assert len(checkpoint.files) == len(list(saved.glob("*.safetensors")))
+    assert list(checkpoint) == sorted(checkpoint)
+    assert checkpoint.metadata["format"] == "pt"
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name in checkpoint}
+    assert len(expected) == len(checkpoint) > 30
+    assert_same(checkpoint, expected)
+
+
+def test_describes_without_reading(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(saved)
+    monkeypatch.setattr(module._SafetensorsFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    assert "embeddings.word_embeddings.weight" in checkpoint
+    assert "nothing" not in checkpoint
+    assert checkpoint.shape("embeddings.word_embeddings.weight") == (40, 16)
+    assert checkpoint.dtype("embeddings.word_embeddings.weight") == torch.float32
+    assert describe(checkpoint, "pooler.dense.bias") == TensorSpec((16,), torch.float32)
+
+
+def test_keeps_no_tensor_and_shares_none(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "w.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "w.safetensors")
+    checkpoint["w"].zero_()
+    assert torch.equal(checkpoint["w"], torch.ones(4))
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.ones(4))
+
+
+def test_memory_map_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.ones(4), "x": torch.zeros(4)}, tmp_path / "w.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "w.safetensors")
+    opened: list[str] = []
+
+    def counting(path: str, framework: str) -> Any:
+        opened.append(path)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(module, "safe_open", counting)
+    for _ in range(4):
+        assert torch.equal(checkpoint["w"], torch.ones(4))
+    assert len(opened) == 1
+    monkeypatch.setattr(module, "_REMAP_AFTER", 20)
+    for _ in range(4):
+        assert torch.equal(checkpoint["x"], torch.zeros(4))
+    assert len(opened) > 2
+
+
+def test_unknown_name_is_a_key_error_with_a_readable_text(saved: Path) -> None:
+    checkpoint = open_checkpoint(saved)
+    assert checkpoint.get("nothing") is None
+    with pytest.raises(UnknownTensorError) as caught:
+        checkpoint["nothing"]
+    assert isinstance(caught.value, KeyError)
+    assert str(caught.value).startswith(
+        f"{saved} holds no tensor 'nothing'; it holds embeddings.LayerNorm.bias,"
+    )
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_pickles_hold_tensors_only(tmp_path: Path, tensors: dict[str, torch.Tensor], legacy: bool) -> None:
+    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).T
+    torch.save(tensors, tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save({"state_dict": tensors, "epoch": 3}, tmp_path / "wrapped.ckpt")
+    (tmp_path / "folder").mkdir()
+    shutil.copy(tmp_path / "model.pt", tmp_path / "folder" / "pytorch_model.bin")
+    for name in ("model.pt", "wrapped.ckpt", "folder"):
+        checkpoint = open_checkpoint(tmp_path / name)
+        assert_same(checkpoint, tensors)
+        assert checkpoint["transposed"].is_contiguous()
+        checkpoint["scalar"].zero_()
+        assert checkpoint["scalar"] == 2.5
+
+
+def test_sharded_pickles(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.zeros(2)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    weight_map = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_same(open_checkpoint(tmp_path), {"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+class Bomb:
+    """Runs a command when unpickled without care."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.target),))
+
+
+def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    path, target = tmp_path / "bad.pt", tmp_path / "exploded"
+    torch.save({"w": torch.ones(2), "bomb": Bomb(target)}, path)
+    assert error_of(lambda: open_checkpoint(path)) == (
+        f"{path} is refused: this pickle holds more than tensors and could run code. "
+        "Save the model as safetensors where it was made, and use that."
+    )
+    assert not target.exists()
+
+
+def test_pickles_that_are_no_state_dict(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "epoch": 3}, path)
+    assert error_of(lambda: open_checkpoint(path)) == (
+        f"{path} is not a state dict: it holds 1 entries that are no tensors: epoch. Save model.state_dict()."
+    )
+    torch.save([torch.ones(2)], path)
+    assert error_of(lambda: open_checkpoint(path)) == (
+        f"{path} is not a state dict but a list. Save model.state_dict()."
+    )
+    torch.save({}, path)
+    assert "it holds nothing" in error_of(lambda: open_checkpoint(path))
+    path.write_bytes(b"not a pickle")
+    assert error_of(lambda: open_checkpoint(path)) == (
+        f"{path} is not a file of torch.save. Download or save it again."
+    )
+    torch.save({"w": torch.ones(1000)}, path)
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 30):
+        path.write_bytes(whole[:size])
+        assert error_of(lambda: open_checkpoint(path)).endswith(" Download or save it again.")
+
+
+def test_path_errors(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    assert error_of(lambda: open_checkpoint(missing)) == (
+        f"{missing} does not exist. Expected a model folder or a .safetensors file."
+    )
+    text = tmp_path / "weights.txt"
+    text.write_text("hello")
+    assert error_of(lambda: open_checkpoint(text)) == (
+        f"{text} is not a weight file: its name ends in .txt, expected .safetensors or one of "
+        ".bin, .pt, .pth, .ckpt."
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert error_of(lambda: open_checkpoint(empty)) == (
+        f"{empty} is not a model: no config.json or safetensors in it. "
+        "Give the folder that save_pretrained wrote, or a .safetensors file."
+    )
+    (empty / "config.json").write_text("{}")
+    assert error_of(lambda: open_checkpoint(empty)).startswith(
+        f"{empty} has a config.json but no weights: expected one of model.safetensors, "
+    )
+    (empty / "adapter_config.json").write_text("{}")
+    assert error_of(lambda: open_checkpoint(empty)).startswith(f"{empty} is an adapter, not a model.")
+
+
+def test_folder_with_other_file_names(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "open_clip_model.safetensors")
+    assert list(open_checkpoint(tmp_path)) == ["w"]
+    save_file({"v": torch.ones(2)}, tmp_path / "another.safetensors")
+    assert error_of(lambda: open_checkpoint(tmp_path)) == (
+        f"{tmp_path} holds 2 safetensors files and no model.safetensors.index.json: "
+        "another.safetensors, open_clip_model.safetensors. Give one of the files, or add the index."
+    )
+
+
+def test_unreadable_headers(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    whole = save({"w": torch.ones(100)})
+    for content in (b"", b"x", whole[:60], whole[:-4], whole + b"more"):
+        path.write_bytes(content)
+        text = error_of(lambda: open_checkpoint(path))
+        assert text.startswith(f"{path} cannot be read as safetensors (")
+        assert text.endswith("). Download or save it again.")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+    assert error_of(lambda: open_checkpoint(path)) == (
+        f"{path} is a Git LFS pointer, not the weights. Fetch them with git lfs pull."
+    )
+
+
+def test_unsupported_dtype(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    text = error_of(lambda: open_checkpoint(tmp_path / "x.safetensors"))
+    assert "x.safetensors stores w as F4; known are BOOL, " in text or "cannot be read as safetensors" in text
+
+
+def test_vanished_and_changed_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint["w"], torch.ones(2))
+    save_file({"w": torch.zeros(3)}, path)
+    assert error_of(lambda: checkpoint["w"]) == f"{path} has changed since it was opened. Open it again."
+    path.unlink()
+    assert error_of(lambda: checkpoint["w"]) == (
+        f"{path} is gone or cannot be read (No such file or directory). Restore it."
+    )
+
+
+@pytest.mark.parametrize(
+    "entry", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "C:x", "x\0y"]
+)
+def test_index_pointing_outside_is_refused(tmp_path: Path, entry: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
+    write_index(tmp_path / "model", {"w": entry})
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    assert error_of(lambda: open_checkpoint(tmp_path / "model")) == (
+        f"{index} is refused: its entries must be names of files "
+        f"beside it, but it has {entry!r}. Use a copy from a source that you trust."
+    )
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
+def test_index_that_is_none(tmp_path: Path, content: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    assert error_of(lambda: open_checkpoint(tmp_path)) == (
+        f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
+        "Download or save the model again."
+    )
+
+
+def test_index_that_does_not_match_its_shards(tmp_path: Path) -> None:
+    write_index(tmp_path, {"w": "one.safetensors", "v": "two.safetensors"})
+    save_file({"w": torch.ones(2)}, tmp_path / "one.safetensors")
+    assert error_of(lambda: open_checkpoint(tmp_path)) == (
+        f"1 of 2 weight files of {tmp_path} are missing: two.safetensors. Download or copy them again."
+    )
+    save_file({"x": torch.ones(2)}, tmp_path / "two.safetensors")
+    assert error_of(lambda: open_checkpoint(tmp_path)) == (
+        f"1 of 2 tensors that {tmp_path / 'model.safetensors.index.json'} lists are not in their files: "
+        "v (two.safetensors). Download or save the model again."
+    )
+
+
+def test_shards_may_be_links_as_in_the_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "blobs" / "abc")
+    write_index(tmp_path / "snapshot", {"w": "one.safetensors"})
+    (tmp_path / "snapshot" / "one.safetensors").symlink_to(tmp_path / "blobs" / "abc")
+    assert_same(open_checkpoint(tmp_path / "snapshot"), {"w": torch.ones(2)})
+
+
+# Checking
+
+
+def test_check_finite(tensors: dict[str, torch.Tensor]) -> None:
+    check_finite(tensors)
+    tensors["half"][1] = torch.inf
+    tensors["block.2.bias"][0] = torch.nan
+    assert error_of(lambda: check_finite(tensors)) == (
+        "2 of 8 tensors of the model hold NaN or infinite values: block.2.bias, half. "
+        "Use a checkpoint from before training diverged."
+    )
+    check_finite(tensors, names=["scalar", "mask"])
+    assert "1 of 1 tensors" in error_of(lambda: check_finite(tensors, ["half"]))
+
+
+def test_same_structure_in_our_voice(tmp_path: Path) -> None:
+    base = {f"layer.{i}": torch.zeros(1) for i in range(3)} | {"head.weight": torch.zeros(4, 2)}
+    same_structure(base, {name: tensor + 1 for name, tensor in base.items()})
+    finetuned = base | {"head.weight": torch.zeros(3, 2)}
+    for name, state in (("base", base), ("ft", finetuned)):
+        with new_folder(tmp_path / name) as folder:
+            write_checkpoint(folder, state)
+    opened = [open_checkpoint(tmp_path / name) for name in ("base", "ft")]
+    assert error_of(lambda: same_structure(*opened)) == (
+        f"1 of 4 tensors of {tmp_path}/ft/ differ in shape from {tmp_path}/base/: "
+        'head.weight (3, 2) vs (4, 2). Exclude them with --exclude "head.*".'
+    )
+    same_structure(*opened, exclude=["head.*"])
+
+
+def test_same_structure_collects_everything() -> None:
+    base = {"a.w": torch.zeros(1), "b.w": torch.zeros(2), "ids": torch.arange(3)}
+    finetuned = {"b.w": torch.zeros(3), "c": torch.zeros(1), "count": torch.tensor(1)}
+    assert error_of(lambda: same_structure(base, finetuned)) == (
+        "1 of 3 tensors of the fine-tuned model differ in shape from the base: b.w (3,) vs (2,). "
+        "1 of 3 tensors of the fine-tuned model are not in the base: c. "
+        "1 of 3 tensors of the base are not in the fine-tuned model: a.w. "
+        'Exclude them with --exclude "a.*" --exclude "b.*" --exclude "c".'
+    )
+    many = {f"block.{i}.w": torch.zeros(1) for i in range(12)}
+    text = error_of(lambda: same_structure({}, many))
+    assert text.startswith(
+        "12 of 12 tensors of the fine-tuned model are not in the base: block.0.w, block.1.w,"
+    )
+    assert text.endswith(
+        "block.9.w, ... and 2 more. Check that the fine-tuned model was fine-tuned from the base."
+    )
+
+
+def test_file_digests(tmp_path: Path) -> None:
+    content = os.urandom(2**20 + 17)
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "b").write_bytes(b"")
+    assert file_digests([tmp_path / "a", str(tmp_path / "b")]) == {
+        str(tmp_path / "a"): hashlib.sha256(content).hexdigest(),
+        str(tmp_path / "b"): hashlib.sha256(b"").hexdigest(),
+    }
+    assert error_of(lambda: file_digests([tmp_path / "c"])) == (
+        f"{tmp_path / 'c'} cannot be read (No such file or directory)."
+    )
+
+
+# Writing
+
+
+def test_golden_bytes(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    tensors['quote " and \u00e9'] = torch.ones(1, dtype=torch.int8)
+    tensors["eight"] = torch.ones(3).to(torch.float8_e4m3fn)
+    tensors["complex"] = torch.ones(3, dtype=torch.complex64)
+    specs = {name: describe(tensors, name) for name in tensors}
+    for metadata in ({}, {"format": "pt"}):
+        write_safetensors(tmp_path / "x.safetensors", tensors, specs, metadata)
+        written = (tmp_path / "x.safetensors").read_bytes()
+        assert written == save(tensors, metadata=metadata or None)
+        assert int.from_bytes(written[:8], "little") % 8 == 0
+
+
+def test_writes_shared_and_strided_tensors(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    tied = {
+        "one": weight,
+        "two": weight,
+        "turned": weight.T,
+        "part": weight[:, 1],
+        "live": torch.nn.Parameter(weight),
+    }
+    write_checkpoint(tmp_path, tied)
+    assert_same(load_file(tmp_path / "model.safetensors"), tied)
+
+
+@pytest.mark.parametrize("limit", ["5GB", "20KB", 3000, 1])
+def test_round_trip_through_transformers(tmp_path: Path, saved: Path, model: Any, limit: int | str) -> None:
+    from transformers import AutoModel
+
+    checkpoint = open_checkpoint(saved)
+    files = write_checkpoint(tmp_path, checkpoint, max_shard_size=limit)
+    assert all(file.is_file() for file in files)
+    assert sorted(files) == sorted(tmp_path.iterdir())
+    assert_same(open_checkpoint(tmp_path), checkpoint)
+    if limit == "5GB":
+        assert [file.name for file in files] == ["model.safetensors"]
+    else:
+        shards = files[:-1]
+        assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
+        assert files[-1].name == "model.safetensors.index.json"
+        total = sum(tensor.nbytes for tensor in checkpoint.values())
+        assert json.loads(files[-1].read_text())["metadata"]["total_size"] == total
+        assert all(
+            sum(t.nbytes for t in shard.values()) <= parse_size(limit) or len(shard) == 1
+            for shard in map(load_file, shards)
+        )
+    with safe_open(files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    shutil.copy(saved / "config.json", tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
+def test_writing_reads_each_tensor_once_and_drops_it(tmp_path: Path, saved: Path) -> None:
+    checkpoint = open_checkpoint(saved)
+    read: list[str] = []
+
+    class Watched(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return checkpoint[name]
+
+    watched = Watched(dict.fromkeys(checkpoint))
+    write_checkpoint(
+        tmp_path, watched, describe=lambda name: describe(checkpoint, name), max_shard_size="20KB"
+    )
+    assert sorted(read) == sorted(checkpoint)
+
+
+def test_writing_options_and_errors(tmp_path: Path) -> None:
+    files = write_checkpoint(tmp_path, {"w": torch.ones(2)}, metadata={"made": "here"}, stem="vision")
+    assert [file.name for file in files] == ["vision.safetensors"]
+    assert open_checkpoint(files[0]).metadata == {"made": "here"}
+    assert error_of(
+        lambda: write_checkpoint(
+            tmp_path, {"w": torch.ones(2)}, describe=lambda _: TensorSpec((3,), torch.float16)
+        )
+    ) == ("tensor w came as (2,) torch.float32, but was announced as (3,) torch.float16.")
+    path = tmp_path / "model.safetensors"
+    assert error_of(lambda: write_checkpoint(tmp_path, {"w": torch.ones(2, dtype=torch.complex128)})) == (
+        f"{path} cannot hold w (torch.complex128): safetensors has no such dtype. Cast them."
+    )
+    for size in ("5XB", "", "-3", "0GB", 0, "GB"):
+        assert error_of(lambda size=size: parse_size(size)) == (
+            f"size {size!r} is not a number of bytes. Expected something like 5GB or 8GiB."
+        )
+    assert [parse_size(size) for size in ("5GB", "8GiB", "12", "2kb", "1.5MB", "1TiB")] == [
+        5 * 10**9, 8 * 2**30, 12, 2000, 1500000, 2**40,
+    ]  # fmt: skip
+
+
+# Outputs that are whole or absent
+
+
+def test_new_folder_appears_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out.v1"
+    with new_folder(out) as folder:
+        assert folder.parent == tmp_path
+        assert folder.name.startswith(".out.tmp-")
+        assert not out.exists()
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+        (folder / "link").symlink_to("nowhere")
+    assert (out / "sub" / "file").read_text() == "x"
+    assert list(tmp_path.iterdir()) == [out]
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    assert out.stat().st_mode == reference.stat().st_mode
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), FileNotFoundError(2, "x")]
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_new_folder_leaves_nothing_after_an_error(
+    tmp_path: Path, error: BaseException, overwrite: bool
+) -> None:
+    out = tmp_path / "out"
+    if overwrite:
+        out.mkdir()
+        (out / "old").write_text("old")
+
+    def work() -> None:
+        with new_folder(out, overwrite=overwrite) as folder:
+            (folder / "file").write_text("x")
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        work()
+    assert caught.value is error
+    assert [path.name for path in tmp_path.rglob("*")] == (["out", "old"] if overwrite else [])
+
+
+def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+
+    def work() -> None:
+        with new_folder(out):
+            pytest.fail("work was done")
+
+    expected = f"{out} exists already. Choose another name or pass --overwrite."
+    assert error_of(work) == expected
+    assert error_of(lambda: check_new_folder(out)) == expected
+    assert (out / "old").read_text() == "old"
+
+
+def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with new_folder(out, overwrite=True) as folder:
+        assert (out / "old").exists()
+        (folder / "new").write_text("new")
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_overwrite_restores_the_old_folder_when_the_swap_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    rename = os.rename
+
+    def failing(one: Path, other: Path) -> None:
+        if ".tmp-" in Path(one).name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", failing)
+
+    def work() -> None:
+        with new_folder(out, overwrite=True) as folder:
+            (folder / "new").write_text("new")
+
+    assert error_of(work).startswith(f"{out} cannot be written: the disk is full.")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+
+
+def test_overwrite_reports_an_old_folder_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    remove = shutil.rmtree
+
+    def failing(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "busy")
+        remove(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", failing)
+
+    def work() -> None:
+        with new_folder(out, overwrite=True) as folder:
+            (folder / "new").write_text("new")
+
+    text = error_of(work)
+    assert text.startswith(f"{out} is written, but what it replaced could not be removed (")
+    assert (out / "new").read_text() == "new"
+
+
+def test_overwrite_never_follows_a_link_nor_replaces_another_kind(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep")
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(precious)
+    file.write_text("keep")
+    for open_new, kind in ((new_folder, "folder"), (new_file, "file")):
+
+        def work(out: Path, open_new: Any = open_new) -> None:
+            with open_new(out, overwrite=True):
+                pytest.fail("work was done")
+
+        expected = f"{link} is a symbolic link and is not overwritten. Give the {kind} itself."
+        assert error_of(lambda work=work: work(link)) == expected
+        wrong = file if kind == "folder" else precious
+        assert error_of(lambda work=work, wrong=wrong: work(wrong)) == (
+            f"{wrong} is not a {kind} and is not overwritten by one. Choose another name."
+        )
+    assert (precious / "file").read_text() == file.read_text() == "keep"
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "inner").symlink_to(precious)
+    with new_folder(out, overwrite=True):
+        pass
+    assert (precious / "file").read_text() == "keep"
+
+
+def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work() -> None:
+        with new_folder(out):
+            out.mkdir()
+
+    assert error_of(work) == f"{out} has appeared meanwhile and is kept. Choose another name."
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "", "sub/.."])
+def test_output_must_have_a_name(name: str) -> None:
+    assert "does not name a new folder" in error_of(lambda: check_new_folder(name, overwrite=True))
+
+
+def test_output_needs_a_parent(tmp_path: Path) -> None:
+    out = tmp_path / "no" / "out"
+    expected = f"{out} cannot be written: there is no folder {out.parent}. Create it first."
+    assert error_of(lambda: check_new_folder(out)) == expected
+
+    def work() -> None:
+        with new_folder(out):
+            pytest.fail("work was done")
+
+    assert error_of(work) == expected
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that not even root can write to")
+def test_parent_that_refuses() -> None:
+    assert error_of(lambda: check_new_folder("/proc/out")).startswith("/proc/out cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.EROFS, "the file system is read-only. Choose another place."),
+        (errno.EACCES, "permission denied. Choose a place that you may write to."),
+        (errno.ENOSPC, "the disk is full. Free some space or choose another place."),
+    ],
+)
+def test_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
+    out = tmp_path / "out"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def work() -> None:
+        with new_folder(out) as folder:
+            (folder / "file").write_text("x")
+            monkeypatch.setattr(os, "fsync", refuse)
+
+    assert error_of(work) == f"{out} cannot be written: {reason}"
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert error_of(lambda: check_new_folder(out)) == f"{out} cannot be written: {reason}"
+
+
+@pytest.mark.skipif(not HAS_DEV_FULL, reason="needs /dev/full")
+def test_disk_that_is_full_for_real(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work() -> None:
+        with new_folder(out) as folder:
+            # A link, so that nothing can ever be renamed over the device itself.
+            (folder / "model.safetensors").symlink_to("/dev/full")
+            write_checkpoint(folder, {"w": torch.ones(100_000)})
+
+    expected = f"{out} cannot be written: the disk is full. Free some space or choose another place."
+    assert error_of(work) == expected
+    assert list(tmp_path.iterdir()) == []
+    assert Path("/dev/full").is_char_device()
+
+
+def test_full_disk_as_safetensors_reports_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work(text: str) -> None:
+        with new_folder(out):
+            raise SafetensorError(text)
+
+    assert "the disk is full" in error_of(lambda: work("I/O error: No space left on device (os error 28)"))
+    with pytest.raises(SafetensorError):
+        work("something else")
+
+
+def test_errors_about_other_files_are_not_ours(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), new_folder(tmp_path / "sub"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
+
+
+def test_free_space_and_inputs_are_checked_first(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    check_new_folder(out, needed_bytes=1)
+    text = error_of(lambda: check_new_folder(out, needed_bytes=10**18))
+    assert text.startswith(f"{out} needs about 1000000000.0 GB, but only ")
+    assert text.endswith(f" GB are free in {tmp_path}. Free some space or choose another place.")
+    (out / "model").mkdir(parents=True)
+    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other", tmp_path])
+    for given in (out, out / "model"):
+        assert error_of(lambda given=given: check_new_folder(out, overwrite=True, inputs=[given])) == (
+            f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
+        )
+
+
+def test_new_file(tmp_path: Path) -> None:
+    out = tmp_path / "tau.safetensors"
+    with new_file(out) as temporary:
+        assert temporary.suffix == ".safetensors"
+        temporary.write_text("one")
+        assert not out.exists()
+    assert out.read_text() == "one"
+
+    def refused() -> None:
+        with new_file(out):
+            pytest.fail("work was done")
+
+    assert error_of(refused) == f"{out} exists already. Choose another name or pass --overwrite."
+
+    def interrupted() -> None:
+        with new_file(out, overwrite=True) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert out.read_text() == "one"
+    with new_file(out, overwrite=True) as temporary:
+        temporary.write_text("two")
+    assert out.read_text() == "two"
+    assert list(tmp_path.iterdir()) == [out]
