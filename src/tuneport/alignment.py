@@ -64,9 +64,9 @@ class Alignment:
     """An orthogonal map from source to target coordinates, with its evidence.
 
     `matrix` is R (d_A, d_B): `x_A R` stands in target coordinates. `rank` directions are determined by the
-    data, the rest comes from the completion. `residual` is sqrt(1 - s^2), where s in [0, 1] is the cosine
-    between the aligned source signals and the target signals over all tokens and features: 0 when one
-    orthogonal map and one scale explain everything, 1 when nothing does; None where only C was given.
+    data, the rest comes from the completion. `residual` is sqrt(1 - s^2) with s = <X_A R, X_B> / (|X_A| |X_B|)
+    in [0, 1], over all tokens and features: 0 when one orthogonal map and one scale explain everything, 1 when
+    nothing does; None where only C was given.
     """
 
     matrix: Tensor
@@ -147,10 +147,19 @@ def _null_isometry(U: Tensor, Vh: Tensor, missing: int) -> Tensor:
 
 
 def _complement(basis: Tensor, count: int) -> Tensor:
-    """`count` orthonormal columns orthogonal to `basis`, from its QR factorisation, signs fixed."""
-    Q = torch.linalg.qr(basis, mode="complete").Q[:, basis.shape[1] : basis.shape[1] + count]
-    signs = torch.sign(Q.gather(0, Q.abs().argmax(dim=0, keepdim=True)))
-    return Q * signs
+    """`count` orthonormal columns orthogonal to `basis`, which depend on its span only, not on its columns.
+
+    A pivoted Cholesky factorisation of the projector on the complement; the pivot is the first index near
+    the largest, since among equals rounding would choose.
+    """
+    rest = torch.eye(len(basis), device=basis.device, dtype=basis.dtype) - basis @ basis.T
+    columns = basis.new_zeros(len(basis), count)
+    for index in range(count):
+        weight = rest.diagonal()
+        pivot = int((weight > 0.55 * weight.max()).nonzero()[0])
+        columns[:, index] = rest[:, pivot] / weight[pivot].sqrt()
+        rest = rest - torch.outer(columns[:, index], columns[:, index])
+    return columns
 
 
 def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

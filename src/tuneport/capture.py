@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .alignment import CrossCovariance, Statistics, WeightGradient
 from .errors import CaptureError, first_of
-from .layers import Layer
+from .layers import Layer, TokenLayout
 from .pairing import LayerPair
 
 INPUT = "input"
@@ -37,14 +37,6 @@ NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 Loss = Callable[[nn.Module, Any], Tensor]
 Match = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class TokenLayout:
-    """How a vision model orders its tokens: `prefix` special tokens (class token first), then a 2-D grid."""
-
-    prefix: int
-    grid: tuple[int, int]
 
 
 @dataclass(frozen=True)

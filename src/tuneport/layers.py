@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,14 @@ class LooseTensor:
     block: int | None = None
 
 
+@dataclass(frozen=True)
+class TokenLayout:
+    """How a vision model orders its tokens: `prefix` special tokens (class token first), then a 2-D grid."""
+
+    prefix: int
+    grid: tuple[int, int]
+
+
 def find_layers(
     module: nn.Module,
     *,
@@ -156,7 +165,7 @@ def find_loose(
             continue
         stack, block, role = locate(name)
         loose.append(LooseTensor(name, tuple(parameter.shape), role, kinds.get(name, "parameter"), stack, block))
-    return tuple(loose)
+    return _distinct(loose)
 
 
 def locate(name: str) -> tuple[str, int | None, str]:
@@ -177,14 +186,17 @@ def locate(name: str) -> tuple[str, int | None, str]:
     return stack, int(found.group(1)), f"cross_{role}" if CROSS_ATTENTION.search(inner) else role
 
 
-def _distinct(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Where two layers of a block would share a role, each is called by its own name instead."""
-    count = Counter((layer.stack, layer.block, layer.role) for layer in layers)
+Part = TypeVar("Part", Layer, LooseTensor)
+
+
+def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Where two parts of a block would share a role, each is called by its own name instead."""
+    count = Counter((part.stack, part.block, part.role) for part in parts)
     return tuple(
-        replace(layer, role=layer.name.removesuffix(".weight").removeprefix(f"{layer.stack}.{layer.block}."))
-        if count[layer.stack, layer.block, layer.role] > 1
-        else layer
-        for layer in layers
+        replace(part, role=part.name.removesuffix(".weight").removeprefix(f"{part.stack}.{part.block}."))
+        if count[part.stack, part.block, part.role] > 1
+        else part
+        for part in parts
     )
 
 
@@ -204,7 +216,9 @@ def _layers_of(
     if isinstance(part, nn.MultiheadAttention):
         names = ("in_proj_weight",) if part.in_proj_weight is not None else _SEPARATE
         for name in names:
-            bias = f"{prefix}in_proj_bias" if part.in_proj_bias is not None else None
+            # separate projections still share one bias: no layer owns it, it stays loose
+            fused_bias = part.in_proj_bias is not None and part.in_proj_weight is not None
+            bias = f"{prefix}in_proj_bias" if fused_bias else None
             yield from _split(prefix + name, bias, parameters[prefix + name], fused, transposed=False)
         return
     weight = getattr(part, "weight", None)

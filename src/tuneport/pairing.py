@@ -121,7 +121,8 @@ def pair_layers(
     for layer in target:
         partner = by_place.get(place(layer))
         if partner is None:
-            kept.append(Kept(layer.name, f"the source has no layer with the role {layer.role}"))
+            reason = f"the source has no layer with the role {layer.role}"
+            kept += [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
             continue
         pairs.append(
             LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role))
@@ -144,6 +145,7 @@ def pair_layers(
             f"target roles {_roles(target)}. Pass roles={{...}} or pairs=[...], or see docs/add-a-family.md."
         )
     _check_maps(pairs)
+    kept, dropped = list(dict.fromkeys(kept)), list(dict.fromkeys(dropped))  # a fused bias is named once
     return Plan(tuple(pairs), tuple(loose), tuple(kept), tuple(dropped), depth_a, depth_b)
 
 

@@ -1,0 +1,97 @@
+"""How good a model is at a task: a model and labelled data in, a number out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .calibration import batches
+from .data import Dataset, align_labels
+from .errors import DataError, TuneportError, unknown_name
+from .families import Head, Model
+
+Protocol = Literal["zero-shot", "linear-probe"]
+PROTOCOLS: tuple[Protocol, ...] = ("zero-shot", "linear-probe")
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy in percent over `samples` test samples."""
+
+    accuracy: float
+    samples: int
+    protocol: str
+
+
+def zero_shot(
+    model: Model, head: Head, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None
+) -> Evaluation:
+    """Accuracy of the highest class score, with the head as it is."""
+    data = align_labels(data, head.classes)
+    right = 0
+    for batch, labels in encoded(model, data, batch_size):
+        with torch.inference_mode():
+            scores = head.scores(model, model.module, batch)
+        right += int((scores.argmax(-1).cpu() == labels).sum())
+        if progress is not None:
+            progress(len(labels))
+    return Evaluation(100.0 * right / len(data), len(data), "zero-shot")
+
+
+def linear_probe(
+    model: Model, train: Dataset, test: Dataset, *, batch_size: int = 128, progress: Progress | None = None
+) -> Evaluation:
+    """Accuracy on `test` of a logistic regression on the model's features of `train` (scikit-learn, C = 1)."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    test = align_labels(test, train.classes)
+    if train.labels is None or test.labels is None:
+        raise DataError(f"a linear probe needs labels: {train if train.labels is None else test} has none.")
+    if len(np.unique(train.labels)) < 2:
+        raise DataError(f"a linear probe needs samples of at least two classes; {train} shows one.")
+    seen = features(model, train, batch_size=batch_size, progress=progress).double().numpy()
+    scaler = StandardScaler().fit(seen)
+    probe = LogisticRegression(max_iter=2000, tol=1e-6).fit(scaler.transform(seen), train.labels)
+    unseen = features(model, test, batch_size=batch_size, progress=progress).double().numpy()
+    right = probe.predict(scaler.transform(unseen)) == test.labels
+    return Evaluation(100.0 * float(right.mean()), len(test), "linear-probe")
+
+
+def features(
+    model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None
+) -> Tensor:
+    """The model's features (N, width) of every sample, in order, on the CPU."""
+    if model.features is None:
+        raise TuneportError(f"{model.name} gives no features: tuneport does not know its family.")
+    rows = []
+    for batch, labels in encoded(model, data, batch_size):
+        with torch.inference_mode():
+            rows.append(model.features(model.module, batch).float().cpu())
+        if progress is not None:
+            progress(len(labels))
+    return torch.cat(rows)
+
+
+def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """The samples as the model wants them, on its device, batch by batch, with their labels."""
+    if model.encode is None:
+        raise TuneportError(f"{model.name} cannot read raw samples: tuneport does not know its family.")
+    if data.kind != model.kind:
+        raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    for inputs, labels in batches(data, np.arange(len(data)), batch_size):
+        yield {key: value.to(model.device) for key, value in model.encode(inputs).items()}, labels
+
+
+def check_protocol(name: str) -> Protocol:
+    """The protocol of that name, or an error that lists what there is."""
+    for known in PROTOCOLS:
+        if name == known:
+            return known
+    raise TuneportError(unknown_name("protocol", name, PROTOCOLS))

@@ -1,0 +1,264 @@
+"""Hugging Face models: local folders and live `transformers` objects. Vision towers and image classifiers.
+
+Weights load through the class that the folder's config.json names; code from checkpoints is never run unless
+`trust_remote_code` is passed on. Live parameter names differ from file names in some families, so the way
+back is taken from transformers itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..checkpoint import check_finite, open_checkpoint
+from ..errors import CheckpointError, first_of
+from ..layers import TokenLayout, find_layers, find_loose
+from .base import Batch, Forward, Model
+
+# Short descriptions in several wordings; their embeddings are averaged into one class embedding.
+PROMPTS = (
+    "a photo of a {}.",
+    "a picture that shows a {}.",
+    "a close view of a {}.",
+    "a small image of a {}.",
+    "an example of a {}.",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What names cannot tell about one transformers class."""
+
+    features: Forward
+    special_tokens: int
+    classifies: bool = False
+    tower: tuple[str, ...] = ()
+
+
+def _first_token(part: str) -> Forward:
+    return lambda module, batch: getattr(module, part)(**batch).last_hidden_state[:, 0]
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "CLIPModel": Architecture(
+        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output), 1, tower=("vision_model.", "visual_projection.")
+    ),
+    "CLIPVisionModelWithProjection": Architecture(lambda m, b: m(**b).image_embeds, 1),
+    "CLIPVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 1),
+    "SiglipModel": Architecture(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
+    "SiglipVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 0),
+    "SiglipForImageClassification": Architecture(
+        lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0, classifies=True
+    ),
+    "ViTModel": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
+    "ViTForImageClassification": Architecture(_first_token("vit"), 1, classifies=True),
+    "Dinov2Model": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
+    "Dinov2ForImageClassification": Architecture(_first_token("dinov2"), 1, classifies=True),
+}
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """The transformers library."""
+
+    name: str = "huggingface"
+
+    def recognises(self, reference: str) -> bool:
+        return (Path(reference) / "config.json").is_file()
+
+    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
+        folder = Path(reference)
+        stored = open_checkpoint(folder)
+        with _quiet():
+            module = _load(folder, device, trust_remote_code)
+        check_finite(stored)
+        model = self._model(module, str(reference), stored, folder)
+        lost = [name for name in model.file_names.values() if name not in stored]
+        if lost:
+            raise CheckpointError(
+                f"{len(lost)} tensors of {type(module).__name__} cannot be traced to the files of {folder}: "
+                f"{first_of(lost)}. Save the model again with save_pretrained."
+            )
+        return model
+
+    def knows(self, module: nn.Module) -> bool:
+        return type(module).__name__ in ARCHITECTURES and hasattr(module, "config")
+
+    def describe(self, module: nn.Module) -> Model:
+        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        names = _file_names(module)
+        stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+        return self._model(module, type(module).__name__, stored, None)
+
+    def _model(self, module: nn.Module, name: str, stored: Mapping[str, Tensor], folder: Path | None) -> Model:
+        architecture = ARCHITECTURES[type(module).__name__]
+        layers = find_layers(module, within=architecture.tower)
+        loose = find_loose(module, layers, within=architecture.tower)
+        inside = {part.name for part in loose} | {layer.weight for layer in layers} | {layer.bias for layer in layers}
+        outside = {key: "outside the image tower" for key, _ in module.named_parameters() if key not in inside}
+        config: Any = module.config
+        patch = int(getattr(config, "vision_config", config).patch_size)
+
+        def layout(batch: Batch) -> TokenLayout:
+            height, width = batch["pixel_values"].shape[-2:]
+            return TokenLayout(architecture.special_tokens, (height // patch, width // patch))
+
+        scale: Any = getattr(module, "logit_scale", None)
+        has_text = hasattr(module, "text_model") and hasattr(module, "vision_model")
+        return Model(
+            name=name,
+            module=module,
+            tensors=stored,
+            file_names=_file_names(module),
+            layers=layers,
+            loose=loose,
+            folder=folder,
+            kind="image",
+            classes=_classes(config) if architecture.classifies else (),
+            encode=_image_encoder(folder) if folder is not None else None,
+            features=architecture.features,
+            logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
+            layout=layout,
+            text_head=_text_head(module, folder) if has_text and folder is not None else None,
+            logit_scale=float(scale.detach().exp()) if scale is not None else 1.0,
+            outside=outside,
+        )
+
+
+def _load(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    import transformers
+
+    config = _config(folder)
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{folder} holds a {name or config.get('model_type', 'model without architecture')}, which tuneport does "
+            f"not know. Known: {', '.join(sorted(ARCHITECTURES))}. See docs/add-a-family.md."
+        )
+    try:
+        loaded = getattr(transformers, name).from_pretrained(
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:
+        raise CheckpointError(f"transformers cannot load {folder} as {name}: {_line(error)}") from error
+    module, info = loaded
+    wrong = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors of {name} are missing or misshapen in {folder}: {first_of(wrong)}. "
+            "Its config.json and its weights do not belong together."
+        )
+    model: nn.Module = module
+    return model.to(device).eval()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {_line(error)}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is not a model configuration: expected a JSON object.")
+    return config
+
+
+def _file_names(module: nn.Module) -> dict[str, str]:
+    """Live parameter name -> name in the files, as transformers itself would save it."""
+    state = module.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        saved = revert_weight_conversion(module, dict(state))  # type: ignore[arg-type]
+    except ImportError:
+        saved = state
+    live = {(tensor.data_ptr(), tensor.shape): name for name, tensor in state.items()}
+    back = {live[key]: name for name, tensor in saved.items() if (key := (tensor.data_ptr(), tensor.shape)) in live}
+    return {name: back.get(name, name) for name, _ in module.named_parameters()}
+
+
+def _classes(config: Any) -> tuple[str, ...]:
+    """The names of a classification layer's classes; the default LABEL_0, LABEL_1 are mere numbers."""
+    labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
+
+
+def _image_encoder(folder: Path) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+    """Images to `pixel_values` through the folder's own preprocessor_config.json."""
+    if not (folder / "preprocessor_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no preprocessor_config.json, so its images cannot be prepared. Copy it from the original model."
+        )
+    with _quiet():
+        from transformers import AutoImageProcessor
+
+        try:
+            processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
+
+    def encode(images: Sequence[Any]) -> dict[str, Tensor]:
+        return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
+
+    return encode
+
+
+def _text_head(module: Any, folder: Path) -> Callable[[Sequence[str]], Tensor]:
+    """Class names to class embeddings: prompts through the model's own text tower, averaged."""
+
+    def embed(classes: Sequence[str]) -> Tensor:
+        with _quiet():
+            from transformers import AutoTokenizer
+
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{folder} has a text tower but no usable tokenizer ({_line(error)}); pass --head NAME or FILE."
+                ) from error
+        device = next(module.parameters()).device
+        padding = "max_length" if type(module).__name__.startswith("Siglip") else True
+        rows = []
+        for name in classes:
+            texts = [prompt.format(name.replace("_", " ")) for prompt in PROMPTS]
+            tokens = tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(device)
+            with torch.no_grad():
+                pooled = module.text_model(**tokens).pooler_output
+                projected = module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
+            rows.append(F.normalize(projected, dim=-1).mean(0))
+        return F.normalize(torch.stack(rows), dim=-1).cpu()
+
+    return embed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading without transformers' bars and hints; its settings are put back."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:200]

@@ -1,0 +1,212 @@
+"""Turning a run record into what people read: the JSON file, the model card, the page. Renders, decides nothing.
+
+A record is a plain dict of JSON values, made by the pipeline; everything here is a function of it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+Record = Mapping[str, Any]
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+OUR_FILES = ("README.md", "tuneport.json", "report.html")
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write the run record as JSON."""
+    path.write_text(to_json(record) + "\n", encoding="utf-8")
+
+
+def to_json(record: Any) -> str:
+    """JSON text of a record; numbers that JSON has no word for become null."""
+    return json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def copy_companions(source: Path | None, folder: Path, module: nn.Module | None) -> None:
+    """Carry over what stands beside the weights: configuration, tokenizer, processor, heads.
+
+    Weights, our own files, hidden files and links that lead elsewhere stay behind. A live module without a
+    folder writes its own configuration.
+    """
+    if source is None:
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)
+        return
+    for item in sorted(source.iterdir()):
+        name = item.name
+        if name.startswith(".") or name in OUR_FILES or _is_weight(name):
+            continue
+        if item.is_dir() and name == "heads":
+            shutil.copytree(item, folder / name, ignore=shutil.ignore_patterns(".*"))
+        elif item.is_file():
+            shutil.copy(item, folder / name)
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json")
+
+
+def summary_rows(record: Record) -> list[tuple[str, str]]:
+    """What was done, in a few lines: label and text."""
+    layers, kept = record["layers"], record["not_transported"]
+    rows = [
+        ("method", f"{record['method']}, scale {record['scale']:g}"),
+        ("samples", str(record["samples"])),
+        ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
+    ]
+    for side, words in (("in", "input"), ("out", "output")):
+        residuals = [layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None]
+        if residuals:
+            middle = sorted(residuals)[len(residuals) // 2]
+            rows.append((f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}"))
+    rows.append(("time", f"{record['seconds']:.1f} s"))
+    return rows
+
+
+def layer_rows(record: Record) -> list[list[str]]:
+    """One row of text per layer: target, source, ranks, residuals, norms."""
+    return [
+        [
+            layer["target"],
+            layer["source"],
+            _number(layer["rank_in"]),
+            _number(layer["rank_out"]),
+            _number(layer["residual_in"]),
+            _number(layer["residual_out"]),
+            _number(layer["norm_source"]),
+            _number(layer["norm_target"]),
+        ]
+        for layer in record["layers"]
+    ]
+
+
+LAYER_COLUMNS = ("target layer", "source layer", "rank in", "rank out", "residual in", "residual out", "|tau| source", "|tau| target")
+
+
+def kept_rows(record: Record) -> list[tuple[str, int]]:
+    """Reasons for what stayed, with how many tensors each holds."""
+    return Counter(item["reason"] for item in record["not_transported"]).most_common()
+
+
+def model_card(record: Record) -> str:
+    """README.md of the new model, with the hub's metadata."""
+    source, target, finetuned = (record[key]["name"] for key in ("source", "target", "finetuned"))
+    data = record.get("data", {}).get("name") or "batches given in Python"
+    kept = "\n".join(f"- {count} tensors: {reason}" for reason, count in kept_rows(record))
+    return f"""---
+base_model: {json.dumps(target)}
+tags:
+- tuneport
+- task-vector
+- {record["method"]}
+---
+
+# {target} with the skill of {finetuned}
+
+The fine-tune `{finetuned}` of `{source}` was ported to `{target}` by tuneport {record["tuneport"]}, without training.
+
+| | |
+|---|---|
+{chr(10).join(f"| {label} | {text} |" for label, text in summary_rows(record))}
+| calibration data | {data} |
+
+## How
+For each pair of layers the source's change tau is carried over as `R_out^T tau R_in`, with maps found by aligning
+both base models on the calibration samples (method `{record["method"]}`). `tuneport.json` holds every option, the
+versions, the SHA-256 of the inputs and a record per layer; `report.html` shows them.
+
+## What stayed as it was
+{kept or "- nothing"}
+
+## Limits
+Ported skills are approximate: evaluate this model on your own held-out data before use. Biases and faults of the
+fine-tuned source and of its training data come along. The licences of source and target both apply.
+"""
+
+
+def report_page(record: Record) -> str:
+    """A self-contained HTML page about the run: opens offline, no scripts."""
+    rows = "".join(f"<tr><th scope=row>{_e(label)}</th><td>{_e(text)}</td></tr>" for label, text in summary_rows(record))
+    head = "".join(f"<th scope=col>{_e(name)}</th>" for name in LAYER_COLUMNS)
+    body = "".join("<tr>" + "".join(f"<td>{_e(cell)}</td>" for cell in row) + "</tr>" for row in layer_rows(record))
+    kept = "".join(
+        f"<tr><td>{_e(item['tensor'])}</td><td>{_e(item['reason'])}</td></tr>" for item in record["not_transported"]
+    )
+    title = f"{record['finetuned']['name']} ported to {record['target']['name']}"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_e(title)}</title><style>{_STYLE}</style></head><body><main>
+<h1>{_e(title)}</h1>
+<p>Source <code>{_e(record["source"]["name"])}</code>, target <code>{_e(record["target"]["name"])}</code>,
+method <code>{_e(record["method"])}</code>, tuneport {_e(record["tuneport"])}.</p>
+<table>{rows}</table>
+{_chart(record)}
+<h2>Layers</h2><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
+<h2>Not transported</h2><div class="wide"><table><thead><tr><th scope=col>tensor</th><th scope=col>reason</th></tr></thead>
+<tbody>{kept}</tbody></table></div>
+</main></body></html>
+"""
+
+
+_STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0}main{max-width:72rem;margin:auto;
+padding:1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .75rem .25rem 0;
+text-align:left;border-bottom:1px solid #8884}.wide{overflow-x:auto}svg{width:100%;height:auto;max-width:60rem}
+.in{fill:#3b7dd8}.out{fill:#d8743b}text{fill:currentColor;font-size:11px}"""
+
+
+def _chart(record: Record) -> str:
+    """Residuals per layer as two rows of bars: how far one orthogonal map is from explaining each layer."""
+    layers = record["layers"]
+    if not any(layer["residual_in"] is not None or layer["residual_out"] is not None for layer in layers):
+        return ""
+    width, height = 900, 120
+    step = width / max(len(layers), 1)
+    parts = []
+    for row, side in enumerate(("in", "out")):
+        base = (row + 1) * height
+        parts.append(f'<text x="0" y="{row * height + 12}">residual, {side}put side (0 = perfect, 1 = nothing aligned)</text>')
+        for index, layer in enumerate(layers):
+            value = layer[f"residual_{side}"]
+            if value is None:
+                continue
+            tall = (height - 24) * value
+            label = _e(f"{layer['target']}: {value:.3f}")
+            parts.append(
+                f'<rect class="{side}" x="{index * step:.1f}" y="{base - tall:.1f}" width="{step * 0.8:.1f}" '
+                f'height="{tall:.1f}"><title>{label}</title></rect>'
+            )
+    return (
+        f'<h2>Alignment</h2><svg viewBox="0 0 {width} {2 * height}" role="img" '
+        f'aria-label="Alignment residual per layer; the numbers are in the table below">{"".join(parts)}</svg>'
+    )
+
+
+def _number(value: float | int | None) -> str:
+    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _e(text: Any) -> str:
+    return html.escape(str(text), quote=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    if isinstance(value, (Sequence, Iterable)):
+        return [_plain(item) for item in value]
+    return str(value)
