@@ -1,3 +1,78 @@
-"""tuneport: port a fine-tune to a new base model, without training."""
+"""tuneport: port a fine-tune to a new base model, without training.
+
+The public names; each is imported from its module when it is first used, so that `import tuneport` and
+`tuneport --help` do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .alignment import Alignment, procrustes
+    from .capture import measure
+    from .checkpoint import open_checkpoint
+    from .data import read_data
+    from .errors import TuneportError
+    from .evaluation import linear_probe, zero_shot
+    from .families import choose_head, open_model
+    from .layers import find_layers
+    from .methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
+    from .pairing import LayerPair, pair_layers
+    from .pipeline import Job, Result, prepare, transfer
+    from .task_vector import TaskVector, load_task_vector
+
+_HOME = {
+    "alignment": ("Alignment", "procrustes"),
+    "capture": ("measure",),
+    "checkpoint": ("open_checkpoint",),
+    "data": ("read_data",),
+    "errors": ("TuneportError",),
+    "evaluation": ("linear_probe", "zero_shot"),
+    "families": ("choose_head", "open_model"),
+    "layers": ("find_layers",),
+    "methods": ("METHODS", "BilinearAlignment", "Method", "Problem", "Transfer", "get_method"),
+    "pairing": ("LayerPair", "pair_layers"),
+    "pipeline": ("Job", "Result", "prepare", "transfer"),
+    "task_vector": ("TaskVector", "load_task_vector"),
+}
+
+__all__ = [
+    "METHODS",
+    "Alignment",
+    "BilinearAlignment",
+    "Job",
+    "LayerPair",
+    "Method",
+    "Problem",
+    "Result",
+    "TaskVector",
+    "Transfer",
+    "TuneportError",
+    "choose_head",
+    "find_layers",
+    "get_method",
+    "linear_probe",
+    "load_task_vector",
+    "measure",
+    "open_checkpoint",
+    "open_model",
+    "pair_layers",
+    "prepare",
+    "procrustes",
+    "read_data",
+    "transfer",
+    "zero_shot",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module 'tuneport' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -113,7 +113,7 @@ def procrustes(
         signal_dtype = covariance.signal_dtype if isinstance(covariance, CrossCovariance) else torch.float64
         rtol = rank_cut(signal_dtype, C.dtype, max(C.shape))
     U, S, Vh = _svd(C.double())
-    rank = int((S > rtol * S[0]).sum()) if len(S) and S[0] > 0 else 0
+    rank = int((rtol * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
     R = U[:, :rank] @ Vh[:rank]
     if completion == "svd" and rank < len(S):
         R = R + _null_isometry(U[:, :rank], Vh[:rank], len(S) - rank)
@@ -166,7 +166,7 @@ def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Thin SVD; on a failure to converge (seen on accelerators) once more on the CPU."""
     try:
         U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # torch.linalg.LinAlgError is one
         U, S, Vh = (part.to(matrix.device) for part in torch.linalg.svd(matrix.cpu(), full_matrices=False))
     return U, S, Vh
 

@@ -41,9 +41,7 @@ class Sampler:
     needs_features: bool = False
     balanced: bool = False
 
-    def draw(
-        self, labels: Tensor, count: int, generator: Generator, features: Tensor | None = None
-    ) -> Tensor:
+    def draw(self, labels: Tensor, count: int, generator: Generator, features: Tensor | None = None) -> Tensor:
         """Indices of `count` distinct samples, in the order in which they were chosen.
 
         >>> labels = torch.tensor([0, 0, 0, 0, 1, 1])
@@ -83,9 +81,7 @@ def _class_balanced(labels: Tensor, count: int, generator: Generator, _: Tensor 
     return _round_robin([samples[labels[samples] == label] for label in order])[:count]
 
 
-def _by_distance(
-    labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float
-) -> Tensor:
+def _by_distance(labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float) -> Tensor:
     assert features is not None  # Sampler.draw has checked
     present = _present(labels)
     groups = []
@@ -179,15 +175,11 @@ def select(
     if sampler not in SAMPLERS:
         raise DataError(unknown_name("sampler", sampler, SAMPLERS))
     if samples is not None and shots is not None:
-        raise DataError(
-            f"asked for {samples} samples and for {shots} shots; pass --samples or --shots, not both."
-        )
+        raise DataError(f"asked for {samples} samples and for {shots} shots; pass --samples or --shots, not both.")
     chosen = SAMPLERS[sampler]
     if dataset.labels is None and (shots is not None or chosen.needs_labels):
         need = "--shots" if shots is not None else f"sampler '{sampler}'"
-        raise DataError(
-            f"{dataset} has no labels; expected a label per sample for {need}. Use --samples and random."
-        )
+        raise DataError(f"{dataset} has no labels; expected a label per sample for {need}. Use --samples and random.")
     if shots is None:
         count = _check_samples(dataset, DEFAULT_SAMPLES if samples is None else samples)
     else:
@@ -217,8 +209,7 @@ def _check_shots(dataset: Dataset, shots: int, sampler: str) -> int:
     fitting = [name for name, known in SAMPLERS.items() if known.balanced or name == "random"]
     if sampler not in fitting:
         raise DataError(
-            f"--shots takes samples of every class, which sampler '{sampler}' does not. "
-            f"Use {', '.join(fitting)}."
+            f"--shots takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
         )
     sizes = Counter([] if dataset.labels is None else dataset.labels.tolist())
     short = [f"{dataset.classes[label]} ({size})" for label, size in sorted(sizes.items()) if size < shots]

@@ -98,17 +98,17 @@ def watch(
 
     For diagnostics and tests; `measure` never keeps signals.
     """
-    kept: dict[tuple[str, str], list[Tensor]] = {}
+    kept: dict[tuple[str, str], dict[int, Tensor]] = {}
 
     def keep(layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
-        del call, inputs
-        kept.setdefault((layer.name, signal), []).append(tensor.clone())
+        del inputs
+        kept.setdefault((layer.name, signal), {})[call] = tensor.clone()
 
     wanted = {layer: frozenset(signals) for layer in layers}
     with frozen(model):
         backward = bool(NEEDS_BACKWARD & set(signals))
         _run(model, batch, loss, wanted, keep, size or _first_dimension(batch), backward)
-    return kept
+    return {key: [calls[call] for call in sorted(calls)] for key, calls in kept.items()}
 
 
 @contextmanager
@@ -150,7 +150,8 @@ def match_tokens(source: TokenLayout | None, target: TokenLayout | None) -> Matc
         common = min(special)
         grid = ours[:, special[0] :].unflatten(1, source.grid).permute(0, 3, 1, 2)
         if source.grid != target.grid:
-            grid = F.interpolate(grid.float(), size=target.grid, mode="bilinear", align_corners=False).to(ours.dtype)
+            exact = grid.to(torch.promote_types(grid.dtype, torch.float32))
+            grid = F.interpolate(exact, size=target.grid, mode="bilinear", align_corners=False).to(ours.dtype)
         ours = torch.cat([ours[:, :common], grid.flatten(2).transpose(1, 2)], dim=1)
         theirs = torch.cat([theirs[:, :common], theirs[:, special[1] :]], dim=1)
         return ours.flatten(0, 1), theirs.flatten(0, 1)
@@ -173,9 +174,7 @@ def _special_tokens(
 class _Accumulator:
     """Holds the source's signals of one batch and the sums over all batches."""
 
-    def __init__(
-        self, pairs: Sequence[LayerPair], signals: frozenset[str], match: Match, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, pairs: Sequence[LayerPair], signals: frozenset[str], match: Match, dtype: torch.dtype) -> None:
         self.covariances: dict[tuple[str, str], CrossCovariance] = {}
         self.weight_gradients: dict[str, WeightGradient] = {}
         self._pairs = {pair.target.name: pair for pair in pairs}
@@ -216,10 +215,10 @@ class _Accumulator:
             self.weight_gradients[layer.name].update(inputs, tensor)
             return
         pair = self._pairs[layer.name]
+        self._calls[layer.name, signal] += 1
         ours = self._kept.get((pair.source.name, signal, call))
         if ours is None:
             return
-        self._calls[layer.name, signal] += 1
         covariance = self._covariance(pair, signal, ours, tensor)
         added = self._added.get((id(covariance), call))
         if added is None:
@@ -249,7 +248,7 @@ class _Accumulator:
         source_calls = Counter((name, signal) for name, signal, _ in self._kept)
         for (name, signal), calls in self._calls.items():
             expected = source_calls[self._pairs[name].source.name, signal]
-            if calls != expected:
+            if expected and calls != expected:
                 raise CaptureError(
                     f"source layer {self._pairs[name].source.name} ran {expected} times and target layer {name} "
                     f"{calls} times on batch {index} ({signal}); pair layers that run alike."
@@ -316,7 +315,7 @@ class _Recorder(TorchFunctionMode):
             self._watched.setdefault(id(parameter), []).append(layer)
         self._wanted, self._sink, self._size, self._backward = layers, sink, size, backward
         self._calls: Counter[Layer] = Counter()
-        self._views: deque[tuple[weakref.ref[Tensor], Tensor]] = deque(maxlen=4)
+        self._views: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=4)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -342,8 +341,8 @@ class _Recorder(TorchFunctionMode):
         samples = query.shape[1] if query.ndim == 3 else 1
         linear = F.linear
 
-        def seen(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return self._see(x, weight, linear(x, weight, bias), sequence_first=samples)
+        def seen(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+            return self._see(input, weight, linear(input, weight, bias), sequence_first=samples)
 
         F.linear = seen
         try:
@@ -398,15 +397,16 @@ class _Recorder(TorchFunctionMode):
             self._sink(layer, WEIGHT_GRADIENT, call, gradient, inputs)
 
     def _view(self, x: Tensor, layer: Layer, tokens: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer's input as (N, T, d): the same object for layers that read the same tensor."""
-        for seen, view in self._views:
-            if seen() is x:
+        """The layer's input as (N, T, d): the same object for layers that read the same, unchanged tensor."""
+        version = 0 if x.is_inference() else x._version  # counts the changes in place
+        for seen, seen_version, view in self._views:
+            if seen() is x and seen_version == version:
                 return view
         if layer.kernel is not None:
             view = F.unfold(x.detach(), kernel_size=layer.kernel[1:], stride=layer.kernel[1:]).transpose(1, 2)
         else:
             view = tokens(x.detach())
-        self._views.append((weakref.ref(x), view))
+        self._views.append((weakref.ref(x), version, view))
         return view
 
     def _layers_of(self, weight: Any, in_by_out: bool) -> tuple[list[Layer], int]:

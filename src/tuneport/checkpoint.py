@@ -211,9 +211,7 @@ class _PickleFile:
                     f"{self.path} is refused: this pickle holds more than tensors and could run code. "
                     "Save the model as safetensors where it was made, and use that."
                 ) from error
-            raise CheckpointError(
-                f"{self.path} is not a file of torch.save. Download or save it again."
-            ) from error
+            raise CheckpointError(f"{self.path} is not a file of torch.save. Download or save it again.") from error
         except (RuntimeError, ValueError, EOFError, OSError) as error:
             reason = str(error).split("\n", 1)[0]
             raise CheckpointError(
@@ -385,9 +383,7 @@ def same_structure(
         if found
     ]
     if findings:
-        raise CheckpointError(
-            " ".join([*findings, _exclusion_of([*differing, *extra, *missing], one, other)])
-        )
+        raise CheckpointError(" ".join([*findings, _exclusion_of([*differing, *extra, *missing], one, other)]))
 
 
 def _is_weight(spec: TensorSpec) -> bool:
@@ -475,9 +471,7 @@ def write_safetensors(
     """
     unknown = [f"{name} ({spec.dtype})" for name, spec in specs.items() if spec.dtype not in _CODES]
     if unknown:
-        raise CheckpointError(
-            f"{path} cannot hold {first_of(unknown)}: safetensors has no such dtype. Cast them."
-        )
+        raise CheckpointError(f"{path} cannot hold {first_of(unknown)}: safetensors has no such dtype. Cast them.")
     order = sorted(specs, key=lambda name: (-_RANK[specs[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -520,9 +514,7 @@ def check_new_folder(
     place = Path(os.path.realpath(out))
     for given in inputs:
         if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
-            raise CheckpointError(
-                f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
-            )
+            raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
     free = shutil.disk_usage(place.parent).free
     if needed_bytes > free:
         raise CheckpointError(
@@ -541,9 +533,7 @@ def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
         if out.is_symlink():
             raise CheckpointError(f"{out} is a symbolic link and is not overwritten. Give the {kind} itself.")
         if not (out.is_dir() if folder else out.is_file()):
-            raise CheckpointError(
-                f"{out} is not a {kind} and is not overwritten by one. Choose another name."
-            )
+            raise CheckpointError(f"{out} is not a {kind} and is not overwritten by one. Choose another name.")
     if not out.parent.is_dir():
         raise CheckpointError(f"{out} cannot be written: there is no folder {out.parent}. Create it first.")
     probe = _beside(out)
@@ -630,10 +620,7 @@ def _writing(out: Path, *, every: bool = False) -> Iterator[None]:
         match = re.search(r"os error (\d+)", str(error))
         code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         file = getattr(error, "filename", None)
-        here = (
-            not isinstance(file, str)
-            or Path(os.path.abspath(out)).parent in Path(os.path.abspath(file)).parents
-        )
+        here = not isinstance(file, str) or Path(os.path.abspath(out)).parent in Path(os.path.abspath(file)).parents
         if every or (here and code in _WAYS_OUT):
             way_out = _WAYS_OUT.get(code or 0, f"{error}. Choose another place")
             raise CheckpointError(f"{out} cannot be written: {way_out}.") from error

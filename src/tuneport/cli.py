@@ -132,9 +132,7 @@ def transfer(
         out_console.print(f"next: tuneport evaluate {out} --data {data}{chosen}", highlight=False)
 
 
-@app.command(
-    epilog="Example: tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/"
-)
+@app.command(epilog="Example: tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/")
 def plan(
     source: Source,
     finetuned: Finetuned,
@@ -162,7 +160,9 @@ def plan(
     if json:
         _emit(to_json(outlook))
         return
-    table = Table("target layer", "shape", "source layer", "shape", title=f"{outlook['method']}: {len(outlook['layers'])} layers")
+    table = Table(
+        "target layer", "shape", "source layer", "shape", title=f"{outlook['method']}: {len(outlook['layers'])} layers"
+    )
     for row in outlook["layers"]:
         table.add_row(row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"]))
     out_console.print(table)

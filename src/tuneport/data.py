@@ -37,9 +37,7 @@ _SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "test": ("test", "dev", "validation", "val", "valid"),  # the first that exists is taken
 }
 _ANY_SPLIT = {name for names in _SPLIT_NAMES.values() for name in names}
-_FORMATS = (
-    "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
-)
+_FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
 _INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",))  # the first complete one
 _PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "label", "target", "split"}
 _COLUMNS = "image, or text (with text_pair if any), or text1 and text2; and label or target"
@@ -513,9 +511,7 @@ def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> Lazy:
     return Lazy(np.arange(len(paths)), partial(_open_file, paths))
 
 
-def _texts(
-    columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path
-) -> list[Any]:
+def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path) -> list[Any]:
     """The texts of one column, or pairs of texts of two."""
     picked = [[columns[key][row] for row in rows] for key in keys]
     for key, texts in zip(keys, picked, strict=True):

@@ -64,9 +64,7 @@ def linear_probe(
     return Evaluation(100.0 * float(right.mean()), len(test), "linear-probe")
 
 
-def features(
-    model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None
-) -> Tensor:
+def features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:
     """The model's features (N, width) of every sample, in order, on the CPU."""
     if model.features is None:
         raise TuneportError(f"{model.name} gives no features: tuneport does not know its family.")

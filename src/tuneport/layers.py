@@ -141,9 +141,8 @@ def find_layers(
     embedded = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     found: list[Layer] = []
     for path, part in module.named_modules():
-        for layer in _layers_of(path, part, parameters, fused or {}):
-            if id(parameters[layer.weight]) not in embedded:
-                found.append(layer)
+        layers = _layers_of(path, part, parameters, fused or {})
+        found.extend(layer for layer in layers if id(parameters[layer.weight]) not in embedded)
     for name in matrices:
         rows, columns = parameters[name].shape
         stack, block, role = locate(name)
@@ -153,12 +152,10 @@ def find_layers(
     return _distinct(sorted(kept, key=lambda layer: order[layer.weight]))
 
 
-def find_loose(
-    module: nn.Module, layers: Sequence[Layer], *, within: Sequence[str] = ()
-) -> tuple[LooseTensor, ...]:
+def find_loose(module: nn.Module, layers: Sequence[Layer], *, within: Sequence[str] = ()) -> tuple[LooseTensor, ...]:
     """List every parameter that no layer owns, with what kind of thing it is."""
     owned = {layer.weight for layer in layers} | {layer.bias for layer in layers}
-    kinds = {name: kind for name, kind in _kinds(module)}
+    kinds = dict(_kinds(module))
     loose = []
     for name, parameter in module.named_parameters():
         if name in owned or (within and not name.startswith(tuple(within))):
@@ -286,7 +283,7 @@ def _kind(name: str, owner: nn.Module) -> str:
     lowered = name.lower()
     if "norm" in type(owner).__name__.lower():
         return "normalisation"
-    if "pos" in lowered and "emb" in lowered or "relative_attention_bias" in lowered:
+    if ("pos" in lowered and "emb" in lowered) or "relative_attention_bias" in lowered:
         return "position embedding"
     if "cls_token" in lowered or "class_embedding" in lowered:
         return "class token"

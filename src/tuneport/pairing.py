@@ -124,9 +124,7 @@ def pair_layers(
             reason = f"the source has no layer with the role {layer.role}"
             kept += [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
             continue
-        pairs.append(
-            LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role))
-        )
+        pairs.append(LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role)))
         if layer.bias is not None and partner.bias is None:
             kept.append(Kept(layer.bias, "the source layer has no bias"))
     loose_at = {(part.stack, part.block, _renamed(part.role, roles)): part for part in source_loose}
@@ -151,7 +149,7 @@ def pair_layers(
 
 def check_pairs(pairs: Iterable[LayerPair]) -> None:
     """Check pairs given by hand: each target layer once, fixed maps of the right shape."""
-    seen: set[str] = set()
+    pairs, seen = list(pairs), set[str]()
     for pair in pairs:
         if pair.target.name in seen:
             raise PairingError(f"target layer {pair.target.name} is paired twice; give each target layer one source.")

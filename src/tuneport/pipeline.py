@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,15 @@ from .alignment import Completion, Statistics
 from .calibration import batches as sample_batches
 from .calibration import select
 from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, Progress, match_tokens, measure
-from .checkpoint import check_finite, check_new_folder, describe, file_digests, new_folder, open_checkpoint, write_checkpoint
+from .checkpoint import (
+    check_finite,
+    check_new_folder,
+    describe,
+    file_digests,
+    new_folder,
+    open_checkpoint,
+    write_checkpoint,
+)
 from .data import Dataset, align_labels, read_data
 from .errors import CheckpointError, DataError, TuneportError
 from .evaluation import features
@@ -211,7 +219,8 @@ def prepare(
                 align_labels(dataset, one.classes)
     plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude, heads)
     batches: Iterable[Any] = ()
-    count, losses = 0, (None, None)
+    count = 0
+    losses: tuple[Loss, Loss] | tuple[None, None] = (None, None)
     if signals:
         losses = _losses(ours, theirs, heads, loss, gradients)
         if dataset is not None:
@@ -254,7 +263,9 @@ def prepare(
         | {"python": platform.python_version()},
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
-    return Job(ours, theirs, vector, plan, method, completion, batches, count, *losses, match, record)
+    return Job(
+        ours, theirs, vector, plan, method, completion, batches, count, losses[0], losses[1], match, record
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,9 +281,7 @@ class PairedBatches:
 
     def __iter__(self) -> Iterator[PairedBatch]:
         sides = (self.source, self.target)
-        chosen = [
-            align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)
-        ]
+        chosen = [align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)]
         streams = [sample_batches(data, self.indices, self.size) for data in chosen]
         for (inputs, source_labels), (_, target_labels) in zip(*streams, strict=True):
             batches = []
@@ -485,9 +494,7 @@ def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
     return {"name": path.name, "path": str(path), "sha256": digests}
 
 
-def _data_identity(
-    data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None
-) -> dict[str, Any]:
+def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
     identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         identity["path"] = str(data)
@@ -510,7 +517,9 @@ def _version(package: str) -> str:
 def _compact(record: Mapping[str, Any]) -> str:
     import json
 
-    return json.dumps({key: record[key] for key in ("method", "scale", "source", "finetuned", "target") if key in record})
+    return json.dumps(
+        {key: record[key] for key in ("method", "scale", "source", "finetuned", "target") if key in record}
+    )
 
 
 def expected(job: Job) -> dict[str, Any]:
@@ -532,11 +541,18 @@ def expected(job: Job) -> dict[str, Any]:
                 alignment += 2 * tokens * ours * theirs + 4 * min(ours, theirs) ** 2 * max(ours, theirs)
         alignment += 2 * pair.source.out_features * pair.target.out_features * pair.source.in_features
         alignment += 2 * pair.target.out_features * pair.source.in_features * pair.target.in_features
-    weights = [sum(layer.in_features * layer.out_features for layer in model.layers) for model in (job.source, job.target)]
+    weights = [
+        sum(layer.in_features * layer.out_features for layer in model.layers) for model in (job.source, job.target)
+    ]
     per_token = 0 if not job.method.signals else 6 if NEEDS_BACKWARD & job.method.signals else 2
-    kept = _not_transported(job, TaskVector({pair.target.weight: torch.empty(0) for pair in job.plan.pairs} | {
-        pair.target.bias: torch.empty(0) for pair in job.plan.pairs if pair.target.bias and pair.source.bias
-    }), ())
+    kept = _not_transported(
+        job,
+        TaskVector(
+            {pair.target.weight: torch.empty(0) for pair in job.plan.pairs}
+            | {pair.target.bias: torch.empty(0) for pair in job.plan.pairs if pair.target.bias and pair.source.bias}
+        ),
+        (),
+    )
     return {
         "method": job.record["method"],
         "samples": job.samples,

@@ -69,7 +69,9 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         residuals = [layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None]
         if residuals:
             middle = sorted(residuals)[len(residuals) // 2]
-            rows.append((f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}"))
+            rows.append(
+                (f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}")
+            )
     rows.append(("time", f"{record['seconds']:.1f} s"))
     return rows
 
@@ -91,7 +93,16 @@ def layer_rows(record: Record) -> list[list[str]]:
     ]
 
 
-LAYER_COLUMNS = ("target layer", "source layer", "rank in", "rank out", "residual in", "residual out", "|tau| source", "|tau| target")
+LAYER_COLUMNS = (
+    "target layer",
+    "source layer",
+    "rank in",
+    "rank out",
+    "residual in",
+    "residual out",
+    "|tau| source",
+    "|tau| target",
+)
 
 
 def kept_rows(record: Record) -> list[tuple[str, int]]:
@@ -137,7 +148,9 @@ fine-tuned source and of its training data come along. The licences of source an
 
 def report_page(record: Record) -> str:
     """A self-contained HTML page about the run: opens offline, no scripts."""
-    rows = "".join(f"<tr><th scope=row>{_e(label)}</th><td>{_e(text)}</td></tr>" for label, text in summary_rows(record))
+    rows = "".join(
+        f"<tr><th scope=row>{_e(label)}</th><td>{_e(text)}</td></tr>" for label, text in summary_rows(record)
+    )
     head = "".join(f"<th scope=col>{_e(name)}</th>" for name in LAYER_COLUMNS)
     body = "".join("<tr>" + "".join(f"<td>{_e(cell)}</td>" for cell in row) + "</tr>" for row in layer_rows(record))
     kept = "".join(
@@ -153,14 +166,14 @@ method <code>{_e(record["method"])}</code>, tuneport {_e(record["tuneport"])}.</
 <table>{rows}</table>
 {_chart(record)}
 <h2>Layers</h2><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
-<h2>Not transported</h2><div class="wide"><table><thead><tr><th scope=col>tensor</th><th scope=col>reason</th></tr></thead>
-<tbody>{kept}</tbody></table></div>
+<h2>Not transported</h2><div class="wide"><table>
+<thead><tr><th scope=col>tensor</th><th scope=col>reason</th></tr></thead><tbody>{kept}</tbody></table></div>
 </main></body></html>
 """
 
 
-_STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0}main{max-width:72rem;margin:auto;
-padding:1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .75rem .25rem 0;
+_STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0}
+main{max-width:72rem;margin:auto;padding:1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .75rem .25rem 0;
 text-align:left;border-bottom:1px solid #8884}.wide{overflow-x:auto}svg{width:100%;height:auto;max-width:60rem}
 .in{fill:#3b7dd8}.out{fill:#d8743b}text{fill:currentColor;font-size:11px}"""
 
@@ -175,7 +188,8 @@ def _chart(record: Record) -> str:
     parts = []
     for row, side in enumerate(("in", "out")):
         base = (row + 1) * height
-        parts.append(f'<text x="0" y="{row * height + 12}">residual, {side}put side (0 = perfect, 1 = nothing aligned)</text>')
+        words = f"residual, {side}put side (0 = perfect, 1 = nothing aligned)"
+        parts.append(f'<text x="0" y="{row * height + 12}">{words}</text>')
         for index, layer in enumerate(layers):
             value = layer[f"residual_{side}"]
             if value is None:

@@ -148,9 +148,7 @@ class TaskVector(Mapping[str, Entry]):
     Nothing is kept: an entry of `a + b` is computed each time it is asked for. `materialise` computes all.
     """
 
-    def __init__(
-        self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None
-    ) -> None:
+    def __init__(self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None) -> None:
         self._entries = entries
         self._describe = describe
 
@@ -168,14 +166,8 @@ class TaskVector(Mapping[str, Entry]):
         """
         same_structure(base, finetuned, exclude)
         kept = [name for name in base if not any(fnmatchcase(name, pattern) for pattern in exclude)]
-        specs = {
-            name: [describe(side, name).dtype for side in (base, finetuned)]
-            for name in kept
-            if name in finetuned
-        }
-        quantised = [
-            f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(_is_quantised, dtypes))
-        ]
+        specs = {name: [describe(side, name).dtype for side in (base, finetuned)] for name in kept if name in finetuned}
+        quantised = [f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(_is_quantised, dtypes))]
         if quantised:
             raise CheckpointError(
                 f"{len(quantised)} of {len(kept)} tensors are quantised: {first_of(quantised)}. "
@@ -190,9 +182,7 @@ class TaskVector(Mapping[str, Entry]):
         def difference(name: str) -> torch.Tensor:
             return finetuned[name].detach().to(dtypes[name]) - base[name].detach().to(dtypes[name])
 
-        return cls(
-            _Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name])
-        )
+        return cls(_Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -288,12 +278,8 @@ class TaskVector(Mapping[str, Entry]):
         self._check_known(names)
         old_of = {names.get(name, name): name for name in self}
         if len(old_of) < len(self):
-            clash = sorted(
-                {new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1}
-            )
-            raise TuneportError(
-                f"several tensors would be renamed to {first_of(clash)}. Give each its own name."
-            )
+            clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
+            raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
         return TaskVector(_Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
 
     def subset(self, names: Iterable[str]) -> TaskVector:
@@ -353,9 +339,7 @@ def save_task_vector(
     """
     odd = [name for name in vector if name.endswith((_OUT, _IN))]
     if odd:
-        raise TuneportError(
-            f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(odd)}."
-        )
+        raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(odd)}.")
     parts: dict[str, TensorSpec] = {}
     for name in vector:
         shape, dtype, rank = vector.spec(name)

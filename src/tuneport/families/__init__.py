@@ -14,9 +14,7 @@ from .huggingface import HuggingFace
 FAMILIES: tuple[Family, ...] = (HuggingFace(),)
 
 
-def open_model(
-    reference: str | Path, *, device: torch.device | str = "cpu", trust_remote_code: bool = False
-) -> Model:
+def open_model(reference: str | Path, *, device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Model:
     """Open a model from what a user calls it: a local folder of a known family."""
     for family in FAMILIES:
         if family.recognises(str(reference)):

@@ -7,10 +7,11 @@ scores without being part of what is transferred.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,20 +61,24 @@ class Model:
         return replace(self, module=module)
 
 
-class Family(Protocol):
+class Family(ABC):
     """A model library: what it can open and what it knows of live modules."""
 
     name: str
 
+    @abstractmethod
     def recognises(self, reference: str) -> bool:
         """Whether `reference` names a model of this family."""
 
+    @abstractmethod
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
         """Load the model in float32, in evaluation mode."""
 
+    @abstractmethod
     def knows(self, module: nn.Module) -> bool:
         """Whether a live module is one of this family's."""
 
+    @abstractmethod
     def describe(self, module: nn.Module) -> Model:
         """The Model of a live module."""
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..checkpoint import check_finite, open_checkpoint
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Forward, Model
+from .base import Batch, Family, Model
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -33,23 +33,28 @@ PROMPTS = (
 )
 
 
+Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
+
+
 @dataclass(frozen=True)
 class Architecture:
     """What names cannot tell about one transformers class."""
 
-    features: Forward
+    features: Run
     special_tokens: int
     classifies: bool = False
     tower: tuple[str, ...] = ()
 
 
-def _first_token(part: str) -> Forward:
+def _first_token(part: str) -> Run:
     return lambda module, batch: getattr(module, part)(**batch).last_hidden_state[:, 0]
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "CLIPModel": Architecture(
-        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output), 1, tower=("vision_model.", "visual_projection.")
+        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output),
+        1,
+        tower=("vision_model.", "visual_projection."),
     ),
     "CLIPVisionModelWithProjection": Architecture(lambda m, b: m(**b).image_embeds, 1),
     "CLIPVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 1),
@@ -65,11 +70,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-@dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(Family):
     """The transformers library."""
 
-    name: str = "huggingface"
+    name = "huggingface"
 
     def recognises(self, reference: str) -> bool:
         return (Path(reference) / "config.json").is_file()
@@ -139,7 +143,7 @@ def _load(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Mod
     config = _config(folder)
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    if name not in ARCHITECTURES:
+    if name is None or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{folder} holds a {name or config.get('model_type', 'model without architecture')}, which tuneport does "
             f"not know. Known: {', '.join(sorted(ARCHITECTURES))}. See docs/add-a-family.md."
@@ -199,7 +203,7 @@ def _image_encoder(folder: Path) -> Callable[[Sequence[Any]], dict[str, Tensor]]
     """Images to `pixel_values` through the folder's own preprocessor_config.json."""
     if not (folder / "preprocessor_config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no preprocessor_config.json, so its images cannot be prepared. Copy it from the original model."
+            f"{folder} has no preprocessor_config.json, so images cannot be prepared. Copy it from the original model."
         )
     with _quiet():
         from transformers import AutoImageProcessor
