@@ -97,10 +97,8 @@ def source_name(name: str, source_layers: dict[str, nn.Module], target_layers: d
         return name
     depth_source, depth_target = depth(source_layers), depth(target_layers)
     j = int(found.group(1))
-    if depth_target == 1:
-        i = depth_source - 1
-    else:
-        i = math.floor(j * (depth_source - 1) / (depth_target - 1) + 0.5)
+    steps = j * (depth_source - 1) / (depth_target - 1) if depth_target > 1 else depth_source - 1
+    i = math.floor(steps + 0.5)
     return name[: found.start(1)] + str(i) + name[found.end(1) :]
 
 

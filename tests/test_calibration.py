@@ -217,9 +217,7 @@ def test_npz_with_splits(tmp_path: Path) -> None:
     [((5, 6, 7), None), ((5, 6, 7, 1), -1), ((5, 6, 7, 3), -1), ((5, 3, 6, 7), 1), ((5, 1, 6, 7), 1)],
 )
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float16])
-def test_npz_shapes_and_types(
-    tmp_path: Path, shape: tuple[int, ...], channel: int | None, dtype: Any
-) -> None:
+def test_npz_shapes_and_types(tmp_path: Path, shape: tuple[int, ...], channel: int | None, dtype: Any) -> None:
     whole = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     x = whole if dtype is np.uint8 else (whole / 255).astype(dtype)
     np.savez(tmp_path / "toy.npz", x=x, y=np.arange(5))
@@ -393,9 +391,7 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
     ]
     table = pa.table({"image": [*images, None], "label": [1, 0, 0, 1]})
     notes = {"info": {"features": {"label": {"names": ["zebra", "ant"], "_type": "ClassLabel"}}}}
-    parquet.write_table(
-        table.replace_schema_metadata({"huggingface": json.dumps(notes)}), tmp_path / "t.parquet"
-    )
+    parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(notes)}), tmp_path / "t.parquet")
     data = read_data(tmp_path / "t.parquet", "train")
     assert data.classes == ("zebra", "ant")
     assert data.labels is not None
@@ -448,8 +444,7 @@ def test_jsonl_errors(tmp_path: Path, content: str, parts: list[str]) -> None:
 
 def test_hidden_test_labels_do_not_trouble_training_data(tmp_path: Path) -> None:
     rows = [
-        {"text": "a", "label": label, "split": split}
-        for label, split in ((0, "train"), (1, "train"), (-1, "test"))
+        {"text": "a", "label": label, "split": split} for label, split in ((0, "train"), (1, "train"), (-1, "test"))
     ]
     path = jsonl(tmp_path / "t.jsonl", rows)
     assert read_data(path, "train").classes == ("0", "1")
@@ -486,9 +481,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_saved_hf_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    kinds = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "ay"])}
-    )
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "ay"])})
     train = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=kinds)
     test = datasets.Dataset.from_dict({"text": ["c"], "label": [1]}, features=kinds)
     datasets.DatasetDict({"train": train, "validation": test}).save_to_disk(tmp_path / "both")
@@ -610,9 +603,7 @@ def test_sampler_contract(sampler: str) -> None:
 @given(labels=LABELS, seed=st.integers(0, 1000), ends=st.data())
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("sampler", ["random", "class_balanced", "centroid_near", "centroid_far"])
-def test_small_draws_begin_larger_ones(
-    sampler: str, labels: list[int], seed: int, ends: st.DataObject
-) -> None:
+def test_small_draws_begin_larger_ones(sampler: str, labels: list[int], seed: int, ends: st.DataObject) -> None:
     data = labelled(labels)
     many = ends.draw(st.integers(1, len(labels)))
     few = ends.draw(st.integers(1, many))
@@ -650,9 +641,7 @@ def test_centroid_samplers_by_brute_force(sampler: str, reverse: bool) -> None:
 
 def test_random_covers_all_samples_evenly() -> None:
     data = labelled([0] * 5 + [1] * 5)
-    hits = np.bincount(
-        [i for seed in range(500) for i in draw(data, "random", samples=2, seed=seed)], minlength=10
-    )
+    hits = np.bincount([i for seed in range(500) for i in draw(data, "random", samples=2, seed=seed)], minlength=10)
     assert hits.min() > 60  # 100 expected, standard deviation 9
     assert hits.max() < 140
 
@@ -676,10 +665,7 @@ def test_half_class_too_small() -> None:
 def test_single_class() -> None:
     data = labelled([0] * 3 + [1] * 30 + [2] * 30)
     assert data.labels is not None
-    seen = {
-        tuple(sorted(set(data.labels[draw(data, "single_class", samples=9, seed=s)].tolist())))
-        for s in range(12)
-    }
+    seen = {tuple(sorted(set(data.labels[draw(data, "single_class", samples=9, seed=s)].tolist()))) for s in range(12)}
     assert seen == {(1,), (2,)}
     small = {int(data.labels[draw(data, "single_class", samples=2, seed=s)][0]) for s in range(20)}
     assert small == {0, 1, 2}
@@ -694,9 +680,7 @@ def test_draw_checks_its_request() -> None:
     with raises("needs features of the pre-trained model; none were given."):
         SAMPLERS["centroid_far"].draw(labels, 1, generator)
     for features in (torch.zeros(2, 5), torch.zeros(3), torch.full((3, 2), torch.nan)):
-        with raises(
-            f"features of shape {tuple(features.shape)} for 3 samples; expected (3, width), all finite."
-        ):
+        with raises(f"features of shape {tuple(features.shape)} for 3 samples; expected (3, width), all finite."):
             SAMPLERS["centroid_near"].draw(labels, 1, generator, features)
 
 

@@ -42,9 +42,7 @@ def model() -> Any:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     return BertModel(config).eval()
 
 
@@ -151,9 +149,7 @@ def test_unknown_name_is_a_key_error_with_a_readable_text(saved: Path) -> None:
     with pytest.raises(UnknownTensorError) as caught:
         checkpoint["nothing"]
     assert isinstance(caught.value, KeyError)
-    assert str(caught.value).startswith(
-        f"{saved} holds no tensor 'nothing'; it holds embeddings.LayerNorm.bias,"
-    )
+    assert str(caught.value).startswith(f"{saved} holds no tensor 'nothing'; it holds embeddings.LayerNorm.bias,")
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -230,8 +226,7 @@ def test_path_errors(tmp_path: Path) -> None:
     text = tmp_path / "weights.txt"
     text.write_text("hello")
     assert error_of(lambda: open_checkpoint(text)) == (
-        f"{text} is not a weight file: its name ends in .txt, expected .safetensors or one of "
-        ".bin, .pt, .pth, .ckpt."
+        f"{text} is not a weight file: its name ends in .txt, expected .safetensors or one of .bin, .pt, .pth, .ckpt."
     )
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -376,12 +371,8 @@ def test_same_structure_collects_everything() -> None:
     )
     many = {f"block.{i}.w": torch.zeros(1) for i in range(12)}
     text = error_of(lambda: same_structure({}, many))
-    assert text.startswith(
-        "12 of 12 tensors of the fine-tuned model are not in the base: block.0.w, block.1.w,"
-    )
-    assert text.endswith(
-        "block.9.w, ... and 2 more. Check that the fine-tuned model was fine-tuned from the base."
-    )
+    assert text.startswith("12 of 12 tensors of the fine-tuned model are not in the base: block.0.w, block.1.w,")
+    assert text.endswith("block.9.w, ... and 2 more. Check that the fine-tuned model was fine-tuned from the base.")
 
 
 def test_file_digests(tmp_path: Path) -> None:
@@ -463,9 +454,7 @@ def test_writing_reads_each_tensor_once_and_drops_it(tmp_path: Path, saved: Path
             return checkpoint[name]
 
     watched = Watched(dict.fromkeys(checkpoint))
-    write_checkpoint(
-        tmp_path, watched, describe=lambda name: describe(checkpoint, name), max_shard_size="20KB"
-    )
+    write_checkpoint(tmp_path, watched, describe=lambda name: describe(checkpoint, name), max_shard_size="20KB")
     assert sorted(read) == sorted(checkpoint)
 
 
@@ -474,9 +463,7 @@ def test_writing_options_and_errors(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["vision.safetensors"]
     assert open_checkpoint(files[0]).metadata == {"made": "here"}
     assert error_of(
-        lambda: write_checkpoint(
-            tmp_path, {"w": torch.ones(2)}, describe=lambda _: TensorSpec((3,), torch.float16)
-        )
+        lambda: write_checkpoint(tmp_path, {"w": torch.ones(2)}, describe=lambda _: TensorSpec((3,), torch.float16))
     ) == ("tensor w came as (2,) torch.float32, but was announced as (3,) torch.float16.")
     path = tmp_path / "model.safetensors"
     assert error_of(lambda: write_checkpoint(tmp_path, {"w": torch.ones(2, dtype=torch.complex128)})) == (
@@ -510,13 +497,9 @@ def test_new_folder_appears_at_the_end(tmp_path: Path) -> None:
     assert out.stat().st_mode == reference.stat().st_mode
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), FileNotFoundError(2, "x")]
-)
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), FileNotFoundError(2, "x")])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_new_folder_leaves_nothing_after_an_error(
-    tmp_path: Path, error: BaseException, overwrite: bool
-) -> None:
+def test_new_folder_leaves_nothing_after_an_error(tmp_path: Path, error: BaseException, overwrite: bool) -> None:
     out = tmp_path / "out"
     if overwrite:
         out.mkdir()
@@ -559,9 +542,7 @@ def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_overwrite_restores_the_old_folder_when_the_swap_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")

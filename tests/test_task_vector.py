@@ -287,8 +287,7 @@ def test_apply_to_rounds_once() -> None:
 def test_apply_to_what_does_not_fit() -> None:
     vector = TaskVector({"encoder.weight": torch.zeros(2), "zzz": torch.zeros(2)})
     assert error_of(TuneportError, lambda: vector.apply_to({"encode.weight": torch.zeros(2)})) == (
-        "2 of 2 tensors are not in the base: encoder.weight (nearest: encode.weight), zzz. "
-        "Use rename() or subset()."
+        "2 of 2 tensors are not in the base: encoder.weight (nearest: encode.weight), zzz. Use rename() or subset()."
     )
     base = {"encoder.weight": torch.zeros(3), "zzz": torch.zeros(2, dtype=torch.int64)}
     assert error_of(TuneportError, lambda: vector.apply_to(base)) == (

@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tuneport.alignment import Completion
+from tuneport.capture import PairedBatch, TokenLayout, match_tokens, measure
+from tuneport.layers import find_layers, find_loose
+from tuneport.methods import Problem
+from tuneport.pairing import Plan, pair_layers
+from tuneport.task_vector import TaskVector
+
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, head_width: int, fused: bool) -> None:
@@ -82,6 +89,16 @@ class ToyViT(nn.Module):
 MATRICES = ("proj",)
 
 
+def plan(source: ToyViT, target: ToyViT) -> Plan:
+    """The plan between two toys; they read the same label set, so the classifier's outputs are shared."""
+    ours, theirs = (
+        find_layers(model, matrices=MATRICES, heads=model.blocks[0].attn.heads) for model in (source, target)
+    )
+    shared = {"classifier": torch.eye(source.classifier.out_features, dtype=torch.float64)}
+    loose = {"source_loose": find_loose(source, ours), "target_loose": find_loose(target, theirs)}
+    return pair_layers(ours, theirs, **loose, output_maps=shared)
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     images, labels = batch
     return F.cross_entropy(model(images), labels, reduction="sum")
@@ -103,6 +120,50 @@ def finetuned(model: nn.Module, seed: int = 11, amount: float = 0.1) -> nn.Modul
             if "embedding" in name and "patch" not in name:
                 continue
             parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
+    return copied
+
+
+def problem(
+    source: ToyViT,
+    moved: nn.Module,
+    target: ToyViT,
+    signals: frozenset[str],
+    *,
+    count: int = 256,
+    completion: Completion = "svd",
+) -> Problem:
+    """Measure two toys and pose the problem of moving `moved - source` to the target.
+
+    Toys of other image sizes read the same images, resized.
+    """
+    between = plan(source, target)
+    ours, theirs = (TokenLayout(1, (model.size // model.patch_size,) * 2) for model in (source, target))
+    data = [
+        PairedBatch((resized(images, source.size), labels), (resized(images, target.size), labels))
+        for images, labels in batches(count, classes=source.classifier.out_features)
+    ]
+    statistics = measure(
+        source,
+        target,
+        between.pairs,
+        data,
+        signals=signals,
+        source_loss=loss,
+        target_loss=loss,
+        match=match_tokens(ours, theirs),
+    )
+    changes = TaskVector.between(source.state_dict(), moved.state_dict())
+    return Problem(between, changes, statistics, completion, source.state_dict(), target.state_dict())
+
+
+def resized(images: Tensor, size: int) -> Tensor:
+    return images if images.shape[-1] == size else F.interpolate(images, size=(size, size), mode="bilinear")
+
+
+def changed(model: nn.Module, task_vector: TaskVector) -> nn.Module:
+    """A copy of the model with a task vector added."""
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(dict(task_vector.apply_to(model.state_dict())))
     return copied
 
 

@@ -58,6 +58,16 @@ class CrossCovariance:
         self.target_energy += target.square().sum()
         self.tokens += len(source)
 
+    def __add__(self, other: CrossCovariance) -> CrossCovariance:
+        """The statistic of both sets of tokens together."""
+        total = CrossCovariance(*self.matrix.shape, device=self.matrix.device, dtype=self.matrix.dtype)
+        total.matrix = self.matrix + other.matrix
+        total.source_energy = self.source_energy + other.source_energy
+        total.target_energy = self.target_energy + other.target_energy
+        total.tokens = self.tokens + other.tokens
+        total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
+        return total
+
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
@@ -79,10 +89,13 @@ def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> f
     """The share of the largest singular value of C below which a direction counts as undetermined.
 
     Two floors: rounding of the sum (width * eps of its dtype), and rounding of the signals. A direction with
-    relative amplitude a in both signals shows as a^2 in C and is trustworthy while a stays above the
-    signals' own rounding, so that floor is (4 eps)^2 of the coarser signal dtype.
+    relative amplitude a in both signals shows as a^2 in C, and is trustworthy while a stays above the signals'
+    own error. Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of
+    float32, in a direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once,
+    from sums in float32: (4 eps)^2.
     """
-    return max(width * torch.finfo(sum_dtype).eps, (4 * torch.finfo(signal_dtype).eps) ** 2)
+    eps = torch.finfo(signal_dtype).eps
+    return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < 1e-6 else 4) * eps) ** 2)
 
 
 def procrustes(
@@ -176,20 +189,31 @@ def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
 
 
 class WeightGradient:
-    """Per-sample gradients of one weight, summed (`total`) and as a sum of their signs (`votes`)."""
+    """Per-sample gradients of one layer's weight and bias, summed and as sums of their signs (votes)."""
 
     def __init__(self, shape: tuple[int, int], *, device: torch.device | str | None = None) -> None:
         self.total = torch.zeros(shape, device=device, dtype=torch.float64)
         self.votes = torch.zeros(shape, device=device, dtype=torch.int32)
+        self.bias_total = torch.zeros(shape[:1], device=device, dtype=torch.float64)
+        self.bias_votes = torch.zeros(shape[:1], device=device, dtype=torch.int32)
         self.samples = 0
 
     def update(self, inputs: Tensor, gradients: Tensor, chunk: int = 16) -> None:
         """Add samples: layer inputs (N, T, d_in) and output gradients (N, T, d_out)."""
         for x, g in zip(inputs.split(chunk), gradients.split(chunk), strict=True):
-            per_sample = torch.einsum("nto,nti->noi", g, x)
-            self.total += per_sample.sum(0).to(self.total.dtype)
-            self.votes += per_sample.sign().sum(0).to(self.votes.dtype)
+            weight, bias = torch.einsum("nto,nti->noi", g, x), g.sum(1)
+            self.total += weight.sum(0).to(self.total.dtype)
+            self.votes += weight.sign().sum(0).to(self.votes.dtype)
+            self.bias_total += bias.sum(0).to(self.total.dtype)
+            self.bias_votes += bias.sign().sum(0).to(self.votes.dtype)
         self.samples += len(inputs)
+
+    def __add__(self, other: WeightGradient) -> WeightGradient:
+        """The statistic of both sets of samples together."""
+        total = WeightGradient((self.total.shape[0], self.total.shape[1]), device=self.total.device)
+        for name in ("total", "votes", "bias_total", "bias_votes", "samples"):
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +235,26 @@ class Statistics:
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self.covariances)
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """The statistics of both sets of samples together; what was shared stays shared."""
+        if not other.passes:
+            return self
+        if not self.passes:
+            return other
+        if set(self.covariances) != set(other.covariances):
+            raise TuneportError("statistics of different layers or signals cannot be added.")
+        sums: dict[tuple[int, int], CrossCovariance] = {}
+        covariances = {}
+        for key, ours in self.covariances.items():
+            theirs = other.covariances[key]
+            pair = (id(ours), id(theirs))
+            if pair not in sums:
+                sums[pair] = ours + theirs
+            covariances[key] = sums[pair]
+        gradients = {name: ours + other.weight_gradients[name] for name, ours in self.weight_gradients.items()}
+        passes = {name: count + other.passes[name] for name, count in self.passes.items()}
+        return Statistics(covariances, gradients, self.samples + other.samples, passes)
 
     def align(self, layer: str, signal: str, completion: Completion = "svd") -> Alignment:
         """The Procrustes map of one signal at one target layer, solved once and remembered."""

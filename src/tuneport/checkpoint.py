@@ -511,16 +511,35 @@ def check_new_folder(
     """
     out = Path(out)
     _check_place(out, overwrite, folder=True)
-    place = Path(os.path.realpath(out))
-    for given in inputs:
-        if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
-            raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
-    free = shutil.disk_usage(place.parent).free
+    _check_spares(out, inputs)
+    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
     if needed_bytes > free:
         raise CheckpointError(
             f"{out} needs about {needed_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in "
             f"{out.parent}. Free some space or choose another place."
         )
+
+
+def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
+    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file.
+
+    It must not replace any of the `inputs`, nor a file inside one that is a folder.
+    """
+    _check_place(Path(out), overwrite, folder=False)
+    if os.path.lexists(out):
+        _check_spares(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
+
+
+def _files_in(path: PathLike) -> list[Path]:
+    return [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else []
+
+
+def _check_spares(out: Path, inputs: Iterable[PathLike]) -> None:
+    """Raise a CheckpointError if writing `out` would destroy an input."""
+    place = Path(os.path.realpath(out))
+    for given in inputs:
+        if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
+            raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
 
 
 def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
@@ -619,8 +638,10 @@ def _writing(out: Path, *, every: bool = False) -> Iterator[None]:
         # safetensors reports the disk's errors as text.
         match = re.search(r"os error (\d+)", str(error))
         code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        file = getattr(error, "filename", None)
-        here = not isinstance(file, str) or Path(os.path.abspath(out)).parent in Path(os.path.abspath(file)).parents
+        # a copy that fails names the file that it read first
+        files = [f for f in (getattr(error, "filename", None), getattr(error, "filename2", None)) if isinstance(f, str)]
+        parent = Path(os.path.abspath(out)).parent
+        here = not files or any(parent in Path(os.path.abspath(file)).parents for file in files)
         if every or (here and code in _WAYS_OUT):
             way_out = _WAYS_OUT.get(code or 0, f"{error}. Choose another place")
             raise CheckpointError(f"{out} cannot be written: {way_out}.") from error

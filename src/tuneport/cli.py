@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -69,20 +70,26 @@ TrustRemoteCode = Annotated[
 ]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        _emit(f"tuneport {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_version)
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Port a fine-tune to a new base model, without training.
 
     [bold]Start here:[/bold] tuneport demo
     """
+    del version
     global DEBUG
     DEBUG = debug
-    if version:
-        out_console.print(f"tuneport {__version__}")
-        raise typer.Exit
 
 
 @app.command(
@@ -100,7 +107,9 @@ def transfer(
     shots: Shots = None,
     sampler: SamplerName = "random",
     seed: Seed = 0,
-    scale: Annotated[float, typer.Option(help="Strength of the transfer.")] = 1.0,
+    scale: Annotated[
+        str, typer.Option(help="Strength of the transfer: a number, or auto (chosen on calibration samples).")
+    ] = "1.0",
     head: HeadName = None,
     as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
@@ -113,23 +122,25 @@ def transfer(
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
-    from .checkpoint import check_new_folder
+    from .checkpoint import check_new_file, check_new_folder
     from .report import to_json
 
-    check_new_folder(out, overwrite, inputs=[path for path in (source, finetuned, target, data) if path])
-    job = _prepare(locals())
+    check_new = check_new_folder if as_ is OutputKind.model else check_new_file
+    check_new(out, overwrite, inputs=[path for path in (source, finetuned, target, data, head) if path])
+    strength = pipeline.check_scale(scale)
+    job = _prepare(locals(), scored=strength == "auto")
     with _progress("measuring", job.samples) as advance:
-        result = pipeline.run(job, scale=scale, progress=advance)
+        result = pipeline.run(job, scale=strength, progress=advance)
     result.save(out, kind=as_.value, overwrite=overwrite)
     record = {**result.record, "out": out}
     if json:
         _emit(to_json(record))
         return
     _print_summary(record)
-    out_console.print(f"written to [bold]{out}[/bold]" + (", report in report.html" if as_ is OutputKind.model else ""))
+    _say(f"written to {out}" + (", report in report.html" if as_ is OutputKind.model else ""))
     if as_ is OutputKind.model and data is not None:
         chosen = f" --head {head}" if head else ""
-        out_console.print(f"next: tuneport evaluate {out} --data {data}{chosen}", highlight=False)
+        _say(f"next: tuneport evaluate {out} --data {data}{chosen}")
 
 
 @app.command(epilog="Example: tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/")
@@ -160,15 +171,16 @@ def plan(
     if json:
         _emit(to_json(outlook))
         return
-    table = Table(
-        "target layer", "shape", "source layer", "shape", title=f"{outlook['method']}: {len(outlook['layers'])} layers"
-    )
+    table = Table(title=f"{outlook['method']}: {len(outlook['layers'])} layers")
+    for column in ("target layer", "shape", "source layer", "shape"):
+        table.add_column(column, overflow="fold")
     for row in outlook["layers"]:
-        table.add_row(row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"]))
+        cells = (row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"]))
+        table.add_row(*map(escape, cells))
     out_console.print(table)
     _print_kept(outlook)
     cost = outlook["expected"]
-    out_console.print(
+    _say(
         f"expected: {cost['statistics_bytes'] / 2**20:.0f} MiB of statistics, "
         f"{cost['flops'] / 1e12:.2f} TFLOP of model passes and {cost['alignment_flops'] / 1e12:.2f} TFLOP of alignment"
     )
@@ -185,14 +197,17 @@ def extract(
 ) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from . import pipeline
+    from .checkpoint import check_new_file
     from .task_vector import save_task_vector
 
+    check_new_file(out, overwrite, inputs=[base, finetuned])
     vector = pipeline.extract(base, finetuned, exclude=exclude or ())
     save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": vector.norm()}
-    _emit(json_module.dumps(result)) if json else out_console.print(
-        f"{len(vector)} tensors, norm {result['norm']:.4g}, written to [bold]{out}[/bold]"
-    )
+    if json:
+        _emit(json_module.dumps(result))
+    else:
+        _say(f"{len(vector)} tensors, norm {result['norm']:.4g}, written to {out}")
 
 
 @app.command(epilog="Example: tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7")
@@ -206,12 +221,17 @@ def apply(
 ) -> None:
     """Write base + scale * task vector as a model folder."""
     from . import pipeline
+    from .checkpoint import check_new_folder
     from .task_vector import load_task_vector
 
+    check_new_folder(out, overwrite, inputs=[vector, base])
     loaded = load_task_vector(vector)
     pipeline.apply(loaded, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
-    _emit(json_module.dumps(result)) if json else out_console.print(f"written to [bold]{out}[/bold]")
+    if json:
+        _emit(json_module.dumps(result))
+    else:
+        _say(f"written to {out}")
 
 
 @app.command(epilog="Example: tuneport evaluate new-base-cars --data cars/ --head cars")
@@ -253,7 +273,97 @@ def evaluate(
     if json:
         _emit(json_module.dumps({"model": model, "data": data, "head": head, **asdict(result)}))
     else:
-        out_console.print(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
+        _say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
+
+
+@app.command(
+    epilog="Example: tuneport bench --source old --target new --finetuned cars=old-cars --data cars=cars/ "
+    "--methods naive,theseus,bico --samples 20,100 --seeds 0,1,2 --out comparison"
+)
+def bench(
+    recipe: Annotated[str | None, typer.Argument(help="A TOML file with the keys below; or give them here.")] = None,
+    out: Annotated[str, typer.Option(help="The folder for tables, JSON and plot.")] = "comparison",
+    source: Annotated[str | None, typer.Option(help="The old base model.")] = None,
+    target: Annotated[str | None, typer.Option(help="The new base model.")] = None,
+    finetuned: Annotated[list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned old base; repeatable.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="TASK=PATH of that task's data; repeatable.")] = None,
+    reference: Annotated[
+        list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned target, for a last row.")
+    ] = None,
+    head: Annotated[list[str] | None, typer.Option(help="TASK=NAME of the head, where it is not the default.")] = None,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "naive,theseus,bico",
+    samples: Annotated[str, typer.Option(help="Calibration budgets N, separated by commas.")] = "",
+    shots: Annotated[str, typer.Option(help="Or budgets K per class.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of the draw.")] = "0",
+    scales: Annotated[str, typer.Option(help="Scale rules: numbers and auto.")] = "1,auto",
+    steps: Annotated[str, typer.Option(help="Few-shot fine-tuning runs of so many steps on the same samples.")] = "",
+    warm_start: Annotated[str | None, typer.Option(help="Also fine-tune from this method's result.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning runs.")] = 1e-5,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
+    from dataclasses import asdict
+
+    from . import bench as bench_module
+    from .report import to_json
+
+    bench_module.check_output(out, overwrite)
+    if recipe is not None:
+        comparison = bench_module.read_recipe(recipe)
+    else:
+        content: dict[str, Any] = {
+            "finetuned": _by_task("finetuned", finetuned),
+            "data": _by_task("data", data),
+            "reference": _by_task("reference", reference),
+            "heads": _by_task("head", head),
+            "methods": _words(methods),
+            "samples": _numbers("samples", samples),
+            "shots": _numbers("shots", shots),
+            "seeds": _numbers("seeds", seeds),
+            "scales": _words(scales),
+            "steps": _numbers("steps", steps),
+            "learning_rate": learning_rate,
+            "device": device,
+        }
+        named = {"source": source, "target": target, "warm_start": warm_start}
+        content |= {key: value for key, value in named.items() if value is not None}
+        comparison = bench_module.make_comparison(content, "tuneport bench")
+    with _stages() as stage:
+        result = bench_module.compare(comparison, stage=stage)
+    bench_module.save(result, out, overwrite=overwrite)
+    if json:
+        _emit(to_json({"out": out, "about": result.about, "rows": [asdict(row) for row in result.rows]}))
+        return
+    columns, lines = bench_module.table_rows(result)
+    table = Table(*columns)
+    for line in lines:
+        table.add_row(*line)
+    out_console.print(table)
+    _say(f"written to {out}: table.csv, table.md, results.json, plot.svg")
+
+
+def _by_task(option: str, given: list[str] | None) -> dict[str, str]:
+    """TASK=PATH options as a table; a bare path is a task of its own name."""
+    table = {}
+    for item in given or []:
+        name, mark, path = item.partition("=")
+        table[name if mark else Path(item).stem] = path if mark else item
+    if given and len(table) != len(given):
+        raise TuneportError(f"--{option} names a task twice; give each task once as TASK=PATH.")
+    return table
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise TuneportError(f"--{option} takes whole numbers separated by commas, got {text!r}.") from None
 
 
 @app.command()
@@ -287,15 +397,15 @@ def demo(
     if json:
         _emit(json_module.dumps(result))
         return
-    table = Table("", "accuracy", title="rotated digits on the larger model")
+    table = Table("", "accuracy", title="mirrored digits, the larger model")
     for row in result["table"]:
         table.add_row(row["model"], f"{row['accuracy']:.1f} %")
     out_console.print(table)
-    out_console.print(f"the ported model: [bold]{result['out']}[/bold], its report: {result['report']}")
-    out_console.print(f"next: {result['next']}", highlight=False)
+    _say(f"the ported model: {result['out']}, its report: {result['report']}")
+    _say(f"next: {result['next']}")
 
 
-def _prepare(options: dict[str, Any]) -> Job:
+def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
     from .pipeline import prepare
 
     names = ("method", "samples", "shots", "sampler", "seed", "head", "batch_size", "device", "trust_remote_code")
@@ -306,6 +416,7 @@ def _prepare(options: dict[str, Any]) -> Job:
         options["data"],
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
+        scored=scored,
         **{name: options[name] for name in names},
     )
 
@@ -315,7 +426,7 @@ def _print_summary(record: dict[str, Any]) -> None:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, text in summary_rows(record):
-        table.add_row(f"[dim]{label}[/dim]", text)
+        table.add_row(f"[dim]{label}[/dim]", escape(text))
     out_console.print(table)
     _print_kept(record)
 
@@ -324,7 +435,7 @@ def _print_kept(record: dict[str, Any]) -> None:
     from .report import kept_rows
 
     for reason, count in kept_rows(record):
-        out_console.print(f"  [dim]kept {count}:[/dim] {reason}", highlight=False)
+        _say(f"  kept {count}: {reason}")
 
 
 def _print_names(names: dict[str, str], json: bool) -> None:
@@ -333,12 +444,23 @@ def _print_names(names: dict[str, str], json: bool) -> None:
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in names.items():
-        table.add_row(f"[bold]{name}[/bold]", text)
+        table.add_row(f"[bold]{name}[/bold]", escape(text))
     out_console.print(table)
 
 
 def _emit(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+def _say(text: str) -> None:
+    """One line on stdout as it is: paths are neither wrapped nor read as markup."""
+    out_console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _fail(kind: str, text: str) -> None:
+    err_console.print(f"[red]{kind}:[/red] ", end="")
+    err_console.print(" ".join(text.split("\n")), markup=False, highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 def _by(shape: list[int]) -> str:
@@ -349,7 +471,7 @@ def _by(shape: list[int]) -> str:
 def _progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that a callback advances by so many samples."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err_console, transient=True) as bar:
+    with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as bar:
         task = bar.add_task(words, total=total or None)
         yield lambda done: bar.advance(task, done)
 
@@ -376,9 +498,11 @@ def main() -> None:
     except TuneportError as error:
         if DEBUG:
             raise
-        err_console.print(f"[red]{type(error).__name__}:[/red] ", end="")
-        err_console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(type(error).__name__, str(error))
+    except Exception as error:
+        if DEBUG:
+            raise
+        _fail(type(error).__name__, f"{error} (unexpected: run tuneport --debug ... for the traceback and report it)")
     except KeyboardInterrupt:
         err_console.print("interrupted; nothing was written")
         sys.exit(130)

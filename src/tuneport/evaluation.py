@@ -51,14 +51,15 @@ def linear_probe(
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    test = align_labels(test, train.classes)
     if train.labels is None or test.labels is None:
         raise DataError(f"a linear probe needs labels: {train if train.labels is None else test} has none.")
+    test = align_labels(test, train.classes)
     if len(np.unique(train.labels)) < 2:
         raise DataError(f"a linear probe needs samples of at least two classes; {train} shows one.")
     seen = features(model, train, batch_size=batch_size, progress=progress).double().numpy()
     scaler = StandardScaler().fit(seen)
     probe = LogisticRegression(max_iter=2000, tol=1e-6).fit(scaler.transform(seen), train.labels)
+    assert test.labels is not None
     unseen = features(model, test, batch_size=batch_size, progress=progress).double().numpy()
     right = probe.predict(scaler.transform(unseen)) == test.labels
     return Evaluation(100.0 * float(right.mean()), len(test), "linear-probe")

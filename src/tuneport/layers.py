@@ -37,7 +37,7 @@ ROLES: tuple[tuple[str, str], ...] = (
 # The same outside the blocks.
 OUTER_ROLES: tuple[tuple[str, str], ...] = (
     ("patch", r"(patch_embedding|patch_embeddings\.projection|patch_embed\.proj|conv1)"),
-    ("projection", r"(visual_projection|visual\.proj)"),
+    ("projection", r"(visual_projection|proj)"),
     ("classifier", r"(classifier|head)"),
     ("class token", r"(class_embedding|cls_token)"),
     ("position embedding", r"(position_embeddings?|positional_embedding|pos_embed)"),
@@ -45,6 +45,7 @@ OUTER_ROLES: tuple[tuple[str, str], ...] = (
     ("first norm", r"(pre_layrnorm|ln_pre|norm_pre)"),
 )
 FUSED: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "in_proj_weight": ("q", "k", "v")}
+ATTENTION_ROLES = frozenset({"q", "k", "v", "out"})
 CROSS_ATTENTION = re.compile(r"cross|EncDec|encoder_attn", re.IGNORECASE)
 
 
@@ -53,7 +54,8 @@ class Layer:
     """One linear map `y = x W^T + b` and where its numbers live.
 
     `rows` selects output rows of a fused weight; `transposed` weights are stored (in, out); `kernel` is
-    (channels, height, width) of a patch-embedding convolution, whose inputs are unfolded patches.
+    (channels, height, width) of a patch-embedding convolution, whose inputs are unfolded patches; `heads` is
+    the number of attention heads on the inner side of q, k, v and out, where it is known.
     """
 
     weight: str
@@ -67,6 +69,7 @@ class Layer:
     rows: RowRanges | None = None
     transposed: bool = False
     kernel: tuple[int, int, int] | None = None
+    heads: int | None = None
 
     @property
     def name(self) -> str:
@@ -127,12 +130,13 @@ def find_layers(
     matrices: Sequence[str] = (),
     fused: Mapping[str, Mapping[str, RowRanges]] | None = None,
     within: Sequence[str] = (),
+    heads: int | None = None,
 ) -> tuple[Layer, ...]:
     """List the linear layers of any module, in the order of its parameters.
 
     `matrices` names bare parameters used as `x @ P` (stored in x out); `fused` maps the name of a fused
     weight to its roles and row ranges where thirds are not right; `within` keeps layers under the given
-    name prefixes only.
+    name prefixes only; `heads` is the number of attention heads in every block.
 
     >>> [layer.role for layer in find_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))]
     ['0']
@@ -149,6 +153,8 @@ def find_layers(
         found.append(Layer(name, None, (rows, columns), rows, columns, role, stack, block, transposed=True))
     order = {name: index for index, name in enumerate(parameters)}
     kept = [layer for layer in found if not within or layer.weight.startswith(tuple(within))]
+    if heads is not None:
+        kept = [replace(layer, heads=heads) if layer.role in ATTENTION_ROLES else layer for layer in kept]
     return _distinct(sorted(kept, key=lambda layer: order[layer.weight]))
 
 

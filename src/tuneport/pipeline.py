@@ -7,14 +7,15 @@ paths and on live modules; nothing given is changed.
 from __future__ import annotations
 
 import copy
+import math
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from .alignment import Completion, Statistics
 from .calibration import batches as sample_batches
 from .calibration import select
-from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, Progress, match_tokens, measure
+from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, Progress, frozen, match_tokens, measure
 from .checkpoint import (
     check_finite,
     check_new_folder,
@@ -35,12 +36,14 @@ from .checkpoint import (
     write_checkpoint,
 )
 from .data import Dataset, align_labels, read_data
-from .errors import CheckpointError, DataError, TuneportError
+from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Head, Model, choose_head, describe_module, open_model
-from .methods import METHODS, LayerRecord, Method, Problem, get_method
+from .layers import Layer
+from .methods import METHODS, LayerRecord, Method, Problem, Transfer, get_method
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, nearest_block, pair_layers
 from .report import copy_companions, model_card, report_page, write_record
+from .scaling import HOLD_OUT, ScaleChoice, Scaled, Score, choose_scale, fitting_samples
 from .task_vector import TaskVector, load_task_vector, save_task_vector
 
 ModelLike = Model | nn.Module | str | Path
@@ -61,6 +64,7 @@ class Job:
     source_loss: Loss | None = None
     target_loss: Loss | None = None
     match: Match | None = None
+    target_head: Head | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -115,32 +119,58 @@ def transfer(
     target: ModelLike,
     data: str | Path | Dataset | Iterable[Any] | None = None,
     *,
-    scale: float = 1.0,
+    scale: float | Literal["auto"] = 1.0,
     progress: Progress | None = None,
     **options: Any,
 ) -> Result:
     """Port a fine-tune of `source` to `target`: Algorithm 1 of the paper.
 
     `data` is a path or a Dataset, of which samples are drawn, or an iterable of batches for `loss`. The
-    options are those of `prepare`. Trap: with very few samples a full-strength transfer can harm; compare
-    `result.apply(scale=0.5)` on held-out data.
+    options are those of `prepare`. Trap: with very few samples a full-strength transfer can harm;
+    `scale="auto"` chooses the strength on part of the calibration samples, and may choose zero.
     """
-    if not np.isfinite(scale):
-        raise TuneportError(f"the scale must be a finite number, got {scale}.")
-    return run(prepare(source, finetuned, target, data, **options), scale=scale, progress=progress)
+    check_scale(scale)
+    job = prepare(source, finetuned, target, data, scored=scale == "auto", **options)
+    return run(job, scale=scale, progress=progress)
 
 
-def run(job: Job, *, scale: float = 1.0, progress: Progress | None = None) -> Result:
+def check_scale(scale: float | str) -> float | Literal["auto"]:
+    """A finite number, or "auto"."""
+    if scale == "auto":
+        return "auto"
+    try:
+        number = float(scale)
+    except ValueError:
+        raise TuneportError(f"the scale must be a number or auto, got {scale!r}.") from None
+    if not math.isfinite(number):
+        raise TuneportError(f"the scale must be a finite number or auto, got {scale}.")
+    return number
+
+
+def run(job: Job, *, scale: float | Literal["auto"] = 1.0, progress: Progress | None = None) -> Result:
     """Measure both models, align, and carry the task vector over."""
     started = time.perf_counter()
-    statistics = measure_job(job, progress=progress)
-    measured = time.perf_counter()
-    moved = job.method.transfer(Problem(job.plan, job.task_vector, statistics, job.completion))
+    choice = None
+
+    def solve(statistics: Statistics) -> Transfer:
+        return job.method.transfer(problem_of(job, statistics))
+
+    if scale == "auto":
+        fit, rest = split_samples(job)
+        part = measure_job(fit, progress=progress)
+        statistics = part if rest is fit else part + measure_job(rest, progress=progress)
+        measured = time.perf_counter()
+        moved, choice = transfer_auto(rest, solve, part, statistics, held_out=rest is not fit)
+        number = choice.scale
+    else:
+        statistics, number = measure_job(job, progress=progress), scale
+        measured = time.perf_counter()
+        moved = solve(statistics)
     done = time.perf_counter()
     kept = _not_transported(job, moved.task_vector, moved.kept)
     record = {
         **job.record,
-        "scale": scale,
+        "scale": number,
         "samples": statistics.samples,
         "seconds": round(done - started, 3),
         "seconds_by_stage": {"measure": round(measured - started, 3), "transport": round(done - measured, 3)},
@@ -149,7 +179,82 @@ def run(job: Job, *, scale: float = 1.0, progress: Progress | None = None) -> Re
         "not_transported": [asdict(item) for item in kept],
         "left_behind": [asdict(item) for item in job.plan.dropped],
     }
-    return Result(job.target, moved.task_vector, moved.records, kept, scale, record)
+    if choice is not None:
+        record["scale_choice"] = {
+            "samples": choice.samples,
+            "held_out": choice.held_out,
+            "candidates": [{"scale": value, **asdict(found)} for value, found in choice.scores.items()],
+        }
+    return Result(job.target, moved.task_vector, moved.records, kept, number, record)
+
+
+def split_samples(job: Job) -> tuple[Job, Job]:
+    """The job with the samples that make the maps, and with those that choose the scale (the same where few)."""
+    if isinstance(job.batches, PairedBatches):
+        count = fitting_samples(len(job.batches.indices))
+        if count == len(job.batches.indices):
+            return job, job
+        first, rest = np.split(job.batches.indices, [count])
+        sides = (replace(job.batches, indices=first), replace(job.batches, indices=rest))
+        return tuple(replace(job, batches=side, samples=len(side.indices)) for side in sides)  # type: ignore[return-value]
+    batches = list(job.batches)
+    if not batches:
+        raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
+    held_out = int(len(batches) * HOLD_OUT)
+    if held_out == 0:
+        return (whole := replace(job, batches=batches)), whole
+    return replace(job, batches=batches[:-held_out]), replace(job, batches=batches[-held_out:])
+
+
+def transfer_auto(
+    rest: Job, solve: Callable[[Statistics], Transfer], part: Statistics, whole: Statistics, *, held_out: bool
+) -> tuple[Transfer, ScaleChoice]:
+    """Choose the scale of a transfer on the samples of the job `rest`, which maps from `part` have not seen.
+
+    The maps that ship come from the `whole` statistics, unless those score below the target itself on `rest`;
+    then the maps from `part` stand.
+    """
+    batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in rest.batches]
+    moved = solve(part)
+    with Scaled(rest.target.module, moved.task_vector) as scaled:
+        choice = choose_scale(
+            lambda scale: _score(rest, scaled, scale, batches), samples=rest.samples, held_out=held_out
+        )
+    if choice.scale == 0 or part is whole:
+        return moved, choice
+    final = solve(whole)
+    with Scaled(rest.target.module, final.task_vector) as scaled:
+        found, floor = _score(rest, scaled, choice.scale, batches), choice.scores[0.0]
+    worse = found.loss > floor.loss or (found.accuracy or 0.0) < (floor.accuracy or 0.0)
+    return (moved if worse else final), choice
+
+
+def _score(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> Score:
+    """Mean loss and accuracy of the target at one scale, forward passes only."""
+    scaled.set(scale)
+    assert job.target_loss is not None
+    loss, right, samples = 0.0, 0, 0
+    with frozen(scaled.module), torch.no_grad():
+        for batch in batches:
+            loss += float(job.target_loss(scaled.module, batch))
+            size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
+            samples += size
+            if job.target_head is not None:
+                scores = job.target_head.scores(job.target, scaled.module, batch[0])
+                right += int((scores.argmax(-1) == batch[1]).sum())
+    return Score(loss / max(samples, 1), right / max(samples, 1) if job.target_head is not None else None)
+
+
+def problem_of(job: Job, statistics: Statistics) -> Problem:
+    """What the job's method, or any other on the same job, is to solve."""
+    return Problem(
+        job.plan,
+        job.task_vector,
+        statistics,
+        job.completion,
+        source_weights=dict(job.source.module.named_parameters()),
+        target_weights=dict(job.target.module.named_parameters()),
+    )
 
 
 def measure_job(job: Job, *, signals: Iterable[str] | None = None, progress: Progress | None = None) -> Statistics:
@@ -195,13 +300,15 @@ def prepare(
     device: str = "auto",
     trust_remote_code: bool = False,
     extra_signals: Iterable[str] = (),
+    scored: bool = False,
 ) -> Job:
     """Open everything, pair the layers and draw the samples: a Job in which nothing is left to go wrong.
 
     `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
     split; `head` names the zero-shot head; `loss(module, batch)`, or one for each model, replaces the
     classification loss; `pairs`, `roles` and `depth_rule` override the pairing; `exclude` holds name
-    patterns of tensors to leave alone. `extra_signals` prepares for methods that measure more.
+    patterns of tensors to leave alone. `extra_signals` prepares for methods that measure more, `scored` for a
+    scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
@@ -209,19 +316,22 @@ def prepare(
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     vector = _task_vector(ours, finetuned, exclude)
     signals = method.signals | frozenset(extra_signals)
-    gradients = bool(NEEDS_BACKWARD & signals)
+    gradients = bool(NEEDS_BACKWARD & signals) or scored
     dataset, heads, indices = None, None, None
-    if signals and (isinstance(data, (str, Path, Dataset))):
+    if (signals or scored) and isinstance(data, (str, Path, Dataset)):
         dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=gradients and loss is None)
         if loss is None and gradients:
             heads = tuple(choose_head(model, head, dataset.name, dataset.classes) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
-    plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude, heads)
+    plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)
+    method.check(plan)
     batches: Iterable[Any] = ()
     count = 0
     losses: tuple[Loss, Loss] | tuple[None, None] = (None, None)
-    if signals:
+    if signals or scored:
+        if data is None:
+            raise DataError(f"method {name} needs calibration data: pass --data, or batches with a loss in Python.")
         losses = _losses(ours, theirs, heads, loss, gradients)
         if dataset is not None:
             _check_kind(dataset, ours, theirs)
@@ -235,10 +345,8 @@ def prepare(
             )
             count = len(indices)
             batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size)
-        elif data is None or isinstance(data, (str, Path)):
-            raise DataError(f"method {name} needs calibration data: pass a data set, or batches with a loss.")
         else:
-            assert not isinstance(data, Dataset)
+            assert not isinstance(data, (str, Path, Dataset))
             batches = data
     record = {
         "tuneport": _version("tuneport"),
@@ -264,7 +372,19 @@ def prepare(
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
     return Job(
-        ours, theirs, vector, plan, method, completion, batches, count, losses[0], losses[1], match, record
+        ours,
+        theirs,
+        vector,
+        plan,
+        method,
+        completion,
+        batches,
+        count,
+        losses[0],
+        losses[1],
+        match,
+        heads[1] if heads else None,
+        record,
     )
 
 
@@ -323,9 +443,10 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise TuneportError(f"device '{name}' is not available: {str(error).splitlines()[0]}") from error
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise TuneportError(f"device '{name}' is not available: {reason}. Pass auto, cpu or cuda.") from error
     return device
 
 
@@ -405,13 +526,22 @@ def _plan(
     roles: Mapping[str, str | None] | None,
     depth_rule: DepthRule,
     exclude: Sequence[str],
-    heads: tuple[Head, ...] | None,
 ) -> Plan:
     def excluded(name: str, model: Model) -> bool:
         return any(fnmatchcase(known, glob) for known in (name, model.file_names.get(name, name)) for glob in exclude)
 
-    ours = [layer for layer in source.layers if layer.weight in vector and not excluded(layer.weight, source)]
-    theirs = [layer for layer in target.layers if not excluded(layer.weight, target)]
+    def included(layer: Layer, model: Model) -> Layer:
+        without = layer.bias is not None and (
+            excluded(layer.bias, model) or (model is source and layer.bias not in vector)
+        )
+        return replace(layer, bias=None) if without else layer
+
+    ours = [
+        included(layer, source)
+        for layer in source.layers
+        if layer.weight in vector and not excluded(layer.weight, source)
+    ]
+    theirs = [included(layer, target) for layer in target.layers if not excluded(layer.weight, target)]
     loose = [part for part in source.loose if part.name in vector and not excluded(part.name, source)]
     if pairs is None:
         plan = pair_layers(
@@ -421,22 +551,26 @@ def _plan(
             target_loose=[part for part in target.loose if not excluded(part.name, target)],
             roles=roles,
             depth_rule=depth_rule,
-            output_maps=_class_map(heads),
+            output_maps=_class_map(source, target),
         )
     else:
         check_pairs(pairs)
-        plan = pair_layers(ours, theirs, roles=roles, depth_rule=depth_rule) if not pairs else Plan(tuple(pairs))
+        unchanged = [pair.source.weight for pair in pairs if pair.source.weight not in vector]
+        if unchanged or not pairs:
+            found = f"the task vector has no {first_of(unchanged)}" if unchanged else "pairs is empty"
+            raise PairingError(f"{found}: there is nothing to transfer. Pair layers that the fine-tune changed.")
+        plan = Plan(tuple(pairs))
     left_out = [name for name in target.file_names if excluded(name, target)]
     more = [*(Kept(name, "excluded") for name in left_out), *(Kept(*item) for item in target.outside.items())]
+    if pairs is not None:
+        more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
     return replace(plan, kept=(*plan.kept, *more))
 
 
-def _class_map(heads: tuple[Head, ...] | None) -> dict[str, Tensor]:
+def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     """Class logits of one label set are one space: the map only puts the classes in the target's order."""
-    if heads is None or any(head.class_embeds is not None for head in heads):
-        return {}
-    ours, theirs = heads[0].classes, heads[1].classes
-    if sorted(ours) != sorted(theirs) or len(set(ours)) != len(ours):
+    ours, theirs = source.classes, target.classes
+    if not ours or sorted(ours) != sorted(theirs) or len(set(ours)) != len(ours):
         return {}
     matrix = torch.zeros(len(ours), len(theirs), dtype=torch.float64)
     for index, name in enumerate(ours):
@@ -459,7 +593,9 @@ def _losses(
         return classification_loss(source, heads[0]), classification_loss(target, heads[1])
     for model in (source, target):
         if gradients or (model.features is None and model.logits is None):
-            raise TuneportError(f"{model.name} is a module tuneport does not know: pass loss=lambda module, batch: ...")
+            known = model.features is not None
+            reason = "batches say nothing of the task" if known else f"{model.name} is a module tuneport does not know"
+            raise TuneportError(f"{reason}: pass loss=lambda module, batch: ...")
     return forward_only(source), forward_only(target)
 
 
@@ -474,8 +610,10 @@ def _check_kind(dataset: Dataset, *models: Model) -> None:
 def _not_transported(job: Job, moved: TaskVector, kept: Iterable[Kept]) -> tuple[Kept, ...]:
     """Every tensor of the target's files that stays as it was, with the reason, in the order of the files."""
     reasons: dict[str, str] = {}
+    whole = {layer.name: layer.weight for layer in job.target.layers if layer.weight not in moved}
     for item in (*job.plan.kept, *kept):
-        stored = job.target.file_names.get(item.tensor, item.tensor)
+        tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
+        stored = job.target.file_names.get(tensor, tensor)
         if item.tensor not in moved:
             reasons.setdefault(stored, item.reason)
     changed = {job.target.file_names.get(name, name) for name in moved}
@@ -491,7 +629,7 @@ def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
     path = Path(model.name if isinstance(model, Model) else model)
     stored = open_checkpoint(path)
     digests = {Path(name).name: digest for name, digest in file_digests(stored.files).items()}
-    return {"name": path.name, "path": str(path), "sha256": digests}
+    return {"name": path.absolute().name, "path": str(path), "sha256": digests}
 
 
 def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def to_json(record: Any) -> str:
 def copy_companions(source: Path | None, folder: Path, module: nn.Module | None) -> None:
     """Carry over what stands beside the weights: configuration, tokenizer, processor, heads.
 
-    Weights, our own files, hidden files and links that lead elsewhere stay behind. A live module without a
-    folder writes its own configuration.
+    Weights, our own files and hidden files stay behind. A live module without a folder writes its own
+    configuration.
     """
     if source is None:
         config = getattr(module, "config", None)
@@ -48,7 +48,9 @@ def copy_companions(source: Path | None, folder: Path, module: nn.Module | None)
         if name.startswith(".") or name in OUR_FILES or _is_weight(name):
             continue
         if item.is_dir() and name == "heads":
-            shutil.copytree(item, folder / name, ignore=shutil.ignore_patterns(".*"))
+            (folder / name).mkdir()
+            for head in sorted(item.glob("[!.]*.safetensors")):
+                shutil.copy(head, folder / name / head.name)
         elif item.is_file():
             shutil.copy(item, folder / name)
 
@@ -173,7 +175,8 @@ method <code>{_e(record["method"])}</code>, tuneport {_e(record["tuneport"])}.</
 
 
 _STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0}
-main{max-width:72rem;margin:auto;padding:1rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .75rem .25rem 0;
+main{max-width:72rem;margin:auto;padding:1rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .75rem .25rem 0;
 text-align:left;border-bottom:1px solid #8884}.wide{overflow-x:auto}svg{width:100%;height:auto;max-width:60rem}
 .in{fill:#3b7dd8}.out{fill:#d8743b}text{fill:currentColor;font-size:11px}"""
 
@@ -203,6 +206,47 @@ def _chart(record: Record) -> str:
     return (
         f'<h2>Alignment</h2><svg viewBox="0 0 {width} {2 * height}" role="img" '
         f'aria-label="Alignment residual per layer; the numbers are in the table below">{"".join(parts)}</svg>'
+    )
+
+
+COLOURS = ("#3b7dd8", "#d8743b", "#3ba55d", "#a14bd1", "#c7a008", "#d13b6a", "#3bb8c4", "#7a7a7a", "#8c564b", "#000000")
+
+
+def chart(lines: Mapping[str, Sequence[float]], ticks: Sequence[float], *, x_label: str, y_label: str) -> str:
+    """A line chart as SVG: one line per name over evenly spaced ticks."""
+    values = [value for points in lines.values() for value in points if math.isfinite(value)]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    span = (high - low) or 1.0
+    left, top, width, height = 60, 20, 560, 360
+
+    def at(index: int, value: float) -> tuple[float, float]:
+        return left + width * index / max(len(ticks) - 1, 1), top + height * (1 - (value - low) / span)
+
+    parts = []
+    for step in range(5):
+        value = low + span * step / 4
+        y = at(0, value)[1]
+        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.1f}</text>')
+    for index, tick in enumerate(ticks):
+        parts.append(f'<text x="{at(index, low)[0]:.1f}" y="{top + height + 18}" text-anchor="middle">{tick:g}</text>')
+    for number, (name, points) in enumerate(lines.items()):
+        colour, dash = COLOURS[number % len(COLOURS)], ' stroke-dasharray="5 4"' if number >= len(COLOURS) else ""
+        path = " ".join(
+            "{:.1f},{:.1f}".format(*at(index, value)) for index, value in enumerate(points) if math.isfinite(value)
+        )
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        y = top + 14 * number + 10
+        parts.append(
+            f'<line x1="{left + width + 16}" x2="{left + width + 40}" y1="{y - 4}" y2="{y - 4}" '
+            f'stroke="{colour}" stroke-width="2"{dash}/>'
+        )
+        parts.append(f'<text x="{left + width + 46}" y="{y}">{_e(name)}</text>')
+    parts.append(f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">{_e(x_label)}</text>')
+    parts.append(f'<text x="{left}" y="12">{_e(y_label)}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {max(430, 40 + 14 * len(lines))}" '
+        f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
     )
 
 

@@ -218,7 +218,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def dense(self, name: str) -> torch.Tensor:
         """Return an entry as one tensor, multiplying its factors if it is low-rank."""
-        return _dense(self[name])
+        return as_dense(self[name])
 
     def norm(self, name: str | None = None) -> float:
         """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
@@ -404,7 +404,8 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     return len(out.shape) == len(in_.shape) == 2 and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
 
 
-def _dense(entry: Entry) -> torch.Tensor:
+def as_dense(entry: Entry) -> torch.Tensor:
+    """An entry as a plain tensor."""
     return entry.dense() if isinstance(entry, LowRank) else entry
 
 
@@ -415,8 +416,8 @@ def _sum(one: Entry, other: Entry) -> Entry:
             torch.cat([out, other.out_factor.to(out.device)], dim=1),
             torch.cat([in_, other.in_factor.to(in_.device)], dim=0),
         )
-    first = _dense(one)
-    return first + _dense(other).to(first.device)
+    first = as_dense(one)
+    return first + as_dense(other).to(first.device)
 
 
 def _is_quantised(dtype: torch.dtype) -> bool:

@@ -32,7 +32,7 @@ class Model:
     `tensors` reads the stored weights by their name in the files; `file_names` leads there from the names of
     `module.named_parameters()`. `encode` turns raw samples into the module's inputs, `features` and `logits`
     run it, `text_head` builds class embeddings with the model's own text tower; each is None where the
-    model has no such thing.
+    model has no such thing. `width` is that of the features.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Model:
     layout: Callable[[Batch], TokenLayout] | None = None
     text_head: Callable[[Sequence[str]], Tensor] | None = None
     logit_scale: float = 1.0
+    width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -159,12 +160,11 @@ def choose_head(model: Model, wanted: str | None, dataset_name: str, classes: Se
 
 
 def _fitting(model: Model, head: Head) -> Head:
-    """Check a head's width against the model's features without running it, where the layers tell."""
-    widths = [layer.out_features for layer in model.layers if layer.role == "projection"]
+    """Check a head's width against the model's features without running it, where the family tells."""
     assert head.class_embeds is not None
-    if widths and widths[0] != head.class_embeds.shape[1]:
+    if model.width is not None and model.width != head.class_embeds.shape[1]:
         raise DataError(
             f"head '{head.name}' has embeddings of width {head.class_embeds.shape[1]}, but {model.name} gives features "
-            f"of width {widths[0]}; a head belongs to one model."
+            f"of width {model.width}; a head belongs to one model."
         )
     return head

@@ -32,6 +32,7 @@ PROMPTS = (
     "an example of a {}.",
 )
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
 
@@ -84,7 +85,7 @@ class HuggingFace(Family):
         with _quiet():
             module = _load(folder, device, trust_remote_code)
         check_finite(stored)
-        model = self._model(module, str(reference), stored, folder)
+        model = self._model(module, str(reference), stored, folder, trust_remote_code)
         lost = [name for name in model.file_names.values() if name not in stored]
         if lost:
             raise CheckpointError(
@@ -100,16 +101,20 @@ class HuggingFace(Family):
         tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         names = _file_names(module)
         stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
-        return self._model(module, type(module).__name__, stored, None)
+        return self._model(module, type(module).__name__, stored, None, False)
 
-    def _model(self, module: nn.Module, name: str, stored: Mapping[str, Tensor], folder: Path | None) -> Model:
+    def _model(
+        self, module: nn.Module, name: str, stored: Mapping[str, Tensor], folder: Path | None, trust_remote_code: bool
+    ) -> Model:
         architecture = ARCHITECTURES[type(module).__name__]
-        layers = find_layers(module, within=architecture.tower)
+        config: Any = module.config
+        tower = getattr(config, "vision_config", config)
+        layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
         loose = find_loose(module, layers, within=architecture.tower)
         inside = {part.name for part in loose} | {layer.weight for layer in layers} | {layer.bias for layer in layers}
         outside = {key: "outside the image tower" for key, _ in module.named_parameters() if key not in inside}
-        config: Any = module.config
-        patch = int(getattr(config, "vision_config", config).patch_size)
+        patch = int(tower.patch_size)
+        projected = [layer.out_features for layer in layers if layer.role == "projection"]
 
         def layout(batch: Batch) -> TokenLayout:
             height, width = batch["pixel_values"].shape[-2:]
@@ -127,12 +132,13 @@ class HuggingFace(Family):
             folder=folder,
             kind="image",
             classes=_classes(config) if architecture.classifies else (),
-            encode=_image_encoder(folder) if folder is not None else None,
+            encode=_image_encoder(folder, trust_remote_code) if folder is not None else None,
             features=architecture.features,
             logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
             layout=layout,
-            text_head=_text_head(module, folder) if has_text and folder is not None else None,
+            text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
             logit_scale=float(scale.detach().exp()) if scale is not None else 1.0,
+            width=projected[0] if projected else int(tower.hidden_size),
             outside=outside,
         )
 
@@ -155,11 +161,13 @@ def _load(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Mod
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, with their names
         )
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {folder} as {name}: {_line(error)}") from error
     module, info = loaded
-    wrong = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
+    wrong = sorted({*info["missing_keys"], *misshapen})
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors of {name} are missing or misshapen in {folder}: {first_of(wrong)}. "
@@ -199,7 +207,7 @@ def _classes(config: Any) -> tuple[str, ...]:
     return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 
 
-def _image_encoder(folder: Path) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
     """Images to `pixel_values` through the folder's own preprocessor_config.json."""
     if not (folder / "preprocessor_config.json").is_file():
         raise CheckpointError(
@@ -209,7 +217,9 @@ def _image_encoder(folder: Path) -> Callable[[Sequence[Any]], dict[str, Tensor]]
         from transformers import AutoImageProcessor
 
         try:
-            processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         except Exception as error:
             raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
 
@@ -219,27 +229,35 @@ def _image_encoder(folder: Path) -> Callable[[Sequence[Any]], dict[str, Tensor]]
     return encode
 
 
-def _text_head(module: Any, folder: Path) -> Callable[[Sequence[str]], Tensor]:
+def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[Sequence[str]], Tensor]:
     """Class names to class embeddings: prompts through the model's own text tower, averaged."""
 
     def embed(classes: Sequence[str]) -> Tensor:
+        # without any of these files, transformers makes up a tokenizer that knows no words
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise CheckpointError(
+                f"{folder} has a text tower but no tokenizer; copy its files from the original model, or pass --head."
+            )
         with _quiet():
             from transformers import AutoTokenizer
 
             try:
-                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=trust_remote_code
+                )
             except Exception as error:
                 raise CheckpointError(
                     f"{folder} has a text tower but no usable tokenizer ({_line(error)}); pass --head NAME or FILE."
                 ) from error
         device = next(module.parameters()).device
         padding = "max_length" if type(module).__name__.startswith("Siglip") else True
+        longest = int(module.config.text_config.max_position_embeddings)
         rows = []
         for name in classes:
             texts = [prompt.format(name.replace("_", " ")) for prompt in PROMPTS]
-            tokens = tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(device)
+            tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
             with torch.no_grad():
-                pooled = module.text_model(**tokens).pooler_output
+                pooled = module.text_model(**tokens.to(device)).pooler_output
                 projected = module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
             rows.append(F.normalize(projected, dim=-1).mean(0))
         return F.normalize(torch.stack(rows), dim=-1).cpu()

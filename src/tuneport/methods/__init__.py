@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..errors import MethodError, unknown_name
 from .base import LayerRecord, Method, Problem, Transfer
 from .bilinear import BilinearAlignment
+from .gradfix import GradFix
+from .transfusion import TransFusion
 
 METHODS: dict[str, Method] = {
     "bico": BilinearAlignment(
@@ -36,6 +38,8 @@ METHODS: dict[str, Method] = {
         loose="pad",
         summary="add the task vector as it is, zero-padded or cropped; needs no data",
     ),
+    "transfusion": TransFusion(summary="permute the source's units to match the target's weights; same architecture"),
+    "gradfix": GradFix(summary="keep the entries that agree with the target's gradient signs; same architecture"),
 }
 
 
@@ -50,4 +54,14 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "BilinearAlignment", "LayerRecord", "Method", "Problem", "Transfer", "get_method"]
+__all__ = [
+    "METHODS",
+    "BilinearAlignment",
+    "GradFix",
+    "LayerRecord",
+    "Method",
+    "Problem",
+    "TransFusion",
+    "Transfer",
+    "get_method",
+]

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ..alignment import Alignment
-from ..layers import Layer
 from ..pairing import Kept, LayerPair, LoosePair
-from ..task_vector import LowRank, TaskVector
-from .base import LayerRecord, Method, Problem, Transfer
+from ..task_vector import TaskVector, as_dense
+from .base import LayerRecord, Method, Problem, Transfer, store
 
 CoordinateMap = Tensor | None
 
@@ -49,14 +48,13 @@ class BilinearAlignment(Method):
                 kept += [Kept(name, reason) for name in (pair.target.name, pair.target.bias) if name is not None]
                 continue
             (R_in, align_in), (R_out, align_out) = (side for side in sides if not isinstance(side, str))
-            tau = pair.source.matrix(_dense(problem.task_vector[pair.source.weight])).double()
+            tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight])).double()
             moved = _carry(_carry(tau, R_out, pair.target.out_features, 0), R_in, pair.target.in_features, 1)
-            _store(entries, pair.target, pair.target.weight, pair.target.weight_shape, moved)
+            store(entries, pair.target, pair.target.weight, moved)
             if pair.target.bias is not None and pair.source.bias is not None:
-                bias = pair.source.vector(_dense(problem.task_vector[pair.source.bias])).double()
-                shape = (pair.target.weight_shape[1 if pair.target.transposed else 0],)
+                bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias])).double()
                 carried = _carry(bias, R_out, pair.target.out_features, 0)
-                _store(entries, pair.target, pair.target.bias, shape, carried)
+                store(entries, pair.target, pair.target.bias, carried)
             records.append(
                 LayerRecord(
                     target=pair.target.name,
@@ -71,7 +69,7 @@ class BilinearAlignment(Method):
             )
         if self.loose == "pad":
             for loose in problem.plan.loose:
-                entries[loose.target.name] = _pad(loose, _dense(problem.task_vector[loose.source.name])).float()
+                entries[loose.target.name] = _pad(loose, as_dense(problem.task_vector[loose.source.name])).float()
         return Transfer(TaskVector(entries), tuple(records), tuple(kept))
 
     def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[CoordinateMap, Alignment | None] | str]:
@@ -115,13 +113,3 @@ def _pad(pair: LoosePair, tau: Tensor) -> Tensor:
     for axis, width in enumerate(target):
         tau = _resize(tau, axis, width)
     return tau
-
-
-def _store(entries: dict[str, Tensor], layer: Layer, name: str, shape: tuple[int, ...], values: Tensor) -> None:
-    if name not in entries:
-        entries[name] = torch.zeros(shape, dtype=torch.float32, device=values.device)
-    layer.store(values.to(torch.float32), entries[name])
-
-
-def _dense(entry: Tensor | LowRank) -> Tensor:
-    return entry.dense() if isinstance(entry, LowRank) else entry

@@ -1,0 +1,103 @@
+"""Fine-tuning a model on labelled samples: the honest alternative to a transfer, and its sequel (warm start)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .data import Dataset, align_labels
+from .errors import TuneportError
+from .evaluation import encoded
+from .families import Head, Model
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How to train: the paper's protocol is AdamW with weight decay 0.1, cosine decay after a linear warm-up."""
+
+    steps: int
+    batch_size: int = 128
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.1
+    warmup_share: float = 0.1
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step (0-based): linear warm-up, then a half cosine to zero."""
+        warmup = int(self.warmup_share * self.steps)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        along = (step - warmup) / max(self.steps - warmup, 1)
+        return self.learning_rate * 0.5 * (1.0 + float(np.cos(np.pi * along)))
+
+
+def finetune(
+    model: Model,
+    head: Head,
+    data: Dataset,
+    schedule: Schedule,
+    *,
+    at: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> Iterator[tuple[int, nn.Module]]:
+    """Fine-tune a copy of the model's tower with the head frozen; yield (step, module) at the given steps.
+
+    The last step is always yielded. The module that is yielded goes on training: use it before asking for
+    the next. Inputs are prepared once and kept, so this is for small sets.
+    """
+    if schedule.steps < 1:
+        raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
+    data = align_labels(data, head.classes)
+    inputs, labels = prepared(model, data)
+    module = copy.deepcopy(model.module).train()
+    inside = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers}
+    inside |= {part.name for part in model.loose}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in inside)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        lr=schedule.learning_rate,
+        weight_decay=schedule.weight_decay,
+    )
+    stops = {*at, schedule.steps}
+    for step, rows in enumerate(_draws(len(labels), schedule)):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        batch = {key: value[rows] for key, value in inputs.items()}
+        loss = F.cross_entropy(head.scores(model, module, batch), labels[rows])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if progress is not None:
+            progress(1)
+        if step + 1 in stops:
+            module.eval()
+            yield step + 1, module
+            module.train()
+
+
+def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
+    """All samples as the model wants them, on its device, with their labels."""
+    parts = list(encoded(model, data, 256))
+    inputs = {key: torch.cat([batch[key] for batch, _ in parts]) for key in parts[0][0]}
+    return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
+
+
+def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
+    """Batches of row numbers: epochs of a seeded permutation; a set smaller than a batch is taken whole."""
+    generator = torch.Generator().manual_seed(schedule.seed)
+    queue = torch.empty(0, dtype=torch.long)
+    size = min(schedule.batch_size, count)
+    for _ in range(schedule.steps):
+        if len(queue) < size:
+            queue = torch.cat([queue, torch.randperm(count, generator=generator)])
+        rows, queue = queue[:size], queue[size:]
+        yield rows

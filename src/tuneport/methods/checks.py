@@ -1,0 +1,149 @@
+"""The law of `Method`, as a function: authors of outside methods run it on problems of their own.
+
+`check_method(method, problem)` raises AssertionError with the first breach it finds. It needs no test
+framework and looks at nothing but the method's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..layers import Layer
+from ..task_vector import LowRank, TaskVector
+from .base import Method, Problem, Transfer
+
+
+def check_method(method: Method, problem: Problem) -> Transfer:
+    """Assert that a method keeps its law on one problem, and return its answer.
+
+    Entries have the target's names and shapes, float32 and finite; every target tensor of the plan is moved
+    or kept; records name layers of the plan with the norms of what was moved; the same problem gives the same
+    bits; a zero task vector gives a zero task vector; the problem is left as it was.
+
+    The statistics of the problem must hold `method.signals`; tensors outside the plan are not looked at. A
+    plan that the method refuses (MethodError from `method.check`) is refused here too.
+    """
+    signals = method.signals
+    named = isinstance(signals, frozenset) and all(isinstance(signal, str) for signal in signals)
+    assert named, f"signals must be a frozenset of names, got {signals!r}"
+    method.check(problem.plan)
+    before = _snapshot(problem)
+    answer = method.transfer(_unsolved(problem))
+    assert isinstance(answer, Transfer), f"transfer must return a Transfer, got {type(answer).__name__}"
+    _check_entries(answer.task_vector, problem)
+    _check_complete(answer, problem)
+    _check_records(answer, problem)
+    _check_same(answer, method.transfer(_unsolved(problem)))
+    nothing = {name: _dense(entry) * 0 for name, entry in problem.task_vector.items()}
+    for name, entry in method.transfer(replace(_unsolved(problem), task_vector=nothing)).task_vector.items():
+        assert not bool(_dense(entry).any()), f"a zero task vector must stay zero, but {name} does not"
+    after = _snapshot(problem)
+    changed = sorted(before.keys() ^ after.keys())
+    changed += [name for name in before if name in after and not torch.equal(before[name], after[name])]
+    assert not changed, f"transfer must not change the problem; changed: {changed}"
+    return answer
+
+
+def target_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """The target tensors that a plan speaks of, with the shapes in which they are stored."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for pair in problem.plan.pairs:
+        shapes[pair.target.weight] = pair.target.weight_shape
+        if pair.target.bias is not None:
+            shapes[pair.target.bias] = (pair.target.weight_shape[1 if pair.target.transposed else 0],)
+    return shapes | {pair.target.name: pair.target.shape for pair in problem.plan.loose}
+
+
+def _check_entries(task_vector: TaskVector, problem: Problem) -> None:
+    shapes = target_shapes(problem)
+    for name, entry in task_vector.items():
+        assert name in shapes, f"{name} is no target tensor of the plan; known: {', '.join(sorted(shapes))}"
+        assert tuple(entry.shape) == shapes[name], f"{name} must have shape {shapes[name]}, got {tuple(entry.shape)}"
+        assert entry.dtype == torch.float32, f"{name} must be float32, got {entry.dtype}"
+        assert bool(torch.isfinite(_dense(entry)).all()), f"{name} holds NaN or Inf"
+
+
+def _check_complete(answer: Transfer, problem: Problem) -> None:
+    for entry in (*problem.plan.kept, *answer.kept):
+        assert entry.reason, f"{entry.tensor} is kept without a reason"
+    kept = {entry.tensor for entry in (*problem.plan.kept, *answer.kept)}
+    moved = set(answer.task_vector) | kept
+    recorded = {record.target for record in answer.records}
+    for pair in problem.plan.pairs:
+        layer = pair.target
+        assert layer.name in recorded or layer.name in kept or layer.weight in kept, (
+            f"{layer.name} has neither a record nor a place in kept"
+        )
+        assert layer.name not in recorded or layer.weight in answer.task_vector, (
+            f"{layer.name} has a record but {layer.weight} is not in the task vector"
+        )
+    missing = sorted(set(target_shapes(problem)) - moved)
+    for pair in problem.plan.pairs:  # a fused weight is kept part by part
+        if pair.target.name in kept and pair.target.weight in missing:
+            missing.remove(pair.target.weight)
+    assert not missing, f"neither in the task vector nor in kept: {', '.join(missing)}"
+
+
+def _check_records(answer: Transfer, problem: Problem) -> None:
+    pairs = {pair.target.name: pair for pair in problem.plan.pairs}
+    names = [record.target for record in answer.records]
+    assert len(set(names)) == len(names), "a target layer has two records"
+    for record in answer.records:
+        assert record.target in pairs, f"the record of {record.target} names no target layer of the plan"
+        pair = pairs[record.target]
+        assert record.source == pair.source.name, (
+            f"the record of {record.target} names source {record.source}, the plan {pair.source.name}"
+        )
+        for which, value, layer, vector in (
+            ("norm_source", record.norm_source, pair.source, problem.task_vector),
+            ("norm_target", record.norm_target, pair.target, answer.task_vector),
+        ):
+            norm = _norm(layer, vector)
+            assert abs(value - norm) <= 1e-4 * norm + 1e-12, (
+                f"{which} of {record.target} is {value:g}, but the layer's norm is {norm:g}"
+            )
+
+
+def _check_same(one: Transfer, other: Transfer) -> None:
+    assert list(one.task_vector) == list(other.task_vector), "the same problem gave other names"
+    for name in one.task_vector:
+        same = torch.equal(_dense(one.task_vector[name]), _dense(other.task_vector[name]))
+        assert same, f"the same problem gave other bits at {name}"
+    assert one.records == other.records, "the same problem gave other records"
+    assert one.kept == other.kept, "the same problem kept other tensors"
+
+
+def _unsolved(problem: Problem) -> Problem:
+    """The same problem without remembered alignments, so that a second run has to solve them again."""
+    return replace(problem, statistics=replace(problem.statistics, _solved={}))
+
+
+def _snapshot(problem: Problem) -> dict[str, Tensor]:
+    """Copies of every tensor of a problem, by where it stands."""
+    tensors = {f"task vector of {name}": _dense(entry) for name, entry in problem.task_vector.items()}
+    for (layer, signal), covariance in problem.statistics.covariances.items():
+        tensors[f"covariance of {layer} ({signal})"] = covariance.matrix
+    for layer, gradient in problem.statistics.weight_gradients.items():
+        tensors[f"weight gradient of {layer}"] = gradient.total
+        tensors[f"votes of {layer}"] = gradient.votes
+        tensors[f"bias gradient of {layer}"] = gradient.bias_total
+        tensors[f"bias votes of {layer}"] = gradient.bias_votes
+    for side, weights in (("source", problem.source_weights), ("target", problem.target_weights)):
+        tensors |= {f"{side} weight {name}": weight for name, weight in weights.items()}
+    for pair in problem.plan.pairs:
+        for side, fixed in (("input", pair.input_map), ("output", pair.output_map)):
+            if fixed is not None:
+                tensors[f"{side} map of {pair.target.name}"] = fixed
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _norm(layer: Layer, vector: Mapping[str, Tensor | LowRank]) -> float:
+    return float(layer.matrix(_dense(vector[layer.weight])).double().norm())
+
+
+def _dense(entry: Tensor | LowRank) -> Tensor:
+    return entry.dense() if isinstance(entry, LowRank) else entry

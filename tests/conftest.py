@@ -1,0 +1,22 @@
+"""Fixtures shared by the tests that work on model folders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from folders import Zoo
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_and_quiet() -> None:
+    """One thread: the models are tiny, and the test workers share the cores. No bars from transformers."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Tiny model folders, built when asked for; read only: copy one before changing it."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,0 +1,763 @@
+"""Signals against autograd and stored copies: what is measured, how often models run, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from toy import MATRICES, ToyViT, batches, loss, plan
+from tuneport.capture import (
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    SIGNALS,
+    WEIGHT_GRADIENT,
+    PairedBatch,
+    TokenLayout,
+    frozen,
+    match_tokens,
+    measure,
+    watch,
+)
+from tuneport.errors import CaptureError
+from tuneport.layers import Layer, find_layers
+from tuneport.pairing import LayerPair, pair_layers
+
+BICO = (INPUT, OUTPUT_GRADIENT)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that is a sum over samples and has a gradient everywhere."""
+    out = model(batch)
+    return (out * torch.linspace(0.5, 1.5, out.shape[-1], dtype=out.dtype)).pow(2).sum()
+
+
+class Called(nn.Module):
+    """A module whose forward is a given function of its parts."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
+        self.call = forward
+
+    def forward(self, x: Any) -> Tensor:
+        return self.call(self, x)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out_proj = nn.Linear(6, 18), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v))
+
+
+def attention(cross: bool = False, **options: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    def make() -> tuple[nn.Module, Any]:
+        module = nn.MultiheadAttention(6, 2, **options)
+        batch_first = options.get("batch_first", False)
+
+        def memory(x: Tensor, width: int) -> Tensor:  # another length and another width than the query
+            longer = torch.cat([x, x.flip(0 if not batch_first else 1) * 0.5], dim=1 if batch_first else 0)
+            return F.pad(longer, (0, width - 6)) if width > 6 else longer[..., :width]
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            x = x if batch_first else x.transpose(0, 1)
+            if not cross:
+                out = self.attn(x, x, x, need_weights=False)[0]
+            elif module.kdim == module.vdim:
+                both = memory(x, module.kdim)
+                out = self.attn(x, both, both, need_weights=False)[0]
+            else:
+                out = self.attn(x, memory(x, module.kdim), memory(x, module.vdim), need_weights=True)[0]
+            return out if batch_first else out.transpose(0, 1)
+
+        return Called(forward, attn=module), torch.randn(3, 5, 6)
+
+    return make
+
+
+def three_keys() -> tuple[nn.Module, Any]:
+    """Cross attention whose keys and values are different tensors of the query's width."""
+    forward = lambda self, x: self.attn(x, x * 2 + 1, x.flip(1), need_weights=False)[0]  # noqa: E731
+    return Called(forward, attn=nn.MultiheadAttention(6, 2, batch_first=True)), torch.randn(3, 5, 6)
+
+
+def siglip() -> tuple[nn.Module, Any]:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return Called(lambda self, x: self.m(x).pooler_output, m=transformers.SiglipVisionModel(config)), torch.randn(
+        3, 3, 8, 8
+    )
+
+
+def gpt2() -> tuple[nn.Module, Any]:
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=8, n_embd=12, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    model = transformers.GPT2Model(config)
+    return Called(lambda self, x: self.m(x).last_hidden_state, m=model), torch.randint(0, 20, (3, 5))
+
+
+def simple(forward: Callable[..., Tensor], *shape: int, **parts: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    return lambda: (Called(forward, **copy.deepcopy(parts)), torch.randn(*shape))
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "linear": simple(lambda m, x: torch.tanh(m.fc(x)), 3, 5, 4, fc=nn.Linear(4, 7)),
+    "linear on vectors": simple(lambda m, x: m.fc(x).tanh(), 3, 4, fc=nn.Linear(4, 7, bias=False)),
+    "two linears": simple(lambda m, x: m.b(m.a(x).tanh()), 3, 5, 4, a=nn.Linear(4, 7), b=nn.Linear(7, 2)),
+    "linear on flattened tokens": simple(lambda m, x: m.fc(x.flatten(0, 1)), 3, 5, 4, fc=nn.Linear(4, 7)),
+    "called twice": simple(lambda m, x: m.fc(m.fc(x).sin()), 3, 5, 4, fc=nn.Linear(4, 4)),
+    "fused": lambda: (Fused(), torch.randn(3, 5, 6)),
+    "patches": simple(lambda m, x: m.conv(x).flatten(2), 3, 2, 8, 12, conv=nn.Conv2d(2, 5, (4, 3), (4, 3))),
+    "patches with a rim": simple(lambda m, x: m.conv(x).flatten(2), 3, 2, 9, 9, conv=nn.Conv2d(2, 5, 4, 4)),
+    "self-attention, batch first": attention(batch_first=True),
+    "self-attention, sequence first": attention(),
+    "self-attention without bias": attention(bias=False, batch_first=True),
+    "cross attention": attention(cross=True, batch_first=True),
+    "cross attention, sequence first": attention(cross=True),
+    "cross attention, three inputs": three_keys,
+    "torch's encoder layer": simple(
+        lambda m, x: m.layer(x), 3, 5, 6, layer=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True)
+    ),
+    "separate projections": attention(cross=True, kdim=5, vdim=4, batch_first=True),
+    "separate projections, sequence first": attention(cross=True, kdim=8, vdim=3),
+    "bare x @ P": simple(lambda m, x: x @ m.P, 3, 5, 4, P=torch.randn(4, 7)),
+    "bare torch.matmul": simple(lambda m, x: torch.matmul(x, m.P), 3, 5, 4, P=torch.randn(4, 4)),
+    "bare F.linear(x, P.T)": simple(lambda m, x: F.linear(x, m.P.T), 3, 5, 4, P=torch.randn(4, 4)),
+    "x @ W.T of a Linear": simple(lambda m, x: x @ m.fc.weight.T, 3, 5, 4, fc=nn.Linear(4, 4, bias=False)),
+    "Conv1D": simple(lambda m, x: m.fc(x).tanh(), 3, 5, 4, fc=Conv1D(7, 4)),
+    "GPT-2": gpt2,
+    "SigLIP with its pooling head": siglip,
+    "relu in place": simple(
+        lambda m, x: m.b(m.act(m.a(x))), 3, 5, 4, a=nn.Linear(4, 7), act=nn.ReLU(inplace=True), b=nn.Linear(7, 2)
+    ),
+}
+
+
+def layers_of(model: nn.Module) -> tuple[Layer, ...]:
+    return find_layers(model, matrices=[name for name, _ in model.named_parameters() if name == "P"])
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("case", CASES)
+def test_signals_make_autograds_weight_gradient(case: str, training: bool) -> None:
+    """G^T X is the weight's gradient and the sum of G the bias's, exactly."""
+    model, batch = CASES[case]()
+    model.double().train(training)
+    batch = batch.double() if batch.is_floating_point() else batch
+    layers = layers_of(model)
+    assert layers
+    signals = watch(model, layers, batch, squares, SIGNALS)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    reference = copy.deepcopy(model).eval()
+    squares(reference, batch).backward()
+    parameters = dict(reference.named_parameters())
+    for layer in layers:
+        x, g = signals[layer.name, INPUT], signals[layer.name, OUTPUT_GRADIENT]
+        assert len(x) == len(g)
+        assert all(one.shape[0] == 3 and one.ndim == 3 for one in (*x, *g))
+        found = sum(torch.einsum("nto,nti->oi", b, a) for a, b in zip(x, g, strict=True))
+        gradient = parameters[layer.weight].grad
+        assert relative(found, layer.matrix(gradient)) < 1e-12, layer.name
+        if layer.bias is not None:
+            bias = layer.vector(parameters[layer.bias].grad)
+            # a key's bias moves all logits alike: its gradient is rounding only
+            assert torch.allclose(sum(one.sum((0, 1)) for one in g), bias, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_input_gradients_follow_from_the_weight(case: str) -> None:
+    model, batch = CASES[case]()
+    model.double()
+    batch = batch.double() if batch.is_floating_point() else batch
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    layers = layers_of(model)
+    signals = watch(model, layers, batch, squares, SIGNALS)
+    for layer in layers:
+        weight = layer.matrix(parameters[layer.weight])
+        bias = layer.vector(parameters[layer.bias]) if layer.bias is not None else 0
+        if layer.bias is None and "attn.in_proj_bias" in parameters:  # separate projections share one bias
+            start = 6 * ("q_proj_weight", "k_proj_weight", "v_proj_weight").index(layer.weight.rsplit(".", 1)[-1])
+            bias = parameters["attn.in_proj_bias"][start : start + 6]
+        for x, y in zip(signals[layer.name, INPUT], signals[layer.name, OUTPUT], strict=True):
+            assert torch.allclose(x @ weight.T + bias, y, atol=1e-12), layer.name
+        for g, h in zip(signals[layer.name, OUTPUT_GRADIENT], signals[layer.name, INPUT_GRADIENT], strict=True):
+            assert torch.allclose(g @ weight, h, atol=1e-12), layer.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_signals_need_no_backward_pass(case: str) -> None:
+    """Without gradients torch would take fused paths that hide layers: the same signals must be seen."""
+    model, batch = CASES[case]()
+    layers = layers_of(model)
+    alone, together = (watch(model, layers, batch, squares, which) for which in ([INPUT, OUTPUT], SIGNALS))
+    assert set(alone) == {(layer.name, signal) for layer in layers for signal in (INPUT, OUTPUT)}
+    for key, values in alone.items():
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(values, together[key], strict=True)), key
+
+
+def test_inputs_are_the_tensors_that_a_plain_hook_sees() -> None:
+    model, batch = CASES["two linears"]()
+    seen = {}
+    handles = [
+        part.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0], out)}))
+        for name, part in model.named_children()
+    ]
+    signals = watch(model, layers_of(model), batch, squares, [INPUT, OUTPUT])
+    for handle in handles:
+        handle.remove()
+    for name, (x, y) in seen.items():
+        assert torch.equal(signals[f"{name}.weight", INPUT][0], x)
+        assert torch.equal(signals[f"{name}.weight", OUTPUT][0], y)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_tokens_come_sample_by_sample(batch_first: bool) -> None:
+    """A sample with its number in every feature: token order (N, T, d), also for sequence-first modules."""
+    module = nn.MultiheadAttention(6, 2, batch_first=batch_first, bias=False)
+    numbered = torch.arange(15.0).reshape(3, 5, 1).expand(3, 5, 6).contiguous()  # sample n, token t: 5 n + t
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = x if batch_first else x.transpose(0, 1)
+        out = self.attn(x, x, x, attn_mask=torch.full((5, 5), -math.inf).fill_diagonal_(0.0))[0]
+        return out if batch_first else out.transpose(0, 1)
+
+    model = Called(forward, attn=module)
+    layers = layers_of(model)
+    signals = watch(model, layers, numbered, squares, BICO)
+    for layer in layers[:3]:
+        assert torch.equal(signals[layer.name, INPUT][0], numbered)
+    # each token sees itself only, so out_proj reads v of the same token: linear in the token's number
+    value = numbered[0, 1] @ module.in_proj_weight[12:].T
+    expected = torch.arange(15.0).reshape(3, 5, 1) * value.detach()
+    assert torch.allclose(signals["attn.out_proj.weight", INPUT][0], expected, atol=1e-4)
+
+
+def test_a_layer_called_twice_reports_its_calls_in_order() -> None:
+    model, batch = CASES["called twice"]()
+    signals = watch(model, layers_of(model), batch, squares, [*BICO, OUTPUT])
+    first, second = signals["fc.weight", INPUT]
+    assert torch.equal(first, batch)
+    assert torch.allclose(second, model.fc(batch).sin().detach())
+    leaf = signals["fc.weight", OUTPUT][1].clone().requires_grad_()
+    (leaf * torch.linspace(0.5, 1.5, 4)).pow(2).sum().backward()
+    assert torch.allclose(signals["fc.weight", OUTPUT_GRADIENT][1], leaf.grad)
+
+
+def pairs_of(source: nn.Module, target: nn.Module) -> list[LayerPair]:
+    return list(pair_layers(layers_of(source), layers_of(target)).pairs)
+
+
+def measured(source: nn.Module, target: nn.Module, data: list, signals: Any = BICO, **options: Any):
+    return measure(
+        source,
+        target,
+        options.pop("pairs", None) or pairs_of(source, target),
+        data,
+        signals=signals,
+        source_loss=options.pop("source_loss", squares),
+        target_loss=options.pop("target_loss", squares),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_equal_the_product_of_stored_signals(case: str) -> None:
+    source, batch = CASES[case]()
+    batch = batch.double() if batch.is_floating_point() else batch
+    target = copy.deepcopy(source)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    source.double(), target.double()
+    kinds = [INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT]
+    pairs = [LayerPair(one, one) for one in layers_of(source)]  # no fixed maps: measure both sides everywhere
+    found = measured(source, target, [batch[:2], batch[2:]], kinds, pairs=pairs)
+    whole = measured(source, target, [batch], kinds, pairs=pairs)
+    assert (found.samples, whole.samples) == (3, 3)
+    ours = watch(source, layers_of(source), batch, squares, SIGNALS)
+    theirs = watch(target, layers_of(target), batch, squares, SIGNALS)
+    assert set(found) == {(pair.target.name, kind) for pair in pairs for kind in kinds[:4]}
+    for key in found:
+        expected = sum(a.flatten(0, 1).T @ b.flatten(0, 1) for a, b in zip(ours[key], theirs[key], strict=True))
+        assert relative(found.covariances[key].matrix, expected) < 1e-10, key
+        assert relative(whole.covariances[key].matrix, expected) < 1e-10, key
+        assert float(found.covariances[key].source_energy) == pytest.approx(
+            sum(float(a.pow(2).sum()) for a in ours[key])
+        )
+    for name, gradient in found.weight_gradients.items():
+        x, g = theirs[name, INPUT], theirs[name, OUTPUT_GRADIENT]
+        per_call = [torch.einsum("nto,nti->noi", b, a) for a, b in zip(x, g, strict=True)]
+        assert relative(gradient.total, sum(one.sum(0) for one in per_call)) < 1e-10
+
+
+def test_queries_keys_and_values_share_one_covariance() -> None:
+    for make in (lambda: ToyViT(), lambda: ToyViT(fused=True)):
+        source, target = make(), ToyViT(seed=1)
+        found = measured(
+            source, target, batches(8), pairs=plan(source, target).pairs, source_loss=loss, target_loss=loss
+        )
+        of = {role: found.covariances[f"blocks.1.attn.{role}_proj.weight", INPUT] for role in "qkv"}
+        assert of["q"] is of["k"] is of["v"]
+        gradients = {role: found.covariances[f"blocks.1.attn.{role}_proj.weight", OUTPUT_GRADIENT] for role in "qkv"}
+        assert len({id(covariance) for covariance in gradients.values()}) == 3
+        assert found.covariances["blocks.0.attn.q_proj.weight", INPUT] is not of["q"]
+        assert found.covariances["blocks.1.fc1.weight", INPUT] is not of["q"]
+        assert of["q"].tokens == 8 * 5
+
+
+class Count:
+    """Counts forward and backward passes through a model by plain hooks."""
+
+    def __init__(self, model: nn.Module, last: nn.Module) -> None:
+        self.forward = self.backward = 0
+        self._handles = [
+            model.register_forward_hook(lambda *_: self._add("forward")),
+            last.register_full_backward_hook(lambda *_: self._add("backward")),
+        ]
+
+    def _add(self, which: str) -> None:
+        setattr(self, which, getattr(self, which) + 1)
+
+    def stop(self) -> tuple[int, int]:
+        for handle in self._handles:
+            handle.remove()
+        return self.forward, self.backward
+
+
+@pytest.mark.parametrize(
+    ("signals", "backward"), [(BICO, 3), ((INPUT, OUTPUT), 0), ((WEIGHT_GRADIENT,), 3), (SIGNALS, 3)]
+)
+def test_one_forward_and_one_backward_per_model_and_batch(signals: tuple, backward: int) -> None:
+    source, target = ToyViT(), ToyViT(width=16, seed=1)
+    counts = [Count(model, model.classifier) for model in (source, target)]
+    grad_modes = []
+
+    def spy(model: nn.Module, batch: Any) -> Tensor:
+        grad_modes.append(torch.is_grad_enabled())
+        return loss(model, batch)
+
+    found = measured(
+        source,
+        target,
+        batches(24, batch=8),
+        signals,
+        pairs=plan(source, target).pairs,
+        source_loss=spy,
+        target_loss=spy,
+    )
+    assert [count.stop() for count in counts] == [(3, backward)] * 2
+    assert found.passes == {"forward": 3, "backward": backward}
+    assert grad_modes == [bool(backward)] * 6
+    assert found.samples == 24
+
+
+def test_progress_and_paired_batches() -> None:
+    source, target = ToyViT(), ToyViT(size=12, seed=1)
+    steps = []
+    data = [
+        PairedBatch(small, large)
+        for small, large in zip(batches(20, 8, batch=8), batches(20, 12, batch=8), strict=True)
+    ]
+    found = measured(
+        source,
+        target,
+        data,
+        pairs=plan(source, target).pairs,
+        source_loss=loss,
+        target_loss=loss,
+        match=match_tokens(TokenLayout(1, (2, 2)), TokenLayout(1, (3, 3))),
+        progress=steps.append,
+    )
+    assert steps == [8, 8, 4]
+    assert found.covariances["blocks.0.fc1.weight", INPUT].tokens == 20 * 10
+    assert found.covariances["classifier.weight", INPUT].tokens == 20
+
+
+def test_a_batch_may_bring_its_own_match() -> None:
+    """Padding never enters the sums: a match that drops the last token of each sample."""
+    model, batch = CASES["linear"]()
+    data = [PairedBatch(batch, batch, match=lambda a, b: (a[:, :-1].flatten(0, 1), b[:, :-1].flatten(0, 1)))]
+    found = measured(model, copy.deepcopy(model), data)
+    short = batch[:, :-1].flatten(0, 1).double()
+    assert relative(found.covariances["fc.weight", INPUT].matrix, short.T @ short) < 1e-6
+
+
+def test_pairs_with_fixed_maps_are_not_measured_there() -> None:
+    source, target = ToyViT(), ToyViT(seed=1)
+    found = measured(source, target, batches(8), pairs=plan(source, target).pairs, source_loss=loss, target_loss=loss)
+    assert ("patch_embedding.weight", INPUT) not in found
+    assert ("patch_embedding.weight", OUTPUT_GRADIENT) in found
+    assert ("classifier.weight", INPUT) in found
+    assert ("classifier.weight", OUTPUT_GRADIENT) not in found
+
+
+# --- token matching
+
+
+def test_equal_token_counts_pair_one_by_one() -> None:
+    ours, theirs = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
+    a, b = match_tokens(None, None)(ours, theirs)
+    assert torch.equal(a, ours.reshape(10, 3))
+    assert torch.equal(b, theirs.reshape(10, 4))
+
+
+@pytest.mark.parametrize("prefix", [1, 0])
+def test_the_grid_is_resized_bilinearly_and_the_class_token_kept(prefix: int) -> None:
+    ours, theirs = torch.randn(2, prefix + 6, 3, dtype=torch.float64), torch.randn(2, prefix + 20, 4)
+    a, b = match_tokens(TokenLayout(1, (2, 3)), TokenLayout(1, (4, 5)))(ours, theirs)
+    assert torch.equal(b, theirs.flatten(0, 1))
+    a = a.reshape(2, prefix + 20, 3)
+    assert torch.equal(a[:, :prefix], ours[:, :prefix])
+    for sample in range(2):
+        for channel in range(3):
+            image = ours[sample, prefix:, channel].reshape(1, 1, 2, 3)
+            expected = F.interpolate(image, size=(4, 5), mode="bilinear", align_corners=False).flatten()
+            assert torch.allclose(a[sample, prefix:, channel], expected, atol=1e-14)
+
+
+def test_bilinear_resizing_by_hand() -> None:
+    """From a 1 x 2 grid to 1 x 4: centres at 1/4, 3/4, 5/4, 7/4 of the old spacing."""
+    ours = torch.tensor([[[9.0], [0.0], [4.0]]], dtype=torch.float64)
+    a, _ = match_tokens(TokenLayout(1, (1, 2)), TokenLayout(1, (1, 4)))(ours, torch.zeros(1, 5, 1))
+    assert a.flatten().tolist() == [9.0, 0.0, 1.0, 3.0, 4.0]
+
+
+def test_equal_counts_of_unlike_grids_are_still_resized() -> None:
+    ours = torch.randn(1, 7, 2, dtype=torch.float64)
+    a, _ = match_tokens(TokenLayout(1, (2, 3)), TokenLayout(1, (3, 2)))(ours, torch.zeros(1, 7, 2))
+    grid = ours[:, 1:].transpose(1, 2).reshape(1, 2, 2, 3)
+    assert torch.allclose(a[1:], F.interpolate(grid, size=(3, 2), mode="bilinear").flatten(2)[0].T)
+
+
+@pytest.mark.parametrize(("one", "other"), [(5, 1), (1, 5), (0, 1)])
+def test_special_tokens_of_one_model_only_are_left_out(one: int, other: int) -> None:
+    ours, theirs = torch.randn(2, one + 4, 3), torch.randn(2, other + 4, 3)
+    a, b = match_tokens(TokenLayout(one, (2, 2)), TokenLayout(other, (2, 2)))(ours, theirs)
+    common = min(one, other)
+    assert torch.equal(a.reshape(2, -1, 3), torch.cat([ours[:, :common], ours[:, one:]], dim=1))
+    assert torch.equal(b.reshape(2, -1, 3), torch.cat([theirs[:, :common], theirs[:, other:]], dim=1))
+
+
+def test_pooled_tokens_need_no_grid() -> None:
+    ours, theirs = torch.randn(2, 1, 3), torch.randn(2, 1, 4)
+    a, b = match_tokens(TokenLayout(1, (2, 2)), TokenLayout(1, (3, 3)))(ours, theirs)
+    assert (a.shape, b.shape) == ((2, 3), (2, 4))
+
+
+def test_tokens_that_cannot_be_matched_are_an_error() -> None:
+    text = r"the source has 5 tokens per sample and the target 10; give their token layouts"
+    with pytest.raises(CaptureError, match=text):
+        match_tokens(None, None)(torch.zeros(2, 5, 3), torch.zeros(2, 10, 3))
+    with pytest.raises(CaptureError, match=text):
+        match_tokens(TokenLayout(1, (2, 2)), TokenLayout(2, (3, 3)))(torch.zeros(2, 5, 3), torch.zeros(2, 10, 3))
+    with pytest.raises(CaptureError, match=r"source and target saw 2 and 3 samples in one batch\."):
+        match_tokens(None, None)(torch.zeros(2, 5, 3), torch.zeros(3, 5, 3))
+
+
+# --- models come back as they went in
+
+
+def state(model: nn.Module) -> list:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [
+        [part.training for part in model.modules()],
+        [parameter.requires_grad for parameter in model.parameters()],
+        [parameter.grad for parameter in model.parameters()],
+        [len(getattr(part, kind)) for part in model.modules() for kind in hooks],
+        [parameter._backward_hooks for parameter in model.parameters()],
+        [parameter.dtype for parameter in model.parameters()],
+    ]
+
+
+@pytest.mark.parametrize("fails", [None, "source", "target", "backward"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_models_and_torch_are_left_as_they_were(fails: str | None, fast: bool) -> None:
+    models = {name: attention(batch_first=True)()[0] for name in ("source", "target")}
+    for model in models.values():
+        model.train()
+        model.attn.out_proj.eval()
+        model.attn.in_proj_bias.requires_grad_(False)
+    before = {name: (state(model), copy.deepcopy(model.state_dict())) for name, model in models.items()}
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(*_) -> Tensor:
+            raise ZeroDivisionError("in backward")
+
+    def failing(model: nn.Module, batch: Tensor) -> Tensor:
+        assert not model.training
+        value = squares(model, batch)
+        if fails == "backward":
+            return Broken.apply(value)
+        if fails is not None and model is models[fails]:
+            raise ZeroDivisionError("in the loss")
+        return value
+
+    linear, fast_path = F.linear, torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    grad = torch.is_grad_enabled()
+    try:
+        data = [torch.randn(3, 5, 6)]
+        options = {"source_loss": failing, "target_loss": failing}
+        if fails is None:
+            measured(models["source"], models["target"], data, **options)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                measured(models["source"], models["target"], data, **options)
+        assert torch.backends.mha.get_fastpath_enabled() is fast
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    assert F.linear is linear
+    assert torch.nn.functional.linear is linear
+    assert torch.is_grad_enabled() is grad
+    for name, model in models.items():
+        assert state(model) == before[name][0]
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before[name][1].items())
+
+
+def test_an_error_inside_attention_restores_linear() -> None:
+    model = Called(lambda m, x: m.attn(x, x[..., :-1], x)[0], attn=nn.MultiheadAttention(6, 2, batch_first=True))
+    linear = F.linear
+    with pytest.raises((RuntimeError, AssertionError)):
+        watch(model, layers_of(model), torch.randn(3, 5, 6), squares, BICO)
+    assert F.linear is linear
+
+
+def test_frozen_works_on_one_model_twice() -> None:
+    model = ToyViT().train()
+    with frozen(model), frozen(model):
+        assert not model.training
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_gradients_that_were_there_stay() -> None:
+    model, batch = CASES["linear"]()
+    model.fc.weight.grad = torch.ones_like(model.fc.weight)
+    measured(model, model, [batch])
+    assert torch.equal(model.fc.weight.grad, torch.ones_like(model.fc.weight))
+
+
+# --- tensors changed in place
+
+
+def residual_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x += model.a(x).tanh()
+    x += model.b(x).tanh()
+    return x
+
+
+def residual(model: nn.Module, x: Tensor) -> Tensor:
+    x = x + model.a(x).tanh()
+    return x + model.b(x).tanh()
+
+
+def output_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    y = model.a(x)
+    y *= 2
+    z = model.b(y)
+    y.zero_()
+    return z
+
+
+def output_apart(model: nn.Module, x: Tensor) -> Tensor:
+    return model.b(model.a(x) * 2)
+
+
+@pytest.mark.parametrize(
+    ("changing", "pure", "signals"),
+    [
+        (residual_in_place, residual, (INPUT, OUTPUT)),
+        (output_in_place, output_apart, (INPUT, OUTPUT)),
+        (lambda m, x: m.b(F.relu_(m.a(x))), lambda m, x: m.b(F.relu(m.a(x))), (INPUT, OUTPUT, OUTPUT_GRADIENT)),
+        (lambda m, x: m.b(m.a(x).mul_(2)), output_apart, SIGNALS),
+        (lambda m, x: m.a(x).add_(m.b(x)), lambda m, x: m.a(x) + m.b(x), SIGNALS),
+    ],
+    ids=["x += in a residual stream", "output zeroed after use", "relu in place", "output scaled", "sum in place"],
+)
+def test_changes_in_place_do_not_reach_the_signals(changing: Callable, pure: Callable, signals: tuple) -> None:
+    parts = {"a": nn.Linear(4, 4).double(), "b": nn.Linear(4, 4).double()}
+    one, other = Called(changing, **parts), Called(pure, **parts)
+    batch = torch.randn(3, 5, 4, dtype=torch.float64)
+    found, expected = (measured(model, model, [batch], signals) for model in (one, other))
+    assert set(found) == set(expected)
+    for key in expected:
+        assert relative(found.covariances[key].matrix, expected.covariances[key].matrix) < 1e-12, key
+    found, expected = (watch(model, layers_of(model), batch, squares, signals) for model in (one, other))
+    for key in expected:
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found[key], expected[key], strict=True)), key
+
+
+# --- odd runs, named
+
+
+def test_nan_is_named_with_layer_and_batch() -> None:
+    model, batch = CASES["two linears"]()
+    target = copy.deepcopy(model)
+    with torch.no_grad():
+        target.b.weight[0, 0] = math.nan
+    with pytest.raises(CaptureError, match=r"NaN or Inf in batch 0 at .*\(output\).*: check the weights and the calib"):
+        measured(model, target, [batch], (OUTPUT,))
+    broken = batch.clone()
+    broken[1, 2, 3] = math.nan
+    with pytest.raises(CaptureError, match=r"NaN or Inf in batch 1 at a\.weight \(input\), b\.weight \(input\): "):
+        measured(model, copy.deepcopy(model), [batch, broken], (INPUT,))
+
+
+def test_layers_that_never_run_are_absent() -> None:
+    source = Called(lambda m, x: m.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    target = Called(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    batch = torch.randn(3, 5, 4)
+    for one, other in ((source, target), (target, source)):
+        found = measured(one, other, [batch])
+        assert set(found) == {("a.weight", INPUT), ("a.weight", OUTPUT_GRADIENT)}
+
+
+@pytest.mark.parametrize("more", ["source", "target"])
+def test_layers_that_run_unequally_often_are_an_error(more: str) -> None:
+    once = Called(lambda m, x: m.a(x), a=nn.Linear(4, 4))
+    twice = Called(lambda m, x: m.a(m.a(x)), a=nn.Linear(4, 4))
+    source, target = (twice, once) if more == "source" else (once, twice)
+    counts = (2, 1) if more == "source" else (1, 2)
+    text = rf"source layer a\.weight ran {counts[0]} times and target layer a\.weight {counts[1]} times on batch 0"
+    with pytest.raises(CaptureError, match=text):
+        measured(source, target, [torch.randn(3, 5, 4)])
+
+
+def test_layers_that_stop_sharing_their_input_are_an_error() -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        return model.q(x) + model.k(x if len(x) == 3 else x * 2)
+
+    source, target = (Called(forward, q=nn.Linear(4, 4), k=nn.Linear(4, 4)) for _ in range(2))
+    measured(source, target, [torch.randn(3, 5, 4), torch.randn(3, 5, 4)])
+    with pytest.raises(CaptureError, match=r"k\.weight read the same tensor as another layer in the first batch but"):
+        measured(source, target, [torch.randn(3, 5, 4), torch.randn(2, 5, 4)])
+
+
+def test_wrong_requests_are_named() -> None:
+    model, batch = CASES["linear"]()
+    with pytest.raises(CaptureError, match=r"unknown signals activation; known: input, output, output_gradient, inp"):
+        measured(model, model, [batch], ("activation",))
+    with pytest.raises(CaptureError, match=r"there are no calibration batches; give at least one sample\."):
+        measured(model, model, [])
+    with pytest.raises(CaptureError, match=r"the loss must return one number .*, got a tensor of shape \(3, 5, 7\)\."):
+        measured(model, model, [batch], source_loss=lambda m, x: m(x))
+    with pytest.raises(CaptureError, match=r"the loss must return one number .*, got float\."):
+        measured(model, model, [batch], source_loss=lambda m, x: m(x).sum().item())
+    with pytest.raises(
+        CaptureError, match=r"the loss does not depend on any paired layer: no gradient can be measured"
+    ):
+        measured(model, model, [batch], source_loss=lambda _, x: x.sum())
+    with pytest.raises(CaptureError, match=r"cannot tell the size of a batch of type str; use PairedBatch\(size=...\)"):
+        measured(model, model, ["text"])
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: {"pixels": x}, lambda x: (x, 1), lambda x: [{"a": None, "b": x}], lambda x: PairedBatch(x, x)]
+)
+def test_batches_may_be_nested(wrap: Callable) -> None:
+    model, batch = CASES["linear"]()
+    inner = lambda m, _: squares(m, batch)  # noqa: E731
+    assert measured(model, model, [wrap(batch)], source_loss=inner, target_loss=inner).samples == 3
+
+
+def test_nothing_of_a_batch_outlives_its_measurement() -> None:
+    source, target = ToyViT(), ToyViT(seed=1)
+    seen: list[weakref.ref] = []
+
+    def spy(_: nn.Module, args: tuple, out: Tensor) -> None:
+        seen.extend((weakref.ref(args[0]), weakref.ref(out)))
+
+    handles = [
+        part.register_forward_hook(spy)
+        for model in (source, target)
+        for part in model.modules()
+        if isinstance(part, nn.Linear)
+    ]
+    alive: list[int] = []
+    copies: list[int] = []
+
+    def signals_alive() -> int:
+        tensors = (part for part in gc.get_objects() if issubclass(type(part), Tensor))
+        return sum(tuple(part.shape) == (8, 5, 12) for part in tensors)  # (N, T, d)
+
+    before = signals_alive()
+
+    def count(_: int) -> None:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in seen))
+        copies.append(signals_alive() - before)
+
+    found = measured(
+        source,
+        target,
+        batches(16, batch=8),
+        SIGNALS,
+        pairs=plan(source, target).pairs,
+        source_loss=loss,
+        target_loss=loss,
+        progress=count,
+    )
+    for handle in handles:
+        handle.remove()
+    gc.collect()
+    assert len(seen) == 2 * 2 * 2 * 13
+    assert alive == [0, 0]
+    assert found.samples == 16
+    assert copies == [0, 0]  # nor does a copy of a signal wait for the next batch
+    assert signals_alive() == before
+
+
+def test_half_precision_models_are_summed_in_double() -> None:
+    model, batch = CASES["two linears"]()
+    model, batch = model.bfloat16(), batch.bfloat16()
+    found = measured(model, copy.deepcopy(model), [batch], BICO)
+    covariance = found.covariances["a.weight", INPUT]
+    assert covariance.matrix.dtype == torch.float64
+    assert covariance.signal_dtype == torch.bfloat16
+    exact = batch.double().flatten(0, 1)
+    assert relative(covariance.matrix, exact.T @ exact) < 1e-14
+
+
+def test_only_named_matrices_are_watched() -> None:
+    model = ToyViT()
+    with_proj, without = find_layers(model, matrices=MATRICES), find_layers(model)
+    signals = watch(model, with_proj, batches(4)[0], loss, BICO)
+    assert {name for name, _ in signals} == {layer.name for layer in with_proj}
+    assert {name for name, _ in watch(model, without, batches(4)[0], loss, BICO)} == {layer.name for layer in without}

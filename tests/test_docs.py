@@ -1,0 +1,307 @@
+"""README and docs: their code runs, their commands are real, their links and names exist.
+
+Python blocks and `tuneport` commands run in the order of the page, in one namespace and one working folder that
+holds what the pages speak of: old-base, old-base-cars, new-base and cars/. A block under `<!-- not run -->` is
+checked but not run.
+"""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+import tuneport
+from tuneport import cli
+from tuneport.bench import read_recipe
+from tuneport.calibration import SAMPLERS
+from tuneport.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^(?P<mark><!-- not run -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+CLASSES = ("coupe", "estate", "van")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    line: int
+    run: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("code"))
+        yield Block(found["language"], found["code"], line, found["mark"] is None)
+
+
+def shell_commands(code: str) -> Iterator[list[str]]:
+    for line in code.replace("\\\n", " ").splitlines():
+        if line.startswith("tuneport "):
+            yield shlex.split(line, comments=True)[1:]
+
+
+def inline_commands(page: Path) -> Iterator[list[str]]:
+    """Commands named in running text, such as `tuneport methods`; upper-case words are placeholders."""
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for found in re.findall(r"`tuneport ([^`]+)`", prose):
+        yield [word for word in shlex.split(found) if word != "..." and not word.isupper()]
+
+
+@functools.cache
+def command_tree() -> Any:
+    return typer.main.get_command(cli.app)
+
+
+def option_names(command: Any) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def check_words(words: list[str]) -> None:
+    """The command is known, and so is every option it is given."""
+    rest = list(words)
+    allowed = option_names(command_tree()) | {"--help", "-h"}
+    while rest and rest[0].startswith("-"):
+        assert rest.pop(0) in allowed, f"unknown option in: tuneport {' '.join(words)}"
+    if not rest:
+        return
+    commands = command_tree().commands
+    assert rest[0] in commands, f"no such command: tuneport {' '.join(words)}"
+    allowed = option_names(commands[rest[0]]) | {"--help", "-h"}
+    for word in rest[1:]:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in allowed, f"unknown option {word} in: tuneport {' '.join(words)}"
+
+
+def write_tower(
+    folder: Path, width: int, depth: int, seed: int, base: torch.nn.Module | None = None
+) -> torch.nn.Module:
+    """A tiny CLIP tower as a folder, with image processor and zero-shot head; a fine-tune of `base` if given."""
+    generator = torch.Generator().manual_seed(seed)
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        num_hidden_layers=depth,
+        intermediate_size=2 * width,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+        projection_dim=8,
+    )
+    model = CLIPVisionModelWithProjection(config)
+    with torch.no_grad():
+        old = dict(base.named_parameters()) if base is not None else {}
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if base is not None:
+                parameter.copy_(old[name] + 0.05 * noise)
+            elif "norm" not in name and "layrnorm" not in name:
+                parameter.copy_(0.2 * noise)
+    model.save_pretrained(folder)
+    processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "do_center_crop": False,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "heads").mkdir()
+    head = {"class_embeds": torch.randn(3, 8, generator=generator), "logit_scale": torch.tensor(10.0)}
+    save_file(head, folder / "heads" / "cars.safetensors", {"classes": json.dumps(CLASSES)})
+    return model
+
+
+@pytest.fixture(scope="module")
+def what_pages_speak_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("docs")
+    old = write_tower(root / "old-base", 16, 2, seed=0)
+    write_tower(root / "old-base-cars", 16, 2, seed=1, base=old)
+    write_tower(root / "new-base", 24, 3, seed=2)
+    random = np.random.default_rng(0)
+    for split, count in (("train", 40), ("test", 8)):
+        for name in CLASSES:
+            folder = root / "cars" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = random.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i:03}.png")
+    return root
+
+
+@each_page
+def test_code_of_a_page_runs(
+    page: Path,
+    what_pages_speak_of: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(what_pages_speak_of, work)
+    monkeypatch.chdir(work)
+    namespace: dict[str, Any] = {"__name__": f"docs_{page.stem.replace('-', '_')}"}
+    monkeypatch.setitem(sys.modules, namespace["__name__"], type(sys)(namespace["__name__"]))  # for dataclasses
+    for block in blocks(page):
+        if not block.run:
+            continue
+        if block.language == "python":
+            source = "\n" * block.line + block.code  # so that a failure names the line of the page
+            exec(compile(source, str(page), "exec"), namespace)
+        if block.language == "toml":
+            Path("recipe.toml").write_text(block.code, encoding="utf-8")
+            read_recipe("recipe.toml")
+        for words in shell_commands(block.code) if block.language == "bash" else ():
+            run_command(words, monkeypatch)
+    capsys.readouterr()
+
+
+def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tuneport", *words])
+    code: object = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code
+    assert code in (0, None), f"exit code {code}: tuneport {' '.join(words)}"
+
+
+@each_page
+def test_commands_of_a_page_are_real(page: Path) -> None:
+    for block in blocks(page):
+        for words in shell_commands(block.code) if block.language == "bash" else ():
+            check_words(words)
+    for words in inline_commands(page):
+        check_words(words)
+
+
+def test_unknown_commands_and_options_would_be_noticed() -> None:
+    with pytest.raises(AssertionError, match="no such command"):
+        check_words(["transfr"])
+    with pytest.raises(AssertionError, match="unknown option --sacle"):
+        check_words(["transfer", "--source", "a", "--sacle", "1"])
+
+
+def test_few_blocks_are_exempt() -> None:
+    exempt = [(page.name, block.line) for page in PAGES for block in blocks(page) if not block.run]
+    assert len(exempt) <= 4, exempt
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.is_file(), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", there.read_text(encoding="utf-8")), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{page.name} links to {link}"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert sorted(re.findall(r"[\w-]+\.md", navigation)) == sorted(page.name for page in PAGES[1:])
+
+
+def test_names_in_paper_to_code_exist() -> None:
+    text = (ROOT / "docs" / "paper-to-code.md").read_text(encoding="utf-8")
+    names = sorted(set(re.findall(r"`(tuneport\.[\w.]+)`", text)))
+    assert len(names) > 25
+    missing = [name for name in names if not exists(name)]
+    assert not missing
+    files = [path for path in re.findall(r"`((?:benchmarks|src|tests)/[\w./]+)`", text) if not (ROOT / path).exists()]
+    assert not files
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name leads to a module, or to an attribute of one."""
+    parts = name.split(".")
+    thing: Any = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], start=2):
+        if not hasattr(thing, part):
+            try:
+                thing = importlib.import_module(".".join(parts[:i]))
+            except ImportError:
+                return False
+        else:
+            thing = getattr(thing, part)
+    return True
+
+
+def test_every_equation_and_line_of_the_algorithm_is_covered() -> None:
+    text = (ROOT / "docs" / "paper-to-code.md").read_text(encoding="utf-8")
+    for heading, last in (("## Equations", 18), ("## Algorithm 1", 11)):
+        section = text.partition(heading)[2].partition("\n## ")[0]
+        numbers = [int(n) for row in re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE) for n in row.split(",")]
+        assert numbers == list(range(1, last + 1))
+
+
+def test_public_names_are_few_real_and_documented() -> None:
+    assert len(tuneport.__all__) <= 25
+    assert all(hasattr(tuneport, name) for name in tuneport.__all__)
+    documented = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(documented) == sorted(tuneport.__all__)
+
+
+def test_options_of_transfer_in_python_are_documented() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    parameters = inspect.signature(tuneport.prepare).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {
+        "extra_signals",
+        "scored",
+    }  # for other modules
+    assert not [name for name in options if f"`{name}`" not in text]
+
+
+def test_every_command_and_option_is_documented() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    commands = command_tree().commands
+    assert set(commands) <= set(sections)
+    for name, command in commands.items():
+        longest = {max(parameter.opts, key=len) for parameter in command.params if parameter.opts[0].startswith("-")}
+        missing = sorted(option for option in longest - {"--help"} if f"`{option}`" not in sections[name])
+        assert not missing, f"{name}: {missing}"
+        assert f"tuneport {name}" in sections[name], f"{name} has no example"
+    assert not [name for name in METHODS if f"`{name}`" not in sections["methods"]]
+    assert not [name for name in SAMPLERS if f"`{name}`" not in sections["samplers"]]
+
+
+MODULES = [
+    found.name for found in pkgutil.walk_packages(tuneport.__path__, "tuneport.") if not found.name.endswith("__main__")
+]
+
+
+@pytest.mark.parametrize("name", ["tuneport", *MODULES])
+def test_examples_in_docstrings(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
