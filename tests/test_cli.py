@@ -629,7 +629,7 @@ class TestExitCodes:
         def broken(*_: Any, **__: Any) -> None:
             raise ZeroDivisionError("division\nby zero")
 
-        monkeypatch.setattr("tuneport.pipeline.prepare", broken)
+        monkeypatch.setattr("tuneport.preparation.prepare", broken)
         done = run("transfer", *options(zoo), "--out", place / "out")
         assert done.code == 1
         assert done.err.count("\n") == 1

@@ -26,8 +26,9 @@ from tuneport.data import Dataset, align_labels, read_data
 from tuneport.errors import CheckpointError, DataError, MethodError, PairingError
 from tuneport.families import choose_head, open_model
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
+from tuneport.outlook import expected
 from tuneport.pairing import LayerPair
-from tuneport.pipeline import Job, Result, apply, expected, extract, pick_device, prepare, transfer
+from tuneport.pipeline import Job, Result, apply, extract, pick_device, prepare, transfer
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
 SAMPLES = 24

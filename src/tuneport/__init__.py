@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .layers import find_layers
     from .methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
     from .pairing import LayerPair, pair_layers
-    from .pipeline import Job, Result, prepare, transfer
+    from .pipeline import Result, transfer
+    from .preparation import Job, prepare
     from .task_vector import TaskVector, load_task_vector
 
 _HOME = {
@@ -34,7 +35,8 @@ _HOME = {
     "layers": ("find_layers",),
     "methods": ("METHODS", "BilinearAlignment", "Method", "Problem", "Transfer", "get_method"),
     "pairing": ("LayerPair", "pair_layers"),
-    "pipeline": ("Job", "Result", "prepare", "transfer"),
+    "pipeline": ("Result", "transfer"),
+    "preparation": ("Job", "prepare"),
     "task_vector": ("TaskVector", "load_task_vector"),
 }
 

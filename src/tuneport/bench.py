@@ -29,16 +29,8 @@ from .errors import DataError, MethodError, TuneportError, first_of, unknown_nam
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune, prepared
 from .methods import METHODS, Transfer, get_method
-from .pipeline import (
-    Job,
-    PairedBatches,
-    check_scale,
-    measure_job,
-    pick_device,
-    prepare,
-    problem_of,
-    transfer_auto,
-)
+from .pipeline import check_scale, measure_job, problem_of, transfer_auto
+from .preparation import Job, PairedBatches, pick_device, prepare
 from .report import chart, to_json
 from .scaling import Scaled, fitting_samples
 from .task_vector import TaskVector

@@ -78,7 +78,8 @@ def measure(
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
             size = paired.size or _first_dimension(paired.target)
             accumulator.start(paired.match)
-            _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, size, backward)
+            if any(accumulator.source_layers.values()):
+                _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, size, backward)
             _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, size, backward)
             accumulator.finish(index)
             samples += size

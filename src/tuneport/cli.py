@@ -25,7 +25,7 @@ from . import __version__
 from .errors import TuneportError
 
 if TYPE_CHECKING:
-    from .pipeline import Job
+    from .preparation import Job
 
 app = typer.Typer(
     name="tuneport",
@@ -58,7 +58,7 @@ MethodName = Annotated[str, typer.Option(help="Transfer method; see 'tuneport me
 Samples = Annotated[int | None, typer.Option(help="Number of calibration samples (100 unless --shots is given).")]
 Shots = Annotated[int | None, typer.Option(help="Calibration samples per class, instead of --samples.")]
 SamplerName = Annotated[str, typer.Option(help="How samples are drawn; see 'tuneport samplers'.")]
-Seed = Annotated[int, typer.Option(help="Seed of the draw.")]
+Seed = Annotated[int, typer.Option(help="Seed of the draw.", min=0, max=2**63 - 1)]
 HeadName = Annotated[str | None, typer.Option(help="Zero-shot head: a name in the models' heads/ folder, or a file.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
@@ -122,13 +122,17 @@ def transfer(
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
-    from .checkpoint import check_new_file, check_new_folder
+    from .checkpoint import check_new_file, check_new_folder, describe
     from .report import to_json
 
     check_new = check_new_folder if as_ is OutputKind.model else check_new_file
     check_new(out, overwrite, inputs=[path for path in (source, finetuned, target, data, head) if path])
     strength = pipeline.check_scale(scale)
     job = _prepare(locals(), scored=strength == "auto")
+    if as_ is OutputKind.model:
+        check_new_folder(
+            out, overwrite, needed_bytes=sum(describe(job.target.tensors, n).nbytes for n in job.target.tensors)
+        )
     with _progress("measuring", job.samples) as advance:
         result = pipeline.run(job, scale=strength, progress=advance)
     result.save(out, kind=as_.value, overwrite=overwrite)
@@ -163,7 +167,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show what a transfer would do, without doing it: the pairing, what stays and why, the expected cost."""
-    from .pipeline import expected
+    from .outlook import expected
     from .report import to_json
 
     job = _prepare(locals())
@@ -181,8 +185,8 @@ def plan(
     _print_kept(outlook)
     cost = outlook["expected"]
     _say(
-        f"expected: {cost['statistics_bytes'] / 2**20:.0f} MiB of statistics, "
-        f"{cost['flops'] / 1e12:.2f} TFLOP of model passes and {cost['alignment_flops'] / 1e12:.2f} TFLOP of alignment"
+        f"expected: {_bytes(cost['statistics_bytes'])} of statistics, {cost['flops'] / 1e9:.3g} GFLOP of model passes, "
+        f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
     )
 
 
@@ -254,9 +258,11 @@ def evaluate(
     from .calibration import select
     from .data import align_labels, read_data
     from .families import choose_head, open_model
-    from .pipeline import pick_device
+    from .preparation import pick_device
 
     chosen = evaluation.check_protocol(protocol)
+    if samples is not None and chosen == "zero-shot":
+        raise TuneportError("--samples goes with --protocol linear-probe; zero-shot scores the whole test split.")
     test = read_data(data, "test")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
@@ -406,7 +412,7 @@ def demo(
 
 
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
-    from .pipeline import prepare
+    from .preparation import prepare
 
     names = ("method", "samples", "shots", "sampler", "seed", "head", "batch_size", "device", "trust_remote_code")
     return prepare(
@@ -463,6 +469,10 @@ def _fail(kind: str, text: str) -> None:
     sys.exit(1)
 
 
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def _by(shape: list[int]) -> str:
     return " x ".join(str(size) for size in shape)
 
@@ -480,7 +490,7 @@ def _progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
 def _stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per named stage; the callback says (stage, done, total)."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err_console) as bar:
+    with Progress(*columns, console=err_console, disable=not err_console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
         def stage(name: str, done: int, total: int) -> None:

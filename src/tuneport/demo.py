@@ -26,7 +26,8 @@ from .evaluation import zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
 from .methods import METHODS
-from .pipeline import Result, measure_job, prepare, problem_of, run
+from .pipeline import Result, measure_job, problem_of, run
+from .preparation import prepare
 from .report import copy_companions, write_record
 
 Stage = Callable[[str, int, int], None]
@@ -39,7 +40,7 @@ WRITTEN = {"finetuned": "small-mirrored", "data": "mirrored-digits.npz"}  # wher
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage | None = None) -> dict[str, Any]:
     """Fine-tune, port, evaluate; write the data, the fine-tuned source and the ported target under `out`."""
-    report = stage or (lambda name, done, total: None)
+    report = stage or _silent
     check_new_folder(out, overwrite)
     small, large = (open_model(MODELS / name) for name in ("small", "large"))
     with new_folder(out, overwrite=overwrite) as folder:
@@ -84,6 +85,10 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         "table": table,
         "next": f"tuneport evaluate {ported_at} --data {out / data.name} --head digits",
     }
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    del name, done, total
 
 
 def mirrored_digits() -> dict[str, NDArray[Any]]:

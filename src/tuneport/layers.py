@@ -181,7 +181,7 @@ def locate(name: str) -> tuple[str, int | None, str]:
     """
     found = re.search(r"(?:^|\.)(\d+)\.", name)
     if found is None:
-        return "", None, _role(name, OUTER_ROLES)
+        return "", None, _role(name.removeprefix("vision_model."), OUTER_ROLES)
     stack, inner = name[: found.start(1)].rstrip("."), name[found.end() :]
     if inner in ("weight", "bias"):  # a bare layer in a Sequential is not a block
         return "", None, name.removesuffix(".weight")
@@ -271,7 +271,7 @@ def _split(
     if ranges is None:
         yield Layer(weight, bias, shape, columns, rows, role, stack, block, transposed=transposed)
         return
-    outer = "" if block is not None else weight.removesuffix(".weight").rpartition(".")[0] + "."
+    outer = "" if block is not None else role.rpartition(".")[0] + "."
     cross = "cross_" if role.startswith("cross_") else ""
     for part, part_rows in ranges.items():
         size = sum(stop - start for start, stop in part_rows)

@@ -69,6 +69,11 @@ class Method(ABC):
     summary: str = ""
 
     @property
+    def moves_loose(self) -> bool:
+        """Whether tensors outside linear layers are moved as well."""
+        return False
+
+    @property
     @abstractmethod
     def signals(self) -> frozenset[str]:
         """The names of the signals that must be measured."""

@@ -35,6 +35,10 @@ class BilinearAlignment(Method):
     summary: str = ""
 
     @property
+    def moves_loose(self) -> bool:
+        return self.loose != "keep"
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
 
@@ -106,10 +110,11 @@ def _resize(tensor: Tensor, axis: int, width: int) -> Tensor:
 
 
 def _pad(pair: LoosePair, tau: Tensor) -> Tensor:
-    target = pair.target.shape
-    if tau.ndim != len(target):
-        tau = tau.reshape((1,) * max(len(target) - tau.ndim, 0) + tuple(tau.shape)).squeeze()
-        tau = tau.reshape((1,) * (len(target) - tau.ndim) + tuple(tau.shape))
-    for axis, width in enumerate(target):
+    """Zero-pad or crop every axis; axes of length one do not count, so (d,) fits (1, 1, d)."""
+    shape = [size for size in pair.target.shape if size > 1] or [1]
+    tau = tau.reshape([size for size in tau.shape if size > 1] or [1])
+    tau = tau[(0,) * max(tau.ndim - len(shape), 0)]
+    tau = tau.reshape((1,) * (len(shape) - tau.ndim) + tuple(tau.shape))
+    for axis, width in enumerate(shape):
         tau = _resize(tau, axis, width)
-    return tau
+    return tau.reshape(pair.target.shape)

@@ -66,6 +66,10 @@ class TransFusion(Method):
     summary: str = ""
 
     @property
+    def moves_loose(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset()
 

@@ -1,0 +1,388 @@
+"""From what a user gives to a Job that has been checked whole: models, task vector, plan, samples, losses.
+
+Everything that can be wrong with the input is found here, before the first forward pass, with one clear line.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .alignment import Completion
+from .calibration import batches as sample_batches
+from .calibration import select
+from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, match_tokens
+from .checkpoint import (
+    check_finite,
+    file_digests,
+    open_checkpoint,
+)
+from .data import Dataset, align_labels, read_data
+from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
+from .evaluation import features
+from .families import Head, Model, choose_head, describe_module, open_model
+from .layers import Layer
+from .methods import METHODS, Method, get_method
+from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, nearest_block, pair_layers
+from .task_vector import TaskVector, load_task_vector
+
+ModelLike = Model | nn.Module | str | Path
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A transfer that has been checked whole: what will be moved, and how it will be measured."""
+
+    source: Model
+    target: Model
+    task_vector: TaskVector
+    plan: Plan
+    method: Method
+    completion: Completion = "svd"
+    batches: Iterable[Any] = ()
+    samples: int = 0
+    source_loss: Loss | None = None
+    target_loss: Loss | None = None
+    match: Match | None = None
+    target_head: Head | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prepare(
+    source: ModelLike,
+    finetuned: ModelLike | TaskVector,
+    target: ModelLike,
+    data: str | Path | Dataset | Iterable[Any] | None = None,
+    *,
+    method: str | Method = "bico",
+    samples: int | None = None,
+    shots: int | None = None,
+    sampler: str = "random",
+    seed: int = 0,
+    head: str | None = None,
+    loss: Loss | tuple[Loss, Loss] | None = None,
+    match: Match | None = None,
+    pairs: Sequence[LayerPair] | None = None,
+    roles: Mapping[str, str | None] | None = None,
+    depth_rule: DepthRule = nearest_block,
+    exclude: Sequence[str] = (),
+    completion: Completion = "svd",
+    batch_size: int = 32,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    extra_signals: Iterable[str] = (),
+    scored: bool = False,
+) -> Job:
+    """Open everything, pair the layers and draw the samples: a Job in which nothing is left to go wrong.
+
+    `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
+    split; `head` names the zero-shot head; `loss(module, batch)`, or one for each model, replaces the
+    classification loss; `pairs`, `roles` and `depth_rule` override the pairing; `exclude` holds name
+    patterns of tensors to leave alone. `extra_signals` prepares for methods that measure more, `scored` for a
+    scale that is chosen on labelled samples.
+    """
+    method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
+    name = next((known for known, registered in METHODS.items() if registered == method), name)
+    where = pick_device(device)
+    ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
+    vector = _task_vector(ours, finetuned, exclude)
+    signals = method.signals | frozenset(extra_signals)
+    if isinstance(data, (str, Path)) and not Path(data).exists():
+        raise DataError(f"no data at {data}: no such file or folder.")
+    gradients = bool(NEEDS_BACKWARD & signals) or scored
+    dataset, heads, indices = None, None, None
+    if (signals or scored) and isinstance(data, (str, Path, Dataset)):
+        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=gradients and loss is None)
+        if loss is None and gradients:
+            heads = tuple(choose_head(model, head, dataset.name, dataset.classes) for model in (ours, theirs))
+            for one in heads:
+                align_labels(dataset, one.classes)
+    plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)
+    method.check(plan)
+    batches: Iterable[Any] = ()
+    count = 0
+    losses: tuple[Loss, Loss] | tuple[None, None] = (None, None)
+    if signals or scored:
+        if data is None:
+            raise DataError(f"method {name} needs calibration data: pass --data, or batches with a loss in Python.")
+        losses = _losses(ours, theirs, heads, loss, gradients)
+        if dataset is not None:
+            _check_kind(dataset, ours, theirs)
+            indices = select(
+                dataset,
+                samples=samples,
+                shots=shots,
+                sampler=sampler,
+                seed=seed,
+                features=lambda chosen: features(theirs, chosen),
+            )
+            count = len(indices)
+            batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size)
+        else:
+            assert not isinstance(data, (str, Path, Dataset))
+            batches = data
+    record = {
+        "tuneport": package_version("tuneport"),
+        "method": name,
+        "options": {
+            "samples": count or samples,
+            "shots": shots,
+            "sampler": sampler,
+            "seed": seed,
+            "head": head,
+            "completion": completion,
+            "batch_size": batch_size,
+            "exclude": list(exclude),
+            "roles": dict(roles or {}),
+            "device": str(where),
+        },
+        "source": _identity(ours),
+        "finetuned": _identity(finetuned),
+        "target": _identity(theirs),
+        "data": _data_identity(data, dataset, indices, heads),
+        "versions": {package: package_version(package) for package in ("torch", "transformers", "safetensors", "numpy")}
+        | {"python": platform.python_version()},
+        "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
+    }
+    return Job(
+        ours,
+        theirs,
+        vector,
+        plan,
+        method,
+        completion,
+        batches,
+        count,
+        losses[0],
+        losses[1],
+        match,
+        heads[1] if heads else None,
+        record,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PairedBatches:
+    """The chosen samples as both models want them, prepared batch by batch; can be gone through again."""
+
+    source: Model
+    target: Model
+    dataset: Dataset
+    indices: np.ndarray[Any, np.dtype[np.int64]]
+    heads: tuple[Head, ...] | None
+    size: int
+
+    def __iter__(self) -> Iterator[PairedBatch]:
+        sides = (self.source, self.target)
+        chosen = [align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)]
+        streams = [sample_batches(data, self.indices, self.size) for data in chosen]
+        for (inputs, source_labels), (_, target_labels) in zip(*streams, strict=True):
+            batches = []
+            for model, labels in zip(sides, (source_labels, target_labels), strict=True):
+                assert model.encode is not None
+                encoded = {key: value.to(model.device) for key, value in model.encode(inputs).items()}
+                batches.append((encoded, labels.to(model.device)))
+            layouts = [
+                model.layout(batch) if model.layout is not None else None
+                for model, (batch, _) in zip(sides, batches, strict=True)
+            ]
+            yield PairedBatch(batches[0], batches[1], size=len(inputs), match=match_tokens(*layouts))
+
+
+def classification_loss(model: Model, head: Head) -> Loss:
+    """Sum over samples of the cross-entropy of the head's class scores."""
+
+    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(head.scores(model, module, inputs), labels, reduction="sum")
+
+    return loss
+
+
+def forward_only(model: Model) -> Loss:
+    """Run the model for its activations; the number means nothing."""
+
+    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        forward = model.logits or model.features
+        assert forward is not None
+        return forward(module, batch[0]).sum()
+
+    return loss
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise TuneportError(f"device '{name}' is not available: {reason}. Pass auto, cpu or cuda.") from error
+    return device
+
+
+def _open(model: ModelLike, device: torch.device, trust_remote_code: bool) -> Model:
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, nn.Module):
+        return describe_module(model)
+    return open_model(model, device=device, trust_remote_code=trust_remote_code)
+
+
+def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
+    """The source's task vector under the names of its live parameters."""
+    live = {stored: name for name, stored in source.file_names.items()}
+    if isinstance(finetuned, TaskVector):
+        vector = finetuned
+    elif isinstance(finetuned, (str, Path)) and Path(finetuned).is_file() and _is_task_vector(Path(finetuned)):
+        vector = load_task_vector(finetuned)
+    else:
+        if isinstance(finetuned, (str, Path)):
+            tensors: Mapping[str, Tensor] = open_checkpoint(finetuned)
+        else:
+            tensors = (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
+        vector = TaskVector.between(source.tensors, tensors, exclude)
+        check_finite(tensors, list(vector))
+    named = vector.rename({name: live[name] for name in vector if name in live})
+    known = named.subset(name for name in named if name in source.file_names)
+    if not any(bool(known.dense(name).any()) for name in known):
+        raise CheckpointError(
+            "the fine-tuned model equals its base in every tensor: there is nothing to transfer. Check the paths."
+        )
+    return known
+
+
+def _is_task_vector(path: Path) -> bool:
+    return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == "tuneport-task-vector"
+
+
+def _plan(
+    source: Model,
+    target: Model,
+    vector: TaskVector,
+    pairs: Sequence[LayerPair] | None,
+    roles: Mapping[str, str | None] | None,
+    depth_rule: DepthRule,
+    exclude: Sequence[str],
+) -> Plan:
+    def excluded(name: str, model: Model) -> bool:
+        return any(fnmatchcase(known, glob) for known in (name, model.file_names.get(name, name)) for glob in exclude)
+
+    def included(layer: Layer, model: Model) -> Layer:
+        without = layer.bias is not None and (
+            excluded(layer.bias, model) or (model is source and layer.bias not in vector)
+        )
+        return replace(layer, bias=None) if without else layer
+
+    ours = [
+        included(layer, source)
+        for layer in source.layers
+        if layer.weight in vector and not excluded(layer.weight, source)
+    ]
+    theirs = [included(layer, target) for layer in target.layers if not excluded(layer.weight, target)]
+    loose = [part for part in source.loose if part.name in vector and not excluded(part.name, source)]
+    if pairs is None:
+        plan = pair_layers(
+            ours,
+            theirs,
+            source_loose=loose,
+            target_loose=[part for part in target.loose if not excluded(part.name, target)],
+            roles=roles,
+            depth_rule=depth_rule,
+            output_maps=_class_map(source, target),
+        )
+    else:
+        check_pairs(pairs)
+        unchanged = [pair.source.weight for pair in pairs if pair.source.weight not in vector]
+        if unchanged or not pairs:
+            found = f"the task vector has no {first_of(unchanged)}" if unchanged else "pairs is empty"
+            raise PairingError(f"{found}: there is nothing to transfer. Pair layers that the fine-tune changed.")
+        plan = Plan(tuple(pairs))
+    left_out = [name for name in target.file_names if excluded(name, target)]
+    more = [*(Kept(name, "excluded") for name in left_out), *(Kept(*item) for item in target.outside.items())]
+    if pairs is not None:
+        more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
+    return replace(plan, kept=(*plan.kept, *more))
+
+
+def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
+    """Class logits of one label set are one space: the map only puts the classes in the target's order."""
+    ours, theirs = source.classes, target.classes
+    if not ours or sorted(ours) != sorted(theirs) or len(set(ours)) != len(ours):
+        return {}
+    matrix = torch.zeros(len(ours), len(theirs), dtype=torch.float64)
+    for index, name in enumerate(ours):
+        matrix[index, theirs.index(name)] = 1.0
+    return {"classifier": matrix}
+
+
+def _losses(
+    source: Model,
+    target: Model,
+    heads: tuple[Head, ...] | None,
+    loss: Loss | tuple[Loss, Loss] | None,
+    gradients: bool,
+) -> tuple[Loss, Loss]:
+    if isinstance(loss, tuple):
+        return loss
+    if loss is not None:
+        return loss, loss
+    if heads is not None:
+        return classification_loss(source, heads[0]), classification_loss(target, heads[1])
+    for model in (source, target):
+        if gradients or (model.features is None and model.logits is None):
+            known = model.features is not None
+            reason = "batches say nothing of the task" if known else f"{model.name} is a module tuneport does not know"
+            raise TuneportError(f"{reason}: pass loss=lambda module, batch: ...")
+    return forward_only(source), forward_only(target)
+
+
+def _check_kind(dataset: Dataset, *models: Model) -> None:
+    for model in models:
+        if model.encode is None:
+            raise TuneportError(f"{model.name} cannot read raw samples; pass batches and loss=, or a model folder.")
+        if model.kind != dataset.kind:
+            raise DataError(f"{dataset.name} holds {dataset.kind}s, but {model.name} reads {model.kind}s.")
+
+
+def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
+    if isinstance(model, Model) and model.folder is None:
+        return {"name": model.name}
+    if isinstance(model, (nn.Module, TaskVector)):
+        return {"name": type(model).__name__}
+    path = Path(model.name if isinstance(model, Model) else model)
+    stored = open_checkpoint(path)
+    digests = {Path(name).name: digest for name, digest in file_digests(stored.files).items()}
+    return {"name": path.absolute().name, "path": str(path), "sha256": digests}
+
+
+def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+    identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
+    if isinstance(data, (str, Path)):
+        identity["path"] = str(data)
+        if Path(data).is_file():
+            identity["sha256"] = next(iter(file_digests([data]).values()))
+    if dataset is not None:
+        identity |= {"split": dataset.split, "classes": len(dataset.classes), "indices": indices.tolist()}
+    if heads is not None:
+        identity["heads"] = [head.name for head in heads]
+    return identity
+
+
+def package_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
