@@ -2,6 +2,10 @@
 
     python benchmarks/rivals.py --shared ../shared --tasks mnist fashion gtsrb cifar10 --out benchmarks/results/rivals
 
+Tasks and seeds may also be run one by one, into folders of their own, and put together afterwards:
+
+    python benchmarks/rivals.py --merge runs/mnist-0 runs/mnist-1 ... --out benchmarks/results/rivals
+
 Needs the shared zoo and images. Fine-tuning uses the zoo's own learning rate (1e-4). Equal terms: the same samples,
 seeds and scale rules for every method; scale `auto` looks at calibration samples only.
 """
@@ -9,22 +13,34 @@ seeds and scale rules for every method; scale `auto` looks at calibration sample
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from tuneport.bench import Comparison, compare, markdown, save
+from tuneport.bench import Comparing, Comparison, compare, load, markdown, merge, save
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, required=True)
+    parser.add_argument("--shared", type=Path, help="the folder with zoo/ and data/images/")
+    parser.add_argument("--merge", type=Path, nargs="+", help="put saved runs together instead of running")
     parser.add_argument("--tasks", nargs="+", default=["mnist", "fashion", "gtsrb", "cifar10"])
     parser.add_argument("--shots", type=int, nargs="+", default=[1, 2, 5, 10, 20])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 10, 50, 200])
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", help="of the code, where git cannot tell it")
+    parser.add_argument("--machine", help="in words; else the device's name")
+    parser.add_argument("--note", help="anything else that a reader must know")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if (options.shared is None) == (options.merge is None):
+        parser.error("give --shared, to run, or --merge, to put runs together")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.merge:
+        write(merge([load(folder) for folder in options.merge]), options)
+        return
     zoo, images = options.shared / "zoo", options.shared / "data/images"
     if not zoo.is_dir():
         sys.exit(f"{options.shared} has no zoo/: this benchmark needs the shared models and data")
@@ -43,8 +59,32 @@ def main() -> None:
         device=options.device,
     )
     result = compare(comparison, stage=lambda name, done, total: print(name, done, total, file=sys.stderr, flush=True))
+    write(result, options)
+
+
+def write(result: Comparing, options: argparse.Namespace) -> None:
+    """Save a comparison with how it was made beside the numbers."""
+    settings = result.comparison
+    words = {
+        "tasks": settings.data,
+        "shots": settings.shots,
+        "seeds": settings.seeds,
+        "steps": settings.steps,
+    }
+    command = "python benchmarks/rivals.py --shared ../shared"
+    command += "".join(f" --{name} {' '.join(map(str, values))}" for name, values in words.items())
+    command += f" --out {options.out}"
+    about = {"command": command, "commit": _commit()}
+    about |= {key: value for key, value in result.about.items() if key != "command"}
+    about |= {key: getattr(options, key) for key in ("commit", "machine", "note") if getattr(options, key)}
+    result = replace(result, about=about)
     save(result, options.out, overwrite=True)
     print(markdown(result))
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -1,168 +1,161 @@
-"""Every pair and task of the shared zoo, every bilinear method: accuracy of the ported target.
+"""Every pair and task of the shared zoo, every bilinear method: accuracy of the ported target at N = 100.
 
-    python benchmarks/zoo.py --shared ../shared --samples 100 --seeds 0 --out benchmarks/results/zoo-n100
+    python benchmarks/zoo.py --shared ../shared --seeds 0 1 2 --runs runs/zoo
+    python benchmarks/zoo.py --write benchmarks/results/zoo-n100.md --runs runs/zoo
 
-One capture per (pair, task, seed) serves all methods. Calibration samples come from the training split, accuracy
-from the test split; nothing is chosen by looking at accuracies. Writes OUT.json and OUT.md. `--check-cli` repeats
-the BiCo cell of every pair and task with `tuneport transfer` and `tuneport evaluate`, one command each.
+The first command compares the methods on one pair and task after another (one capture each serves all methods) and
+leaves a folder per run; the second puts the runs into tables. Calibration samples come from the training split,
+accuracy from the test split; nothing is chosen by looking at accuracies. The BiCo cells are what `tuneport transfer`
+followed by `tuneport evaluate` gives: `--commands` prints those two commands for every pair and task.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from tuneport.data import read_data
-from tuneport.evaluation import zero_shot
-from tuneport.families import choose_head, open_model
-from tuneport.methods import METHODS, Problem
-from tuneport.pipeline import Result, measure_job, prepare
+from tuneport.bench import Comparing, Comparison, compare, load, save
 
 PAIRS = {
-    "a -> a2": ("a", "a2", ("cifar10", "fashion", "gtsrb", "mnist")),
-    "a -> b": ("a", "b", ("cifar10", "fashion", "gtsrb", "mnist")),
-    "a -> c": ("a", "c", ("cifar10", "fashion", "gtsrb", "mnist")),
-    "c -> a": ("c", "a", ("cifar10", "mnist")),
-    "c -> a2": ("c", "a2", ("cifar10", "mnist")),
-    "c -> b": ("c", "b", ("cifar10", "mnist")),
+    ("a", "a2"): ("cifar10", "fashion", "gtsrb", "mnist"),
+    ("a", "b"): ("cifar10", "fashion", "gtsrb", "mnist"),
+    ("a", "c"): ("cifar10", "fashion", "gtsrb", "mnist"),
+    ("c", "a"): ("cifar10", "mnist"),
+    ("c", "a2"): ("cifar10", "mnist"),
+    ("c", "b"): ("cifar10", "mnist"),
 }
-# Fine-tuned targets: measured here where the folder is in the zoo, else the figure its README gives (4,000 images).
+METHODS = ("naive", "input_only", "output_only", "gradient_only", "theseus", "bico")
+# Fine-tuned targets where no run measured them: the figures of the zoo's README, on 4,000 test images.
 STATED = {
+    "a": {"cifar10": 72.8, "fashion": 87.1, "gtsrb": 91.4, "mnist": 97.6},
+    "c": {"cifar10": 74.4, "mnist": 98.5},
     "a2": {"cifar10": 73.0, "fashion": 86.8, "gtsrb": 90.9, "mnist": 97.9},
     "b": {"cifar10": 74.1, "fashion": 87.7, "gtsrb": 92.1, "mnist": 98.2},
 }
-ROWS = ("naive", "input_only", "output_only", "gradient_only", "theseus", "bico")
 
 
-def run_cell(shared: Path, pair: str, task: str, samples: int, seed: int) -> dict[str, float | None]:
-    """Accuracies of one (pair, task, seed): zero-shot, every method, fine-tuned target where known."""
-    source, target, _ = PAIRS[pair]
-    zoo, data = shared / "zoo", shared / "data/images" / f"{task}.npz"
-    test = read_data(data, "test")
-    signals = frozenset().union(*(METHODS[name].signals for name in ROWS))
-    job = prepare(
-        zoo / source,
-        zoo / f"{source}-{task}",
-        zoo / target,
-        data,
-        method="bico",
-        head=task,
-        samples=samples,
-        seed=seed,
-        extra_signals=signals,
-    )
-    head = choose_head(job.target, task, task, test.classes)
-    cell: dict[str, float | None] = {"zero-shot": zero_shot(job.target, head, test).accuracy}
-    measured = measure_job(job, signals=signals)
-    for name in ROWS:
-        moved = METHODS[name].transfer(Problem(job.plan, job.task_vector, measured, job.completion))
-        result = Result(job.target, moved.task_vector, moved.records, (), 1.0, {})
-        cell[name] = zero_shot(job.target.with_module(result.apply()), head, test).accuracy
-    tuned = zoo / f"{target}-{task}"
-    if tuned.is_dir():
-        cell["fine-tuned"] = zero_shot(replace(open_model(tuned)), head, test).accuracy
-    else:
-        cell["fine-tuned"] = STATED.get(target, {}).get(task)
-    return cell
+def run(options: argparse.Namespace) -> None:
+    """Compare on every pair and task whose models and data are there; skip runs that are done."""
+    zoo, images = options.shared / "zoo", options.shared / "data/images"
+    if not zoo.is_dir():
+        sys.exit(f"{options.shared} has no zoo/: this benchmark needs the shared models and data")
+    options.runs.mkdir(parents=True, exist_ok=True)
+    for (source, target), tasks in PAIRS.items():
+        for task in tasks:
+            out = options.runs / f"{source}-{target}-{task}"
+            tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
+            missing = [str(path) for path in (zoo / source, zoo / target, tuned, data) if not path.exists()]
+            if out.exists() or missing:
+                print(f"skipped {out.name}: {'done' if out.exists() else 'no ' + ', '.join(missing)}", flush=True)
+                continue
+            comparison = Comparison(
+                source=str(zoo / source),
+                target=str(zoo / target),
+                finetuned={task: str(tuned)},
+                data={task: str(data)},
+                heads={task: task},
+                methods=METHODS,
+                samples=tuple(options.samples),
+                seeds=tuple(options.seeds),
+                scales=tuple(options.scales),
+                reference={task: str(path)} if (path := zoo / f"{target}-{task}").exists() else {},
+            )
+            result = compare(comparison)
+            save(result, out)
+            print(out.name, result.about["seconds"], "s", flush=True)
 
 
-def check_cli(shared: Path, pair: str, task: str, samples: int, seed: int) -> float:
-    """The BiCo cell again, by the two commands a user would type."""
-    source, target, _ = PAIRS[pair]
-    zoo, data = shared / "zoo", str(shared / "data/images" / f"{task}.npz")
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "ported")
-        models = [
-            "--source",
-            str(zoo / source),
-            "--finetuned",
-            str(zoo / f"{source}-{task}"),
-            "--target",
-            str(zoo / target),
-        ]
-        chosen = ["--data", data, "--head", task, "--samples", str(samples), "--seed", str(seed)]
-        command = [sys.executable, "-m", "tuneport"]
-        subprocess.run([*command, "transfer", *models, *chosen, "--out", out], check=True, stdout=subprocess.DEVNULL)
-        scored = subprocess.run(
-            [*command, "evaluate", out, "--data", data, "--head", task, "--json"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    return float(json.loads(scored.stdout)["accuracy"])
+def write(options: argparse.Namespace) -> None:
+    """Tables of all runs: a block per pair, tasks as columns, means over seeds at scale 1 and scale auto."""
+    runs = {path.name: load(path) for path in sorted(options.runs.iterdir())}
+    first = next(iter(runs.values()))
+    text = ["# The zoo: every pair, every task", ""]
+    for budget in first.comparison.samples:
+        for pair, tasks in PAIRS.items():
+            found = {task: runs[name] for task in tasks if (name := f"{pair[0]}-{pair[1]}-{task}") in runs}
+            text += _block(pair, found, budget)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    seeds = " ".join(map(str, first.comparison.seeds))
+    text += [
+        f"- command: python benchmarks/zoo.py --shared ../shared --seeds {seeds} --samples "
+        + " ".join(map(str, first.comparison.samples)),
+        f"- machine: {'; '.join(dict.fromkeys(run.about['machine'] for run in runs.values()))}",
+        f"- commit: {commit.strip()}",
+        f"- date: {first.about['date']}",
+        "- fine-tuned targets in brackets are the figures of the zoo's README (4,000 test images)",
+    ]
+    options.write.parent.mkdir(parents=True, exist_ok=True)
+    options.write.write_text("\n".join(text) + "\n")
+    rows = [{"pair": name.rsplit("-", 1)[0], **asdict(row)} for name, run in runs.items() for row in run.rows]
+    options.write.with_suffix(".json").write_text(json.dumps(rows) + "\n")
+    print(options.write.read_text())
 
 
-def table(cells: list[dict], samples: int, seeds: list[int]) -> str:
-    """Markdown: one block per pair, tasks as columns, means over seeds, gain over zero-shot."""
-    lines = []
-    for pair in dict.fromkeys(cell["pair"] for cell in cells):
-        tasks = list(dict.fromkeys(cell["task"] for cell in cells if cell["pair"] == pair))
-        lines += [f"\n**{pair}** (N = {samples}, seeds {', '.join(map(str, seeds))}, scale 1)\n"]
-        lines += ["| | " + " | ".join(tasks) + " | mean | gain |", "|---|" + "---|" * (len(tasks) + 2)]
-        base = None
-        for row in ("zero-shot", *ROWS, "fine-tuned"):
-            values = [
-                [cell["accuracy"][row] for cell in cells if cell["pair"] == pair and cell["task"] == task]
-                for task in tasks
-            ]
-            means = [statistics.mean(v) if None not in v else None for v in values]
-            texts = ["–" if m is None else f"{m:.1f}" for m in means]
-            mean = statistics.mean(means) if None not in means else None
-            base = mean if base is None else base
-            gain = "–" if mean is None else f"{mean - base:+.1f}"
-            lines.append(f"| {row} | " + " | ".join(texts) + f" | {'–' if mean is None else f'{mean:.1f}'} | {gain} |")
-    return "\n".join(lines) + "\n"
+def _block(pair: tuple[str, str], runs: dict[str, Comparing], budget: int) -> list[str]:
+    def cell(task: str, method: str, rule: str) -> float | None:
+        rows = runs[task].rows
+        if method in ("target", "fine-tuned target"):
+            values = [row.accuracy for row in rows if row.method == method]
+        else:
+            wanted = (method, rule, budget)
+            values = [row.accuracy for row in rows if (row.method, row.scale_rule, row.budget) == wanted]
+        return statistics.mean(values) if values else None
+
+    lines = [f"## {pair[0]} to {pair[1]}, N = {budget}", "", "| | scale | " + " | ".join(runs) + " | mean | gain |"]
+    lines.append("|---|---|" + "---|" * (len(runs) + 2))
+    base = statistics.mean(cell(task, "target", "-") or 0.0 for task in runs)
+    shown = [("target", "-"), *((name, rule) for rule in ("1", "auto") for name in METHODS), ("fine-tuned target", "-")]
+    for method, rule in shown:
+        values = {task: cell(task, method, rule) for task in runs}
+        if method in METHODS and None in values.values():
+            continue
+        texts = [f"{value:.1f}" if value is not None else _stated(pair[1], task) for task, value in values.items()]
+        known = [value for value in values.values() if value is not None]
+        mean = statistics.mean(known) if len(known) == len(values) else None
+        tail = f"{mean:.1f} | {mean - base:+.1f}" if mean is not None else "– | –"
+        lines.append(f"| {method} | {rule} | " + " | ".join(texts) + f" | {tail} |")
+    return [*lines, ""]
+
+
+def _stated(target: str, task: str) -> str:
+    value = STATED.get(target, {}).get(task)
+    return "–" if value is None else f"[{value:.1f}]"
+
+
+def commands() -> None:
+    """The two commands of every BiCo cell."""
+    for (source, target), tasks in PAIRS.items():
+        for task in tasks:
+            out = f"ported/{source}-{target}-{task}"
+            data = f"--data ../shared/data/images/{task}.npz --head {task}"
+            models = f"--source ../shared/zoo/{source} --finetuned ../shared/zoo/{source}-{task}"
+            print(f"tuneport transfer {models} --target ../shared/zoo/{target} {data} --out {out}")
+            print(f"tuneport evaluate {out} {data}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, required=True, help="folder with zoo/ and data/images/")
-    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/images/")
+    parser.add_argument("--samples", type=int, nargs="+", default=[100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
-    parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.md are written")
-    parser.add_argument("--check-cli", action="store_true")
+    parser.add_argument("--scales", nargs="+", default=["1", "auto"])
+    parser.add_argument("--runs", type=Path, help="where each run's folder is, or goes")
+    parser.add_argument("--write", type=Path, help="write the tables of the runs to this file")
+    parser.add_argument("--commands", action="store_true", help="print the commands of the BiCo cells")
     options = parser.parse_args()
-    if not (options.shared / "zoo").is_dir():
-        sys.exit(f"{options.shared} has no zoo/: this benchmark needs the shared models and data")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    cells: list[dict] = []
-    started = time.time()
-    for pair in options.pairs:
-        for task in PAIRS[pair][2]:
-            for seed in options.seeds:
-                cell = {"pair": pair, "task": task, "seed": seed}
-                cell["accuracy"] = run_cell(options.shared, pair, task, options.samples, seed)
-                if options.check_cli and seed == options.seeds[0]:
-                    cell["cli"] = check_cli(options.shared, pair, task, options.samples, seed)
-                cells.append(cell)
-                print(json.dumps(cell), f"{time.time() - started:.0f} s", flush=True)
-                about = {
-                    "command": "python benchmarks/zoo.py " + " ".join(sys.argv[1:]),
-                    "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-                    "commit": commit,
-                    "date": time.strftime("%Y-%m-%d"),
-                }
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.with_suffix(".json").write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
-                text = (
-                    table(cells, options.samples, options.seeds)
-                    + "\n"
-                    + "".join(f"- {k}: {v}\n" for k, v in about.items())
-                )
-                options.out.with_suffix(".md").write_text(text)
+    if options.commands:
+        commands()
+    elif options.runs is None or (options.shared is None and options.write is None):
+        parser.error("give --runs with --shared (to run) or --write (to put runs into tables)")
+    elif options.write is not None:
+        write(options)
+    else:
+        run(options)
 
 
 if __name__ == "__main__":

@@ -421,10 +421,64 @@ def _plot(result: Comparing) -> str:
     return chart(lines, budgets, x_label=word, y_label="accuracy, %")
 
 
-def load_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a saved comparison."""
-    rows: list[dict[str, Any]] = json.loads((Path(path) / "results.json").read_text(encoding="utf-8"))["rows"]
-    return rows
+def load(folder: str | Path) -> Comparing:
+    """A saved comparison, from its results.json."""
+    path = Path(folder) / "results.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = {
+            key: tuple(item) if isinstance(item, list) else item for key, item in record["comparison"].items()
+        }
+        return Comparing(Comparison(**settings), tuple(Row(**row) for row in record["rows"]), record["about"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a saved comparison: {type(error).__name__}: {error}") from error
+
+
+def merge(parts: Sequence[Comparing]) -> Comparing:
+    """Runs of one comparison that were made task by task, or seed by seed, as a whole.
+
+    The bases and all settings must agree, and no run may be counted twice. Times and passes add up.
+    """
+    if not parts:
+        raise DataError("there is nothing to merge; give at least one saved comparison.")
+    first = parts[0].comparison
+    by_task = ("finetuned", "data", "heads", "reference")
+    tables: dict[str, dict[str, str]] = {key: {} for key in by_task}
+    done: set[tuple[str, int]] = set()
+    for part in parts:
+        here = part.comparison
+        settings = [item.name for item in fields(Comparison) if item.name not in (*by_task, "seeds")]
+        if differing := [name for name in settings if getattr(here, name) != getattr(first, name)]:
+            raise DataError(f"comparisons with different {first_of(differing)} cannot be merged.")
+        cells = {(task, seed) for task in here.data for seed in here.seeds}
+        if twice := sorted(cells & done):
+            raise DataError(f"task {twice[0][0]} with seed {twice[0][1]} is in two of the comparisons.")
+        done |= cells
+        for key in by_task:
+            tables[key] |= getattr(here, key)
+    seeds = tuple(sorted({seed for _, seed in done}))
+    tasks = list(tables["data"])
+    if missing := [f"{task} with seed {seed}" for task in tasks for seed in seeds if (task, seed) not in done]:
+        raise DataError(f"some runs are missing: {first_of(missing)}.")
+    rows = [row for part in parts for row in part.rows]
+    rows.sort(key=lambda row: (tasks.index(row.task), row.seed))  # the order inside a run stays
+    about = dict(parts[0].about)
+    for key, value in about.items():
+        values = [part.about.get(key) for part in parts]
+        if isinstance(value, (int, float)):
+            about[key] = round(sum(item for item in values if isinstance(item, (int, float))), 1)
+        else:
+            about[key] = "; ".join(dict.fromkeys(str(item) for item in values))
+    about["runs"] = len(parts)
+    whole = replace(
+        first,
+        finetuned=tables["finetuned"],
+        data=tables["data"],
+        heads=tables["heads"],
+        reference=tables["reference"],
+        seeds=seeds,
+    )
+    return Comparing(whole, tuple(rows), about)
 
 
 def check_output(out: str | Path, overwrite: bool) -> None:

@@ -81,7 +81,7 @@ def finetune(
         if step + 1 in stops:
             module.eval()
             yield step + 1, module
-            module.train()
+            module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
 
 
 def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
