@@ -40,6 +40,8 @@ _OUT, _IN = "::out", "::in"
 class LowRank:
     """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
 
+    A convolution's kernel is a matrix too, over unfolded patches: its `in_factor` is (r, channels, height, width).
+
     >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
     (4, 3)
     """
@@ -49,13 +51,13 @@ class LowRank:
 
     def __post_init__(self) -> None:
         out, in_ = tuple(self.out_factor.shape), tuple(self.in_factor.shape)
-        if len(out) != 2 or len(in_) != 2 or out[1] != in_[0]:
+        if len(out) != 2 or len(in_) < 2 or out[1] != in_[0]:
             raise TuneportError(f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}.")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the product, (d_out, d_in)."""
-        return self.out_factor.shape[0], self.in_factor.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product, (d_out, d_in) or (d_out, channels, height, width)."""
+        return self.out_factor.shape[0], *self.in_factor.shape[1:]
 
     @property
     def rank(self) -> int:
@@ -70,11 +72,12 @@ class LowRank:
 
     def dense(self) -> torch.Tensor:
         """Return the product as one tensor."""
-        return self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype)
+        product = self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype).flatten(1)
+        return product.reshape(self.shape)
 
     def norm(self) -> float:
         """Return the Frobenius norm: ||B A||^2 = sum of (B^T B) * (A A^T), both r x r, in float64."""
-        B, A = self.out_factor.double(), self.in_factor.double()
+        B, A = self.out_factor.double(), self.in_factor.double().flatten(1)
         return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
 
     def __mul__(self, factor: float) -> LowRank:
@@ -220,6 +223,11 @@ class TaskVector(Mapping[str, Entry]):
         """Return an entry as one tensor, multiplying its factors if it is low-rank."""
         return as_dense(self[name])
 
+    def changes(self, name: str) -> bool:
+        """Whether an entry is other than zero, told without multiplying low-rank factors."""
+        entry = self[name]
+        return entry.norm() > 0 if isinstance(entry, LowRank) else bool(entry.any())
+
     def norm(self, name: str | None = None) -> float:
         """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
         if name is None:
@@ -347,7 +355,7 @@ def save_task_vector(
             parts[name] = TensorSpec(shape, dtype)
         else:
             parts[name + _OUT] = TensorSpec((shape[0], rank), dtype)
-            parts[name + _IN] = TensorSpec((rank, shape[1]), dtype)
+            parts[name + _IN] = TensorSpec((rank, *shape[1:]), dtype)
 
     # Both factors of an entry are asked for in turn: do not compute it twice.
     entry_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
@@ -390,8 +398,8 @@ def load_task_vector(path: PathLike) -> TaskVector:
     def spec(name: str) -> EntrySpec:
         if name not in low:
             return EntrySpec(stored.shape(name), stored.dtype(name))
-        (d_out, rank), (_, d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
-        return EntrySpec((d_out, d_in), stored.dtype(name + _OUT), rank)
+        (d_out, rank), (_, *d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
+        return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
 
     names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
     return TaskVector(_Lazy(names, read), spec)
@@ -401,7 +409,8 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     if name in stored or name + _OUT not in stored or name + _IN not in stored:
         return False
     out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
-    return len(out.shape) == len(in_.shape) == 2 and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
+    matrices = len(out.shape) == 2 and len(in_.shape) >= 2
+    return matrices and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
 
 
 def as_dense(entry: Entry) -> torch.Tensor:
