@@ -100,7 +100,7 @@ class EntrySpec(NamedTuple):
     rank: int | None = None
 
 
-class _Lazy(Mapping[str, T]):
+class Lazy(Mapping[str, T]):
     """Names and a function that makes the value of one."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
@@ -122,7 +122,7 @@ class _Lazy(Mapping[str, T]):
         return name in self._names
 
 
-class LazyTensors(_Lazy[torch.Tensor]):
+class LazyTensors(Lazy[torch.Tensor]):
     """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
 
     def __init__(
@@ -185,7 +185,7 @@ class TaskVector(Mapping[str, Entry]):
         def difference(name: str) -> torch.Tensor:
             return finetuned[name].detach().to(dtypes[name]) - base[name].detach().to(dtypes[name])
 
-        return cls(_Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
+        return cls(Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -264,7 +264,7 @@ class TaskVector(Mapping[str, Entry]):
             rank = None if one.rank is None or two.rank is None else one.rank + two.rank
             return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
 
-        return TaskVector(_Lazy([*self, *other], total), spec)
+        return TaskVector(Lazy([*self, *other], total), spec)
 
     def __sub__(self, other: TaskVector) -> TaskVector:
         return self + -other if isinstance(other, TaskVector) else NotImplemented
@@ -274,7 +274,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def __mul__(self, factor: float) -> TaskVector:
         number = _finite(factor)
-        return TaskVector(_Lazy(self, lambda name: self[name] * number), self.spec)
+        return TaskVector(Lazy(self, lambda name: self[name] * number), self.spec)
 
     __rmul__ = __mul__
 
@@ -288,13 +288,13 @@ class TaskVector(Mapping[str, Entry]):
         if len(old_of) < len(self):
             clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
             raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
-        return TaskVector(_Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
+        return TaskVector(Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
 
     def subset(self, names: Iterable[str]) -> TaskVector:
         """Return the entries with these names, in this order."""
         chosen = list(names)
         self._check_known(chosen)
-        return TaskVector(_Lazy(chosen, self.__getitem__), self.spec)
+        return TaskVector(Lazy(chosen, self.__getitem__), self.spec)
 
     def materialise(self) -> TaskVector:
         """Compute every entry now and keep it in memory."""
@@ -368,7 +368,7 @@ def save_task_vector(
 
     stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
-        write_safetensors(temporary, _Lazy(parts, part), parts, stated)
+        write_safetensors(temporary, Lazy(parts, part), parts, stated)
 
 
 def load_task_vector(path: PathLike) -> TaskVector:
@@ -402,7 +402,7 @@ def load_task_vector(path: PathLike) -> TaskVector:
         return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
 
     names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
-    return TaskVector(_Lazy(names, read), spec)
+    return TaskVector(Lazy(names, read), spec)
 
 
 def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
