@@ -44,6 +44,10 @@ UNREAD = {
 # Initialisations that take something out of the base weights: B A is then not the whole change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
+# Seen in peft 0.21, see its pull request 3774: such a LoRA counts double. Zeros mean the same either way.
+TWICE = "peft applies a LoRA on the output projection of torch's attention twice"
+_INNER = ".base_layer.out_proj.lora_"
+
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.(?P<last>\w+))?")
 
 
@@ -147,6 +151,10 @@ def task_vector_of(
     factors: dict[str, _Factors] = {}
     added: dict[str, tuple[str, float]] = {}
     for weight, lora in loras.items():
+        if _INNER in lora.keys.get("A", ""):
+            if bool(adapter.tensors[lora.keys["A"]].any()) and bool(adapter.tensors[lora.keys["B"]].any()):
+                wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
+            continue
         found = _factors(adapter, lora, describe(base, weight).shape, weight, transposed)
         if isinstance(found, str):
             wrong.append(f"{lora.path} ({found})")
@@ -362,7 +370,7 @@ def pack(
             continue
         factors, lost = truncate(entry, rank, energy)
         low[name] = (place, factors * scale)
-        ranks[place.target] = max(ranks.get(place.target, 1), factors.rank)
+        ranks[place.target] = factors.rank
         records.append(AdaptedModule(place.path, factors.rank, lost))
     if not low:
         raise TuneportError(
@@ -370,8 +378,10 @@ def pack(
         )
     for place, factors in low.values():
         turned = turned or place.kind == "transposed"
-        tensors |= _factor_tensors(place, _padded(factors, ranks[place.target] if place.shares else factors.rank))
-    tensors |= _missing_halves(module, {place.target for place, _ in low.values() if place.shares}, tensors, ranks)
+        tensors |= _factor_tensors(place, factors)
+        owner: Any = module.get_submodule(place.target)
+        if isinstance(owner, nn.MultiheadAttention):  # adapting it adapts its output projection too: by nothing
+            tensors |= _nothing(f"{place.path}.base_layer.out_proj", owner.out_proj.weight, factors.rank)
     for name, place in biases:
         key = _bias_key(name, place, place.target in ranks)
         tensors[key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
@@ -457,7 +467,6 @@ class _Place(NamedTuple):
     target: str
     path: str
     kind: str
-    shares: bool = False  # one rank for several tensors of one module
 
 
 def no_place(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -487,7 +496,7 @@ def _place(module: nn.Module, name: str) -> _Place | str:
     above = path.rpartition(".")[0]
     in_attention = bool(above) and isinstance(module.get_submodule(above), nn.MultiheadAttention)
     if isinstance(owner, nn.MultiheadAttention) and last == "in_proj_weight":
-        return _Place(path, path, "linear", shares=True)
+        return _Place(path, path, "linear")
     if isinstance(owner, nn.MultiheadAttention) and last == "in_proj_bias":
         return _Place(path, path, "bias")
     if last == "bias" and _adapts(owner):
@@ -495,7 +504,7 @@ def _place(module: nn.Module, name: str) -> _Place | str:
     if last != "weight" or not _adapts(owner):
         return f"a LoRA has no place for a parameter of {type(owner).__name__}"
     if in_attention:
-        return _Place(above, f"{above}.base_layer.out_proj", "linear", shares=True)
+        return TWICE
     if isinstance(owner, nn.Embedding):
         return _Place(path, path, "embedding")
     if isinstance(owner, nn.Conv2d):
@@ -531,32 +540,10 @@ def _bias_key(name: str, place: _Place, adapted: bool) -> str:
     return f"{PREFIX}{place.target}.base_layer{inner}{'.base_layer' if inner else ''}.{last}"
 
 
-def _padded(low: LowRank, rank: int) -> LowRank:
-    """The same matrix with more, empty, columns in its factors."""
-    if low.rank == rank:
-        return low
-    more = rank - low.rank
-    out, in_ = low.out_factor, low.in_factor
-    return LowRank(
-        torch.cat([out, out.new_zeros(len(out), more)], dim=1),
-        torch.cat([in_, in_.new_zeros(more, *in_.shape[1:])]),
-    )
-
-
-def _missing_halves(
-    module: nn.Module, shared: Collection[str], tensors: Mapping[str, Tensor], ranks: Mapping[str, int]
-) -> dict[str, Tensor]:
-    """Adapting an attention module adapts its input and output projections: zeros where one did not change."""
-    extra: dict[str, Tensor] = {}
-    for target in shared:
-        owner: Any = module.get_submodule(target)
-        for path, weight in ((target, owner.in_proj_weight), (f"{target}.base_layer.out_proj", owner.out_proj.weight)):
-            if f"{PREFIX}{path}.lora_A.weight" not in tensors:
-                nothing = LowRank(
-                    torch.zeros(weight.shape[0], ranks[target]), torch.zeros(ranks[target], weight.shape[1])
-                )
-                extra |= _factor_tensors(_Place(target, path, "linear"), nothing)
-    return extra
+def _nothing(path: str, weight: Tensor, rank: int) -> dict[str, Tensor]:
+    """Factors of a change by zero."""
+    rows, columns = weight.shape
+    return _factor_tensors(_Place(path, path, "linear"), LowRank(torch.zeros(rows, rank), torch.zeros(rank, columns)))
 
 
 def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
