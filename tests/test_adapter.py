@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import toy
 import tuneport
-from folders import Zoo
+from folders import FAMILIES, Zoo
 from tuneport import cli, pipeline
 from tuneport.adapter import is_adapter, no_place, open_adapter, pack, task_vector_of, transposed_weights, truncate
 from tuneport.errors import CheckpointError, TuneportError
@@ -331,6 +331,48 @@ def test_what_cannot_be_read_exactly_is_refused(changes: dict[str, Any], message
         read(folder, base)
 
 
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"r": "three"}, {}, r"rank or alpha in adapter_config.json cannot be read"),
+        ({"rank_pattern": {"(": 2}}, {}, r"rank or alpha in adapter_config.json cannot be read"),
+        ({}, {"q_proj.lora_A.weight": torch.ones(3)}, r"factors \(3,\) and \(16, 3\)"),
+        ({}, {"q_proj.lora_A.weight": None}, r"one of its two factors is missing"),
+        ({}, {"q_proj.lora_B.weight": torch.full((16, 3), torch.nan)}, r"hold NaN or infinite values"),
+        ({}, {"q_proj.lora_B.weight": torch.ones(16, 3, dtype=torch.int8)}, r"are quantised"),
+        ({}, {"q_proj.lora_magnitude_vector": torch.ones(5)}, r"its magnitudes do not fit"),
+        ({}, {"q_proj.lora_B.bias": torch.ones(5)}, r"the base layer has no such bias"),
+        ({}, {"q_proj.base_layer.weight": torch.ones(16, 16)}, r"the adapter was trained on another base"),
+        ({}, {"q_proj.lora_C.weight": torch.ones(1)}, r"q_proj.lora_C.weight"),
+    ],
+)
+def test_damaged_adapters(config: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = clip()
+    folder = saved(adapted(base, target_modules=["q_proj"]), tmp_path / "lora")
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**stored, **config}))
+    file = folder / "adapter_model.safetensors"
+    prefix = "base_model.model.vision_model.encoder.layers.0.self_attn."
+    content = {**load_file(file), **{prefix + name: tensor for name, tensor in tensors.items()}}
+    save_file({name: tensor for name, tensor in content.items() if tensor is not None}, file)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder, base)
+
+
+def test_without_a_live_model_shapes_tell_how_a_weight_is_stored(tmp_path: Path) -> None:
+    base = gpt2()
+    model = adapted(base, target_modules=["c_attn", "c_proj"])  # c_proj of the attention is square
+    adapter = open_adapter(saved(model, tmp_path / "lora"))
+    assert adapter.config["fan_in_fan_out"] is True
+    assert_same(task_vector_of(adapter, dict(base.named_parameters())), merged_change(model, base), 2e-6)
+    misled = replace(adapter, config={**adapter.config, "fan_in_fan_out": False})
+    with pytest.raises(CheckpointError, match=r"^2 parts .*attn.c_proj \(a square weight: its files do not tell"):
+        task_vector_of(misled, dict(base.named_parameters()))
+    assert_same(read(tmp_path / "lora", base), merged_change(model, base), 2e-6)
+
+
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     folder = saved(
         adapted(clip(), target_modules=TARGETS["clip"], modules_to_save=["visual_projection"]), tmp_path / "a"
@@ -579,6 +621,24 @@ def test_a_full_fine_tune_becomes_an_adapter_of_a_chosen_rank(tmp_path: Path) ->
     assert "library_name: peft" in (exact / "README.md").read_text()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_every_family_load(family: str, zoo: Zoo, tmp_path: Path) -> None:
+    """A full fine-tune, cut at nothing: peft's model is the target plus all that has a place in an adapter."""
+    source, tuned, target = zoo.trio(family)
+    result = tuneport.transfer(source, tuned, target, method="naive")
+    out = result.save(tmp_path / "out", kind="adapter", energy=1.0)
+    record = json.loads((out / "tuneport.json").read_text())
+    assert record["options"]["energy"] == 1.0
+    homeless = no_place(result.target.module, result.task_vector)
+    stays = {item["tensor"] for item in record["not_transported"]}
+    assert {result.target.file_names[name] for name in homeless} <= stays
+    vector = result.task_vector.subset(name for name in result.task_vector if name not in homeless)
+    expected = dict(vector.apply_to(dict(result.target.module.named_parameters())))
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(result.target.module), out).merge_and_unload()
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name].detach(), atol=2e-5, rtol=1e-4)
+
+
 def test_what_an_adapter_has_no_place_for_is_listed(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     tuned = seeded(clip, 7)
@@ -750,6 +810,22 @@ def test_extract_and_apply_an_adapter(zoo: Zoo, lora: Path, tmp_path: Path) -> N
     merged = peft.PeftModel.from_pretrained(model, lora).merge_and_unload()
     for name, parameter in merged.named_parameters():
         torch.testing.assert_close(dict(whole.named_parameters())[name], parameter, atol=1e-6, rtol=1e-5)
+
+
+def test_plan_and_the_way_through_a_task_vector(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
+    lora = saved(adapted(base, target_modules=["q_proj"], bias="all"), tmp_path / "lora")
+    assert run("plan", *inputs(zoo, lora), "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert any(row["target"].endswith("fc1.weight") for row in plan["layers"])  # its bias changed
+    tau = tmp_path / "tau.safetensors"
+    assert run("extract", zoo["clip_vision-base"], lora, "-o", tau) == 0
+    for given, out in ((lora, "direct"), (tau, "through")):
+        assert run("transfer", *inputs(zoo, given), "--out", tmp_path / out, "--as", "adapter") == 0
+    direct, through = (open_adapter(tmp_path / out).tensors for out in ("direct", "through"))
+    assert set(direct) == set(through)
+    assert all(torch.equal(direct[name], through[name]) for name in direct)
+    assert open_adapter(tmp_path / "direct").config["bias"] == "all"
 
 
 def test_extract_where_live_names_are_not_those_of_the_files(zoo: Zoo, tmp_path: Path) -> None:

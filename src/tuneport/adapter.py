@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +87,11 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
             f"{adapter.name} was initialised by {started}, which changes the base weights. Save it again with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         )
+    coarse = [name for name in adapter.tensors if describe(adapter.tensors, name).dtype.itemsize < 2]
+    if coarse:
+        raise CheckpointError(
+            f"{len(coarse)} tensors of {adapter.name} are quantised: {first_of(coarse)}. Save it in float32."
+        )
     check_finite(adapter.tensors)
     return adapter
 
@@ -116,7 +121,7 @@ def _live_adapter(module: nn.Module) -> Adapter:
     if len(names) != 1:
         raise TuneportError(f"{type(module).__name__} has {len(names)} active adapters; set one with set_adapter.")
     tensors = get_peft_model_state_dict(module, adapter_name=names[0], save_embedding_layers=False)
-    stated = {name: tensor.detach() for name, tensor in tensors.items()}
+    stated = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     return Adapter(type(module).__name__, configs[names[0]].to_dict(), stated)
 
 
@@ -146,37 +151,7 @@ def task_vector_of(
     `transposed` says which weights are stored (in, out), and is told from shapes and `fan_in_fan_out` if not given.
     Raises one CheckpointError with everything that does not fit.
     """
-    names = _Names(base, other_names or {})
-    loras, absolute, wrong = _sorted_keys(adapter, names)
-    factors: dict[str, _Factors] = {}
-    added: dict[str, tuple[str, float]] = {}
-    for weight, lora in loras.items():
-        if _INNER in lora.keys.get("A", ""):
-            if bool(adapter.tensors[lora.keys["A"]].any()) and bool(adapter.tensors[lora.keys["B"]].any()):
-                wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
-            continue
-        found = _factors(adapter, lora, describe(base, weight).shape, weight, transposed)
-        if isinstance(found, str):
-            wrong.append(f"{lora.path} ({found})")
-            continue
-        factors[weight] = found
-        if "B.bias" in lora.keys:
-            bias = names.find(f"{lora.path}.bias")
-            if bias is None:
-                wrong.append(f"{lora.path} (it has a bias, the base layer has none)")
-            else:
-                added[bias] = (lora.keys["B.bias"], found.scaling)
-    for name, key in absolute.items():
-        here, there = describe(adapter.tensors, key).shape, describe(base, name).shape
-        if here != there:
-            wrong.append(f"{key} {here} vs {there}")
-        elif name in factors and not torch.equal(adapter.tensors[key].float(), base[name].float()):
-            wrong.append(f"{key} (not the base's own weight: the adapter was trained on another base)")
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
-            f"It was made for {adapter.config.get('base_model_name_or_path') or 'a base that it does not name'}."
-        )
+    factors, added, absolute = _checked(adapter, base, _Names(base, other_names or {}), transposed)
 
     def wide(name: str) -> torch.dtype:
         return torch.promote_types(describe(base, name).dtype, torch.float32)
@@ -193,7 +168,7 @@ def task_vector_of(
 
     def bias_of(name: str) -> Tensor:
         key, scaling = added[name]
-        return adapter.tensors[key].float() * scaling
+        return adapter.tensors[key].to(wide(name)) * scaling
 
     def dense(name: str) -> EntrySpec:
         return EntrySpec(describe(base, name).shape, wide(name))
@@ -205,6 +180,65 @@ def task_vector_of(
     if whole:
         total = total + TaskVector(Lazy(whole, difference), dense)
     return total + _lone_biases(total, base)
+
+
+def _checked(
+    adapter: Adapter, base: Mapping[str, Tensor], names: _Names, transposed: Collection[str] | None
+) -> tuple[dict[str, _Factors], dict[str, tuple[str, float]], dict[str, str]]:
+    """Factors by weight, added biases (key and scaling) and whole tensors (key) by name; all of them fit the base."""
+    loras, absolute, wrong = _sorted_keys(adapter, names)
+    turned = _how_stored(adapter, loras, base, transposed)
+    factors: dict[str, _Factors] = {}
+    added: dict[str, tuple[str, float]] = {}
+    for weight, lora in loras.items():
+        if _INNER in lora.keys.get("A", "") and "B" in lora.keys:
+            if all(bool(adapter.tensors[lora.keys[side]].any()) for side in "AB"):
+                wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
+            continue
+        found = _factors(adapter, lora, describe(base, weight).shape, turned(weight))
+        if isinstance(found, str):
+            wrong.append(f"{lora.path} ({found})")
+            continue
+        factors[weight] = found
+        if "B.bias" in lora.keys:
+            bias = names.find(f"{lora.path}.bias")
+            if bias is None or describe(base, bias).shape != describe(adapter.tensors, lora.keys["B.bias"]).shape:
+                wrong.append(f"{lora.path} (the base layer has no such bias)")
+            else:
+                added[bias] = (lora.keys["B.bias"], found.scaling)
+    for name, key in absolute.items():
+        here, there = describe(adapter.tensors, key).shape, describe(base, name).shape
+        if here != there:
+            wrong.append(f"{key} {here} vs {there}")
+        elif name in factors and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
+            wrong.append(f"{key} (not the base's own weight: the adapter was trained on another base)")
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
+            f"It was made for {adapter.config.get('base_model_name_or_path') or 'a base that it does not name'}."
+        )
+    return factors, added, absolute
+
+
+def _how_stored(
+    adapter: Adapter, loras: Mapping[str, _Lora], base: Mapping[str, Tensor], transposed: Collection[str] | None
+) -> Callable[[str], bool | None]:
+    """Whether a weight is stored (in, out): as given, else by its shape, else as `fan_in_fan_out` says.
+
+    None where that cannot be told: peft leaves in `fan_in_fan_out` what was right for the last module, so a square
+    weight is unclear as soon as another weight contradicts it.
+    """
+    if transposed is not None:
+        return lambda weight: weight in transposed
+    seen: dict[str, bool] = {}
+    for weight, lora in loras.items():
+        if "A" in lora.keys and "B" in lora.keys:
+            A, B = (describe(adapter.tensors, lora.keys[side]).shape for side in "AB")
+            if len(A) == len(B) == 2 and A[1] != B[0]:
+                seen[weight] = (A[1], B[0]) == describe(base, weight).shape
+    stated = bool(adapter.config.get("fan_in_fan_out"))
+    square = stated if set(seen.values()) <= {stated} else None
+    return lambda weight: seen.get(weight, square if len(describe(base, weight).shape) == 2 else False)
 
 
 def _lone_biases(vector: TaskVector, base: Mapping[str, Tensor]) -> TaskVector:
@@ -243,7 +277,7 @@ def _sorted_keys(adapter: Adapter, names: _Names) -> tuple[dict[str, _Lora], dic
         if ".original_module." in plain:  # the base's own copy beside a module that was saved whole
             continue
         found = _FACTOR.fullmatch(plain)
-        path = (found["module"] if found else plain).replace(".base_layer", "").replace(".modules_to_save.", ".")
+        path = re.sub(r"\.(base_layer|modules_to_save)(?=\.|$)", "", found["module"] if found else plain)
         name = names.find(f"{path}.weight", f"{path}.in_proj_weight") if found else names.find(path)
         if name is None:
             missing = f"{path} (no such module, or its weight is tied to another)" if found else key
@@ -266,9 +300,7 @@ class _Factors(NamedTuple):
     transposed: bool
 
 
-def _factors(
-    adapter: Adapter, lora: _Lora, shape: tuple[int, ...], weight: str, transposed: Collection[str] | None
-) -> _Factors | str:
+def _factors(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: bool | None) -> _Factors | str:
     """How to read one LoRA, or what is wrong with it."""
     embedded = "embedding_A" in lora.keys or "embedding_B" in lora.keys
     kind = "embedding_" if embedded else ""
@@ -277,21 +309,22 @@ def _factors(
     if embedded and "magnitude" in lora.keys:
         return "DoRA on an embedding: merge it into its base"
     A, B = (describe(adapter.tensors, lora.keys[f"{kind}{side}"]).shape for side in "AB")
-    rank = int(_patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
-    alpha = float(_patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
-    if A[0] != rank or B[1] != rank or rank < 1:
+    try:
+        rank = int(_patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
+        alpha = float(_patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
+    except (TypeError, ValueError, LookupError, re.error) as error:
+        return f"its rank or alpha in {CONFIG} cannot be read: {error}"
+    if len(A) < 2 or len(B) < 2 or A[0] != rank or B[1] != rank or rank < 1:
         return f"factors {A} and {B}, but its configuration says rank {rank}"
+    if transposed is None and not embedded:
+        return "a square weight: its files do not tell whether it is stored transposed; use a live model"
     scaling = alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
+    flipped = embedded or bool(transposed)
     product = (B[0], *A[1:])
-    if embedded:
-        flipped = True
-    elif transposed is not None:
-        flipped = weight in transposed
-    else:
-        square = product == shape[::-1] == shape
-        flipped = bool(adapter.config.get("fan_in_fan_out")) if square else product == shape[::-1]
-    if (product[::-1] if flipped else product) != shape or len(B) not in (2, len(A)) or set(B[2:]) > {1}:
+    if (product[::-1] if flipped else product) != shape or set(B[2:]) - {1}:
         return f"factors {A} and {B} do not make {shape}"
+    if "magnitude" in lora.keys and math.prod(describe(adapter.tensors, lora.keys["magnitude"]).shape) != B[0]:
+        return f"its magnitudes do not fit factors {A} and {B}"
     return _Factors({side.removeprefix(kind): key for side, key in lora.keys.items()}, scaling, rank, flipped)
 
 

@@ -124,6 +124,8 @@ class Result:
         with new_folder(out, overwrite=overwrite) as folder:
             if packed is not None:
                 write_adapter(folder, packed.adapter)
+                asked = {"as": kind, "rank": rank, "energy": energy}
+                record["options"] = {**record.get("options", {}), **asked}
                 record = _adapter_record(record, packed, self.target)
             else:
                 write_checkpoint(folder, self.tensors())
