@@ -494,7 +494,7 @@ def test_blocks_without_an_adapter_stay(tmp_path: Path) -> None:
         "source block 2 has no change in the role q"
     )
     assert reasons["vision_model.encoder.layers.1.self_attn.q_proj.bias"] == "the fine-tune did not change this bias"
-    assert reasons["vision_model.encoder.layers.1.mlp.fc1.weight"] == "the source has no layer with the role fc1"
+    assert reasons["vision_model.encoder.layers.1.mlp.fc1.weight"] == "the fine-tune changed no layer with the role fc1"
 
 
 @pytest.mark.parametrize("fused", [(False, True), (True, False), (True, True)])
@@ -772,6 +772,7 @@ def test_transfer_as_adapter(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytes
     loaded = peft.PeftModel.from_pretrained(target, out).eval()
     batch = {"pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))}
     torch.testing.assert_close(outputs(loaded, batch), outputs(whole, batch), atol=1e-5, rtol=1e-4)
+    assert "| adapter | 7 modules, rank 3, nothing lost |" in (out / "README.md").read_text()
     text = (tmp_path / "whole" / "report.html").read_text()
     assert "<th scope=col>rank</th>" in text
 

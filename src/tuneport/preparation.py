@@ -342,14 +342,25 @@ def _plan(
             found = f"the task vector has no {first_of(unchanged)}" if unchanged else "pairs is empty"
             raise PairingError(f"{found}: there is nothing to transfer. Pair layers that the fine-tune changed.")
         plan = Plan(tuple(pairs))
-    biased = {layer.name for layer in source.layers if layer.bias is not None and layer.bias not in vector}
-    still = {pair.target.bias for pair in plan.pairs if pair.source.bias is None and pair.source.name in biased}
-    kept = (Kept(k.tensor, "the fine-tune did not change this bias") if k.tensor in still else k for k in plan.kept)
     left_out = [name for name in target.file_names if _excluded(name, target, exclude)]
     more = [*(Kept(name, "excluded") for name in left_out), *(Kept(*item) for item in target.outside.items())]
     if pairs is not None:
         more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
-    return replace(plan, kept=(*kept, *more))
+    return replace(plan, kept=(*_unchanged(plan, source, vector), *more))
+
+
+def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
+    """What is kept, where the source has a partner after all and only the fine-tune left it as it was."""
+    biased = {layer.name for layer in source.layers if layer.bias is not None and layer.bias not in vector}
+    still = {pair.target.bias for pair in plan.pairs if pair.source.bias is None and pair.source.name in biased}
+    roles = {f"the source has no layer with the role {layer.role}": layer.role for layer in source.layers}
+    for item in plan.kept:
+        if item.tensor in still:
+            yield Kept(item.tensor, "the fine-tune did not change this bias")
+        elif item.reason in roles:
+            yield Kept(item.tensor, f"the fine-tune changed no layer with the role {roles[item.reason]}")
+        else:
+            yield item
 
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:

@@ -78,7 +78,8 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         modules = record["adapter"]["modules"]
         ranks, lost = [item["rank"] for item in modules], max(item["lost_energy"] for item in modules)
         span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
-        rows.append(("adapter", f"{len(modules)} modules, {span}, at most {100 * lost:.2g} % of a layer's energy lost"))
+        cost = f"at most {100 * lost:.2g} % of a layer's energy lost" if lost > 0 else "nothing lost"
+        rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
     rows.append(("time", f"{record['seconds']:.1f} s"))
     return rows
 
