@@ -132,6 +132,16 @@ def test_target_layers_without_a_partner_are_kept_with_their_biases() -> None:
     }
 
 
+def test_depths_may_be_given_where_only_some_blocks_changed() -> None:
+    source, target = [layer("q", 1)], [layer("q", i) for i in range(4)]
+    plan = pair_layers(source, target, source_blocks={"blocks": 4})
+    assert partners(plan) == {"blocks.1.q.weight": "blocks.1.q.weight"}
+    reasons = {entry.tensor: entry.reason for entry in plan.kept}
+    assert reasons["blocks.3.q.weight"] == "source block 3 has no change in the role q"
+    assert dict(plan.source_blocks) == dict(plan.target_blocks) == {"blocks": 4}
+    assert len(pair_layers(source, target).pairs) == 2  # without: two blocks, of which the last is given
+
+
 def test_biases_on_one_side_only_are_named() -> None:
     bare, biased = layer("q", bias=None), layer("q")
     assert pair_layers([bare], [biased]).kept == (Kept("blocks.0.q.bias", "the source layer has no bias"),)

@@ -391,7 +391,7 @@ class TestSaved:
         assert (out / "model.safetensors").is_file()
 
     def test_an_unknown_kind(self, zoo: Zoo, tmp_path: Path) -> None:
-        with pytest.raises(TuneportError, match="model or task-vector, not as 'zip'"):
+        with pytest.raises(TuneportError, match="model, adapter or task-vector, not as 'zip'"):
             cross(zoo, "vit", "vit", method="naive").save(tmp_path / "out", kind="zip")
 
     @pytest.mark.parametrize("file", ["config.json", "heads/animals.safetensors"])

@@ -325,7 +325,7 @@ def test_saving_computes_each_entry_once_and_keeps_none(tmp_path: Path) -> None:
         calls.append(name)
         return low_rank(1)
 
-    lazy = TaskVector(module._Lazy(["a", "b"], make), lambda _: TaskVector({"x": low_rank(1)}).spec("x"))
+    lazy = TaskVector(module.Lazy(["a", "b"], make), lambda _: TaskVector({"x": low_rank(1)}).spec("x"))
     save_task_vector(tmp_path / "low.safetensors", lazy)
     assert calls == ["a", "b"]
 
@@ -341,7 +341,7 @@ def test_saving_is_refused_or_whole(tmp_path: Path, one: TaskVector) -> None:
     def explode(_: str) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    broken = TaskVector(module._Lazy(["dense"], explode), lambda _: one.spec("dense"))
+    broken = TaskVector(module.Lazy(["dense"], explode), lambda _: one.spec("dense"))
     with pytest.raises(KeyboardInterrupt):
         save_task_vector(path, broken, overwrite=True)
     assert path.read_bytes() == before

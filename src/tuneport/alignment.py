@@ -125,7 +125,7 @@ def procrustes(
     if rtol is None:
         signal_dtype = covariance.signal_dtype if isinstance(covariance, CrossCovariance) else torch.float64
         rtol = rank_cut(signal_dtype, C.dtype, max(C.shape))
-    U, S, Vh = _svd(C.double())
+    U, S, Vh = thin_svd(C.double())
     rank = int((rtol * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
     R = U[:, :rank] @ Vh[:rank]
     if completion == "svd" and rank < len(S):
@@ -149,7 +149,7 @@ def _null_isometry(U: Tensor, Vh: Tensor, missing: int) -> Tensor:
     E = rectangular_identity(U.shape[0], Vh.shape[1], U.device)
     E = E - U @ (U.T @ E)
     E = E - (E @ Vh.T) @ Vh
-    left, S, right = _svd(E)
+    left, S, right = thin_svd(E)
     good = int((S[:missing] > 1e-8).sum())
     filled = left[:, :good] @ right[:good]
     if good < missing:  # the identity itself is blind here: pair the remaining directions in order
@@ -175,7 +175,7 @@ def _complement(basis: Tensor, count: int) -> Tensor:
     return columns
 
 
-def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Thin SVD; on a failure to converge (seen on accelerators) once more on the CPU."""
     try:
         U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)

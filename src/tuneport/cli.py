@@ -47,11 +47,12 @@ class Completion(str, Enum):
 
 class OutputKind(str, Enum):
     model = "model"
+    adapter = "adapter"
     task_vector = "task-vector"
 
 
 Source = Annotated[str, typer.Option(help="The old base model: a folder that from_pretrained loads.")]
-Finetuned = Annotated[str, typer.Option(help="The fine-tuned old base, or a task-vector file.")]
+Finetuned = Annotated[str, typer.Option(help="The fine-tuned old base, a LoRA adapter of it, or a task-vector file.")]
 Target = Annotated[str, typer.Option(help="The new base model.")]
 Data = Annotated[str | None, typer.Option(help="Calibration data: image folder, .npz, table or HF dataset folder.")]
 MethodName = Annotated[str, typer.Option(help="Transfer method; see 'tuneport methods'.")]
@@ -112,6 +113,10 @@ def transfer(
     ] = "1.0",
     head: HeadName = None,
     as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
+    rank: Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)] = None,
+    energy: Annotated[
+        float | None, typer.Option(help="With --as adapter: cut to the least rank that keeps this share of |tau|².")
+    ] = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
     batch_size: BatchSize = 32,
@@ -122,26 +127,36 @@ def transfer(
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
+    from .adapter import check_truncation
     from .checkpoint import check_new_file, check_new_folder, describe
     from .report import to_json
 
-    check_new = check_new_folder if as_ is OutputKind.model else check_new_file
+    check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
     check_new(out, overwrite, inputs=[path for path in (source, finetuned, target, data, head) if path])
     strength = pipeline.check_scale(scale)
+    if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
+        raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
+    check_truncation(rank, energy)
     job = _prepare(locals(), scored=strength == "auto")
+    if as_ is OutputKind.adapter:
+        pipeline.check_adapter(job, rank, energy)
     if as_ is OutputKind.model:
         check_new_folder(
             out, overwrite, needed_bytes=sum(describe(job.target.tensors, n).nbytes for n in job.target.tensors)
         )
     with _progress("measuring", job.samples) as advance:
         result = pipeline.run(job, scale=strength, progress=advance)
-    result.save(out, kind=as_.value, overwrite=overwrite)
+    result.save(out, kind=as_.value, rank=rank, energy=energy, overwrite=overwrite)
     record = {**result.record, "out": out}
+    if as_ is OutputKind.adapter:  # its record says more: ranks and what they cost
+        record = json_module.loads((Path(out) / "tuneport.json").read_text(encoding="utf-8"))
     if json:
         _emit(to_json(record))
         return
     _print_summary(record)
-    _say(f"written to {out}" + (", report in report.html" if as_ is OutputKind.model else ""))
+    _say(f"written to {out}" + ("" if as_ is OutputKind.task_vector else ", report in report.html"))
+    if as_ is OutputKind.adapter:
+        _say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
     if as_ is OutputKind.model and data is not None:
         chosen = f" --head {head}" if head else ""
         _say(f"next: tuneport evaluate {out} --data {data}{chosen}")
@@ -434,6 +449,8 @@ def _print_summary(record: dict[str, Any]) -> None:
     for label, text in summary_rows(record):
         table.add_row(f"[dim]{label}[/dim]", escape(text))
     out_console.print(table)
+    for note in record.get("notes", ()):
+        _say(f"note: {note}")
     _print_kept(record)
 
 

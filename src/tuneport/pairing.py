@@ -97,18 +97,21 @@ def pair_layers(
     roles: Mapping[str, str | None] | None = None,
     depth_rule: DepthRule = nearest_block,
     output_maps: Mapping[str, Tensor] | None = None,
+    source_blocks: Mapping[str, int] | None = None,
+    target_blocks: Mapping[str, int] | None = None,
 ) -> Plan:
     """Pair every target layer with a source layer and say what stays.
 
     `roles` maps source roles to target roles where names differ (None: leave that role behind);
-    `output_maps` gives the fixed output map of a role whose outputs live in one space, such as class logits.
+    `output_maps` gives the fixed output map of a role whose outputs live in one space, such as class logits;
+    `source_blocks` and `target_blocks` say how deep each stack is, where not all of its layers are given.
     Raises PairingError when a source role of a block has no place in the target: that part of the skill
     would be lost silently.
     """
     roles = roles or {}
     stacks = _pair_stacks(source, target)
     _check_roles(source, target, roles, stacks)
-    depth_a, depth_b = _depths(source), _depths(target)
+    depth_a, depth_b = source_blocks or count_blocks(source), target_blocks or count_blocks(target)
     by_place = {(layer.stack, layer.block, _renamed(layer.role, roles)): layer for layer in source}
 
     def place(part: Layer | LooseTensor) -> tuple[str, int | None, str]:
@@ -121,7 +124,7 @@ def pair_layers(
     for layer in target:
         partner = by_place.get(place(layer))
         if partner is None:
-            reason = f"the source has no layer with the role {layer.role}"
+            reason = _why_kept(layer, place(layer), source, roles)
             kept += [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
             continue
         pairs.append(LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role)))
@@ -197,7 +200,8 @@ def _pair_stacks(source: Sequence[Layer], target: Sequence[Layer]) -> dict[str, 
     return named
 
 
-def _depths(layers: Sequence[Layer]) -> dict[str, int]:
+def count_blocks(layers: Sequence[Layer]) -> dict[str, int]:
+    """How many blocks each stack has."""
     depths: dict[str, int] = {}
     for layer in layers:
         if layer.block is not None:
@@ -239,6 +243,15 @@ def _check_maps(pairs: Iterable[LayerPair]) -> None:
 
 def _renamed(role: str, roles: Mapping[str, str | None]) -> str | None:
     return roles.get(role, role)
+
+
+def _why_kept(
+    layer: Layer, place: tuple[str, int | None, str], source: Sequence[Layer], roles: Mapping[str, str | None]
+) -> str:
+    stack, block, role = place
+    if any(other.stack == stack and _renamed(other.role, roles) == role for other in source):
+        return f"source block {block} has no change in the role {role}"
+    return f"the source has no layer with the role {layer.role}"
 
 
 def _why_dropped(layer: Layer, stacks: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .adapter import (
+    Adapter,
+    Packed,
+    check_truncation,
+    is_adapter,
+    no_place,
+    open_adapter,
+    pack,
+    task_vector_of,
+    transposed_weights,
+    write_adapter,
+)
 from .alignment import Statistics
 from .capture import PairedBatch, Progress, frozen, measure
 from .checkpoint import (
@@ -30,19 +43,20 @@ from .checkpoint import (
     write_checkpoint,
 )
 from .data import Dataset
-from .errors import DataError, TuneportError
-from .families import Model
+from .errors import CheckpointError, DataError, TuneportError, first_of
+from .families import Model, open_model
 from .methods import LayerRecord, Problem, Transfer
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare
 from .report import copy_companions, model_card, report_page, write_record
 from .scaling import HOLD_OUT, ScaleChoice, Scaled, Score, choose_scale, fitting_samples
-from .task_vector import TaskVector, save_task_vector
+from .task_vector import LazyTensors, TaskVector, save_task_vector
 
 __all__ = [
     "Job",
     "Result",
     "apply",
+    "check_adapter",
     "check_scale",
     "extract",
     "left_behind",
@@ -84,23 +98,54 @@ class Result:
                     parameter.copy_(tensors[self.target.file_names[name]])
         return module
 
-    def save(self, out: str | Path, *, kind: str = "model", overwrite: bool = False) -> Path:
-        """Write the new model as a folder that from_pretrained loads, or the task vector as one file."""
+    def save(
+        self,
+        out: str | Path,
+        *,
+        kind: str = "model",
+        rank: int | None = None,
+        energy: float | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the new model as a folder that from_pretrained loads, a LoRA adapter, or the task vector as one file.
+
+        An adapter takes low-rank updates as they are; others, and all where `rank` or `energy` is given, are cut
+        by SVD to that rank, or to the least rank that keeps this share of |tau|^2.
+        """
         out = Path(out)
         record = {**self.record, "out": str(out)}
         if kind == "task-vector":
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": _compact(record)}, overwrite=overwrite)
             return out
-        if kind != "model":
-            raise TuneportError(f"a transfer can be saved as model or task-vector, not as {kind!r}.")
+        if kind not in ("model", "adapter"):
+            raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
+        packed = self._packed(rank, energy) if kind == "adapter" else None
         with new_folder(out, overwrite=overwrite) as folder:
-            write_checkpoint(folder, self.tensors())
-            copy_companions(self.target.folder, folder, self.target.module)
+            if packed is not None:
+                write_adapter(folder, packed.adapter)
+                asked = {"as": kind, "rank": rank, "energy": energy}
+                record["options"] = {**record.get("options", {}), **asked}
+                record = _adapter_record(record, packed, self.target)
+            else:
+                write_checkpoint(folder, self.tensors())
+                copy_companions(self.target.folder, folder, self.target.module)
             (folder / "README.md").write_text(model_card(record), encoding="utf-8")
             (folder / "report.html").write_text(report_page(record), encoding="utf-8")
             write_record(folder / "tuneport.json", record)
         return out
+
+    def _packed(self, rank: int | None, energy: float | None) -> Packed:
+        names = self.target.file_names
+        base = LazyTensors(
+            names, lambda n: self.target.tensors[names[n]], lambda n: describe(self.target.tensors, names[n])
+        )
+        source = self.record.get("finetuned", {}).get("adapter", {})
+        about = {
+            "base_model_name_or_path": self.target.name if self.target.folder is not None else None,
+            "task_type": source.get("task_type"),
+        }
+        return pack(self.task_vector, self.target.module, base, scale=self.scale, rank=rank, energy=energy, about=about)
 
 
 def transfer(
@@ -267,13 +312,64 @@ def measure_job(job: Job, *, signals: Iterable[str] | None = None, progress: Pro
     )
 
 
+def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
+    """Refuse, before anything is measured, a transfer whose result cannot be written as an adapter as asked."""
+    check_truncation(rank, energy)
+    if rank is None and energy is None:
+        names = {pair.source.weight for pair in job.plan.pairs}
+        dense = [name for name in names if job.task_vector.spec(name).rank is None]
+        if dense:
+            raise TuneportError(
+                f"{len(dense)} of {len(names)} updates are not low-rank ({first_of(sorted(dense), 3)}): pass --rank R "
+                "or --energy 0.95 to make an adapter of them (--energy 1 is exact)."
+            )
+        if not job.method.keeps_rank:
+            raise TuneportError(f"method {job.record['method']} makes dense updates: pass --rank R or --energy 0.95.")
+    weights = {pair.target.weight for pair in job.plan.pairs}
+    homeless = no_place(job.target.module, weights)
+    if len(homeless) == len(weights):
+        reasons = first_of(f"{name}: {reason}" for name, reason in homeless.items())
+        raise TuneportError(f"no layer of the target can be written as a LoRA ({reasons}). Use --as model.")
+
+
+def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) -> dict[str, Any]:
+    """The record of a transfer that was written as an adapter: ranks, what they cost, what has no place in it."""
+    kept = [{"tensor": target.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
+    weights = {layer.name: layer.weight for layer in target.layers}
+    return {
+        **record,
+        "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
+        "not_transported": [*record["not_transported"], *kept],
+        "adapter": {"rank": packed.adapter.config["r"], "modules": [asdict(item) for item in packed.modules]},
+    }
+
+
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
-    ours, theirs = open_checkpoint(base), open_checkpoint(finetuned)
+    ours = open_checkpoint(base)
+    if is_adapter(finetuned):
+        return _extract_adapter(base, ours, open_adapter(finetuned), exclude)
+    theirs = open_checkpoint(finetuned)
     vector = TaskVector.between(ours, theirs, exclude)
     check_finite(theirs, list(vector))
     check_finite(ours, list(vector))
     return vector
+
+
+def _extract_adapter(
+    base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
+) -> TaskVector:
+    """An adapter's change under the names in the base's files; the base is opened only where they differ."""
+    try:
+        vector = task_vector_of(adapter, stored)
+    except CheckpointError:
+        if not Path(base).is_dir():
+            raise
+        model = open_model(base)
+        live = {name: file for name, file in model.file_names.items() if name not in stored}
+        turned = {model.file_names[name] for name in transposed_weights(model.module)}
+        vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
+    return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
 
 
 def apply(
@@ -306,7 +402,12 @@ def left_behind(job: Job) -> tuple[Kept, ...]:
     stays = [
         Kept(part.name, KEPT_BY_KIND[part.kind].replace("the target keeps its own", "not moved by this method"))
         for part in job.source.loose
-        if part.name in job.task_vector and part.name not in taken and bool(job.task_vector.dense(part.name).any())
+        if part.name in job.task_vector and part.name not in taken and job.task_vector.changes(part.name)
+    ]
+    stays += [
+        Kept(name, reason)
+        for name, reason in job.source.outside.items()
+        if name in job.task_vector and job.task_vector.changes(name)
     ]
     named = (Kept(job.source.file_names.get(item.tensor, item.tensor), item.reason) for item in stays)
     return (*job.plan.dropped, *named)

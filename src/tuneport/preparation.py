@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .adapter import Adapter, is_adapter, open_adapter, task_vector_of, transposed_weights
 from .alignment import Completion
 from .calibration import batches as sample_batches
 from .calibration import select
 from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, match_tokens
 from .checkpoint import (
     check_finite,
+    describe,
     file_digests,
     open_checkpoint,
 )
@@ -33,8 +35,8 @@ from .evaluation import features
 from .families import Head, Model, choose_head, describe_module, open_model
 from .layers import Layer
 from .methods import METHODS, Method, get_method
-from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, nearest_block, pair_layers
-from .task_vector import TaskVector, load_task_vector
+from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
+from .task_vector import LazyTensors, TaskVector, load_task_vector
 
 ModelLike = Model | nn.Module | str | Path
 
@@ -95,7 +97,8 @@ def prepare(
     name = next((known for known, registered in METHODS.items() if registered == method), name)
     where = pick_device(device)
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
-    vector = _task_vector(ours, finetuned, exclude)
+    adapter = _open_adapter(finetuned)
+    vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)
     signals = method.signals | frozenset(extra_signals)
     if isinstance(data, (str, Path)) and not Path(data).exists():
         raise DataError(f"no data at {data}: no such file or folder.")
@@ -147,13 +150,15 @@ def prepare(
             "device": str(where),
         },
         "source": _identity(ours),
-        "finetuned": _identity(finetuned),
+        "finetuned": _adapter_identity(adapter) if adapter else _identity(finetuned),
         "target": _identity(theirs),
         "data": _data_identity(data, dataset, indices, heads),
         "versions": {package: package_version(package) for package in ("torch", "transformers", "safetensors", "numpy")}
         | {"python": platform.python_version()},
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
+    if adapter and (note := _base_note(adapter, ours)):
+        record["notes"] = [note]
     return Job(
         ours,
         theirs,
@@ -237,6 +242,11 @@ def _open(model: ModelLike, device: torch.device, trust_remote_code: bool) -> Mo
     if isinstance(model, Model):
         return model
     if isinstance(model, nn.Module):
+        if any(".lora_A." in name for name, _ in model.named_parameters()):
+            raise TuneportError(
+                f"{type(model).__name__} still carries an adapter. Pass the bare base: a copy made before "
+                "get_peft_model, or peft_model.unload()."
+            )
         return describe_module(model)
     return open_model(model, device=device, trust_remote_code=trust_remote_code)
 
@@ -256,12 +266,35 @@ def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequ
         vector = TaskVector.between(source.tensors, tensors, exclude)
         check_finite(tensors, list(vector))
     named = vector.rename({name: live[name] for name in vector if name in live})
-    known = named.subset(name for name in named if name in source.file_names)
-    if not any(bool(known.dense(name).any()) for name in known):
+    return _known(source, named)
+
+
+def _open_adapter(finetuned: ModelLike | TaskVector) -> Adapter | None:
+    given = finetuned.module if isinstance(finetuned, Model) else finetuned
+    return open_adapter(given) if not isinstance(given, TaskVector) and is_adapter(given) else None
+
+
+def _adapter_vector(source: Model, adapter: Adapter, exclude: Sequence[str]) -> TaskVector:
+    """What an adapter changes in the source, under the names of its live parameters."""
+    names = source.file_names
+    base = LazyTensors(names, lambda n: source.tensors[names[n]], lambda n: describe(source.tensors, names[n]))
+    stored = {file: name for name, file in names.items()}
+    vector = task_vector_of(adapter, base, other_names=stored, transposed=transposed_weights(source.module))
+    return _known(source, vector.subset(name for name in vector if not _excluded(name, source, exclude)))
+
+
+def _known(source: Model, vector: TaskVector) -> TaskVector:
+    """The entries for parameters of the source; at least one of them is not zero."""
+    known = vector.subset(name for name in vector if name in source.file_names)
+    if not any(known.changes(name) for name in known):
         raise CheckpointError(
             "the fine-tuned model equals its base in every tensor: there is nothing to transfer. Check the paths."
         )
     return known
+
+
+def _excluded(name: str, model: Model, exclude: Sequence[str]) -> bool:
+    return any(fnmatchcase(known, glob) for known in (name, model.file_names.get(name, name)) for glob in exclude)
 
 
 def _is_task_vector(path: Path) -> bool:
@@ -277,31 +310,30 @@ def _plan(
     depth_rule: DepthRule,
     exclude: Sequence[str],
 ) -> Plan:
-    def excluded(name: str, model: Model) -> bool:
-        return any(fnmatchcase(known, glob) for known in (name, model.file_names.get(name, name)) for glob in exclude)
-
     def included(layer: Layer, model: Model) -> Layer:
         without = layer.bias is not None and (
-            excluded(layer.bias, model) or (model is source and layer.bias not in vector)
+            _excluded(layer.bias, model, exclude) or (model is source and layer.bias not in vector)
         )
         return replace(layer, bias=None) if without else layer
 
     ours = [
         included(layer, source)
         for layer in source.layers
-        if layer.weight in vector and not excluded(layer.weight, source)
+        if layer.weight in vector and not _excluded(layer.weight, source, exclude)
     ]
-    theirs = [included(layer, target) for layer in target.layers if not excluded(layer.weight, target)]
-    loose = [part for part in source.loose if part.name in vector and not excluded(part.name, source)]
+    theirs = [included(layer, target) for layer in target.layers if not _excluded(layer.weight, target, exclude)]
+    loose = [part for part in source.loose if part.name in vector and not _excluded(part.name, source, exclude)]
     if pairs is None:
         plan = pair_layers(
             ours,
             theirs,
             source_loose=loose,
-            target_loose=[part for part in target.loose if not excluded(part.name, target)],
+            target_loose=[part for part in target.loose if not _excluded(part.name, target, exclude)],
             roles=roles,
             depth_rule=depth_rule,
             output_maps=_class_map(source, target),
+            source_blocks=count_blocks(source.layers),
+            target_blocks=count_blocks(target.layers),
         )
     else:
         check_pairs(pairs)
@@ -310,11 +342,25 @@ def _plan(
             found = f"the task vector has no {first_of(unchanged)}" if unchanged else "pairs is empty"
             raise PairingError(f"{found}: there is nothing to transfer. Pair layers that the fine-tune changed.")
         plan = Plan(tuple(pairs))
-    left_out = [name for name in target.file_names if excluded(name, target)]
+    left_out = [name for name in target.file_names if _excluded(name, target, exclude)]
     more = [*(Kept(name, "excluded") for name in left_out), *(Kept(*item) for item in target.outside.items())]
     if pairs is not None:
         more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
-    return replace(plan, kept=(*plan.kept, *more))
+    return replace(plan, kept=(*_unchanged(plan, source, vector), *more))
+
+
+def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
+    """What is kept, where the source has a partner after all and only the fine-tune left it as it was."""
+    biased = {layer.name for layer in source.layers if layer.bias is not None and layer.bias not in vector}
+    still = {pair.target.bias for pair in plan.pairs if pair.source.bias is None and pair.source.name in biased}
+    roles = {f"the source has no layer with the role {layer.role}": layer.role for layer in source.layers}
+    for item in plan.kept:
+        if item.tensor in still:
+            yield Kept(item.tensor, "the fine-tune did not change this bias")
+        elif item.reason in roles:
+            yield Kept(item.tensor, f"the fine-tune changed no layer with the role {roles[item.reason]}")
+        else:
+            yield item
 
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
@@ -366,6 +412,30 @@ def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
     stored = open_checkpoint(path)
     digests = {Path(name).name: digest for name, digest in file_digests(stored.files).items()}
     return {"name": path.absolute().name, "path": str(path), "sha256": digests}
+
+
+def _adapter_identity(adapter: Adapter) -> dict[str, Any]:
+    identity: dict[str, Any] = {"name": Path(adapter.name).absolute().name if adapter.files else adapter.name}
+    if adapter.files:
+        digests = file_digests(adapter.files)
+        identity |= {"path": adapter.name, "sha256": {Path(name).name: digest for name, digest in digests.items()}}
+    task = adapter.config.get("task_type")
+    return {
+        **identity,
+        "adapter": {
+            "rank": adapter.config.get("r"),
+            "base_model": adapter.config.get("base_model_name_or_path"),
+            "task_type": getattr(task, "value", task),
+        },
+    }
+
+
+def _base_note(adapter: Adapter, source: Model) -> str | None:
+    """Names of bases change with the machine, so that another name is worth a word and no more."""
+    stated = adapter.config.get("base_model_name_or_path")
+    if not stated or source.folder is None or Path(stated).name == source.folder.absolute().name:
+        return None
+    return f"the adapter names {stated} as its base; it is read as one of {source.name}"
 
 
 def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:

@@ -74,6 +74,12 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
             rows.append(
                 (f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}")
             )
+    if "adapter" in record:
+        modules = record["adapter"]["modules"]
+        ranks, lost = [item["rank"] for item in modules], max(item["lost_energy"] for item in modules)
+        span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
+        cost = f"at most {100 * lost:.2g} % of a layer's energy lost" if lost > 0 else "nothing lost"
+        rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
     rows.append(("time", f"{record['seconds']:.1f} s"))
     return rows
 
@@ -90,6 +96,7 @@ def layer_rows(record: Record) -> list[list[str]]:
             _number(layer["residual_out"]),
             _number(layer["norm_source"]),
             _number(layer["norm_target"]),
+            _number(layer.get("rank")),
         ]
         for layer in record["layers"]
     ]
@@ -104,6 +111,7 @@ LAYER_COLUMNS = (
     "residual out",
     "|tau| source",
     "|tau| target",
+    "rank",
 )
 
 
@@ -117,9 +125,10 @@ def model_card(record: Record) -> str:
     source, target, finetuned = (record[key]["name"] for key in ("source", "target", "finetuned"))
     data = record.get("data", {}).get("name") or "batches given in Python"
     kept = "\n".join(f"- {count} tensors: {reason}" for reason, count in kept_rows(record))
+    library = "library_name: peft\n" if "adapter" in record else ""
     return f"""---
 base_model: {json.dumps(target)}
-tags:
+{library}tags:
 - tuneport
 - task-vector
 - {record["method"]}

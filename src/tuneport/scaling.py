@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .task_vector import TaskVector
+from .task_vector import Entry, LowRank, TaskVector
 
 SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 HOLD_OUT = 0.25
@@ -68,12 +68,15 @@ def choose_scale(
 
 
 class Scaled:
-    """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end."""
+    """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end.
+
+    Low-rank deltas are held as their factors and multiplied one tensor at a time.
+    """
 
     def __init__(self, module: nn.Module, delta: TaskVector) -> None:
         self.module = module
         self._parts = [
-            (parameter, parameter.detach().clone(), delta.dense(name).to(parameter))
+            (parameter, parameter.detach().clone(), _beside(delta[name], parameter))
             for name, parameter in module.named_parameters()
             if name in delta
         ]
@@ -82,7 +85,7 @@ class Scaled:
         """Give the module the weights of this scale."""
         with torch.no_grad():
             for parameter, base, delta in self._parts:
-                parameter.copy_(base + scale * delta)
+                parameter.copy_(base + scale * (delta.dense() if isinstance(delta, LowRank) else delta))
 
     def __enter__(self) -> Scaled:
         return self
@@ -91,3 +94,10 @@ class Scaled:
         with torch.no_grad():
             for parameter, base, _ in self._parts:
                 parameter.copy_(base)
+
+
+def _beside(entry: Entry, parameter: Tensor) -> Entry:
+    """An entry on the device of its parameter; a dense one in its dtype too."""
+    if isinstance(entry, LowRank):
+        return LowRank(entry.out_factor.to(parameter.device), entry.in_factor.to(parameter.device))
+    return entry.to(parameter)

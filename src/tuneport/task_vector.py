@@ -40,6 +40,8 @@ _OUT, _IN = "::out", "::in"
 class LowRank:
     """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
 
+    A convolution's kernel is a matrix too, over unfolded patches: its `in_factor` is (r, channels, height, width).
+
     >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
     (4, 3)
     """
@@ -49,13 +51,13 @@ class LowRank:
 
     def __post_init__(self) -> None:
         out, in_ = tuple(self.out_factor.shape), tuple(self.in_factor.shape)
-        if len(out) != 2 or len(in_) != 2 or out[1] != in_[0]:
+        if len(out) != 2 or len(in_) < 2 or out[1] != in_[0]:
             raise TuneportError(f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}.")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the product, (d_out, d_in)."""
-        return self.out_factor.shape[0], self.in_factor.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product, (d_out, d_in) or (d_out, channels, height, width)."""
+        return self.out_factor.shape[0], *self.in_factor.shape[1:]
 
     @property
     def rank(self) -> int:
@@ -70,11 +72,12 @@ class LowRank:
 
     def dense(self) -> torch.Tensor:
         """Return the product as one tensor."""
-        return self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype)
+        product = self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype).flatten(1)
+        return product.reshape(self.shape)
 
     def norm(self) -> float:
         """Return the Frobenius norm: ||B A||^2 = sum of (B^T B) * (A A^T), both r x r, in float64."""
-        B, A = self.out_factor.double(), self.in_factor.double()
+        B, A = self.out_factor.double(), self.in_factor.double().flatten(1)
         return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
 
     def __mul__(self, factor: float) -> LowRank:
@@ -97,7 +100,7 @@ class EntrySpec(NamedTuple):
     rank: int | None = None
 
 
-class _Lazy(Mapping[str, T]):
+class Lazy(Mapping[str, T]):
     """Names and a function that makes the value of one."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
@@ -119,7 +122,7 @@ class _Lazy(Mapping[str, T]):
         return name in self._names
 
 
-class LazyTensors(_Lazy[torch.Tensor]):
+class LazyTensors(Lazy[torch.Tensor]):
     """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
 
     def __init__(
@@ -182,7 +185,7 @@ class TaskVector(Mapping[str, Entry]):
         def difference(name: str) -> torch.Tensor:
             return finetuned[name].detach().to(dtypes[name]) - base[name].detach().to(dtypes[name])
 
-        return cls(_Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
+        return cls(Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -220,6 +223,11 @@ class TaskVector(Mapping[str, Entry]):
         """Return an entry as one tensor, multiplying its factors if it is low-rank."""
         return as_dense(self[name])
 
+    def changes(self, name: str) -> bool:
+        """Whether an entry is other than zero, told without multiplying low-rank factors."""
+        entry = self[name]
+        return entry.norm() > 0 if isinstance(entry, LowRank) else bool(entry.any())
+
     def norm(self, name: str | None = None) -> float:
         """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
         if name is None:
@@ -256,7 +264,7 @@ class TaskVector(Mapping[str, Entry]):
             rank = None if one.rank is None or two.rank is None else one.rank + two.rank
             return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
 
-        return TaskVector(_Lazy([*self, *other], total), spec)
+        return TaskVector(Lazy([*self, *other], total), spec)
 
     def __sub__(self, other: TaskVector) -> TaskVector:
         return self + -other if isinstance(other, TaskVector) else NotImplemented
@@ -266,7 +274,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def __mul__(self, factor: float) -> TaskVector:
         number = _finite(factor)
-        return TaskVector(_Lazy(self, lambda name: self[name] * number), self.spec)
+        return TaskVector(Lazy(self, lambda name: self[name] * number), self.spec)
 
     __rmul__ = __mul__
 
@@ -280,13 +288,13 @@ class TaskVector(Mapping[str, Entry]):
         if len(old_of) < len(self):
             clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
             raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
-        return TaskVector(_Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
+        return TaskVector(Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
 
     def subset(self, names: Iterable[str]) -> TaskVector:
         """Return the entries with these names, in this order."""
         chosen = list(names)
         self._check_known(chosen)
-        return TaskVector(_Lazy(chosen, self.__getitem__), self.spec)
+        return TaskVector(Lazy(chosen, self.__getitem__), self.spec)
 
     def materialise(self) -> TaskVector:
         """Compute every entry now and keep it in memory."""
@@ -347,7 +355,7 @@ def save_task_vector(
             parts[name] = TensorSpec(shape, dtype)
         else:
             parts[name + _OUT] = TensorSpec((shape[0], rank), dtype)
-            parts[name + _IN] = TensorSpec((rank, shape[1]), dtype)
+            parts[name + _IN] = TensorSpec((rank, *shape[1:]), dtype)
 
     # Both factors of an entry are asked for in turn: do not compute it twice.
     entry_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
@@ -360,7 +368,7 @@ def save_task_vector(
 
     stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
-        write_safetensors(temporary, _Lazy(parts, part), parts, stated)
+        write_safetensors(temporary, Lazy(parts, part), parts, stated)
 
 
 def load_task_vector(path: PathLike) -> TaskVector:
@@ -390,18 +398,19 @@ def load_task_vector(path: PathLike) -> TaskVector:
     def spec(name: str) -> EntrySpec:
         if name not in low:
             return EntrySpec(stored.shape(name), stored.dtype(name))
-        (d_out, rank), (_, d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
-        return EntrySpec((d_out, d_in), stored.dtype(name + _OUT), rank)
+        (d_out, rank), (_, *d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
+        return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
 
     names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
-    return TaskVector(_Lazy(names, read), spec)
+    return TaskVector(Lazy(names, read), spec)
 
 
 def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     if name in stored or name + _OUT not in stored or name + _IN not in stored:
         return False
     out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
-    return len(out.shape) == len(in_.shape) == 2 and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
+    matrices = len(out.shape) == 2 and len(in_.shape) >= 2
+    return matrices and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
 
 
 def as_dense(entry: Entry) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..alignment import Completion, Statistics
 from ..errors import MethodError, first_of
 from ..layers import Layer
 from ..pairing import Kept, Plan
-from ..task_vector import LowRank, TaskVector
+from ..task_vector import Entry, LowRank, TaskVector, as_dense
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What happened to one target layer. Ranks and residuals are None where no alignment was solved."""
+    """What happened to one target layer. Ranks and residuals are None where no alignment was solved.
+
+    `rank_in` and `rank_out` are those of the two maps; `rank` is that of the update, where it moved as factors.
+    """
 
     target: str
     source: str
@@ -47,6 +50,7 @@ class LayerRecord:
     residual_out: float | None = None
     norm_source: float = 0.0
     norm_target: float = 0.0
+    rank: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,11 @@ class Method(ABC):
         return False
 
     @property
+    def keeps_rank(self) -> bool:
+        """Whether a low-rank update comes out low-rank, as its factors: no dense update, no SVD."""
+        return False
+
+    @property
     @abstractmethod
     def signals(self) -> frozenset[str]:
         """The names of the signals that must be measured."""
@@ -86,13 +95,90 @@ class Method(ABC):
         """Carry the source's task vector over to the target."""
 
 
-def store(entries: dict[str, Tensor], layer: Layer, name: str, values: Tensor) -> None:
-    """Write a layer's (out, in) matrix or (out,) bias into the float32 entry of its stored tensor."""
-    if name not in entries:
-        rows = layer.weight_shape[1 if layer.transposed else 0]
-        shape = layer.weight_shape if name == layer.weight else (rows,)
-        entries[name] = torch.zeros(shape, dtype=torch.float32, device=values.device)
-    layer.store(values.to(torch.float32), entries[name])
+def matrix_of(layer: Layer, entry: Entry) -> Entry:
+    """The (out, in) matrix of a layer inside the entry of its stored weight; factors stay factors."""
+    if not isinstance(entry, LowRank):
+        return layer.matrix(entry)
+    out, in_ = (entry.in_factor.T, entry.out_factor.T) if layer.transposed else (entry.out_factor, entry.in_factor)
+    return LowRank(layer.vector(out), in_.flatten(1))
+
+
+def norm_of(matrix: Entry) -> float:
+    """The Frobenius norm."""
+    return matrix.norm() if isinstance(matrix, LowRank) else float(matrix.norm())
+
+
+class Entries:
+    """The target's task vector while it is being made, layer by layer, in float32.
+
+    Layers may share a fused weight and come in any order. Their factors are put together without a product:
+    a block of columns for each, or one for all that have the same input factor.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry | list[tuple[Layer, LowRank]]] = {}
+
+    def put(self, layer: Layer, matrix: Entry) -> None:
+        """Take a layer's (out, in) matrix."""
+        held = self._entries.setdefault(layer.weight, [])
+        if isinstance(held, list) and isinstance(matrix, LowRank):
+            held.append((layer, LowRank(matrix.out_factor.float(), matrix.in_factor.float())))
+            return
+        if isinstance(held, list):  # a weight with a dense part is dense
+            self._entries[layer.weight] = torch.zeros(layer.weight_shape, device=_device_of(matrix))
+            for part, factors in held:
+                self.put(part, factors)
+        self._store(layer, layer.weight, layer.weight_shape, as_dense(matrix))
+
+    def put_bias(self, layer: Layer, bias: Tensor) -> None:
+        """Take a layer's (out,) bias."""
+        assert layer.bias is not None
+        self._store(layer, layer.bias, (layer.weight_shape[1 if layer.transposed else 0],), bias)
+
+    def put_loose(self, name: str, entry: Entry) -> None:
+        """Take a whole tensor."""
+        if isinstance(entry, LowRank):
+            entry = LowRank(entry.out_factor.float(), entry.in_factor.float())
+        self._entries[name] = entry if isinstance(entry, LowRank) else entry.float()
+
+    def task_vector(self) -> TaskVector:
+        """The entries, each with the stored shape of its tensor."""
+        return TaskVector(
+            {name: _joined(entry) if isinstance(entry, list) else entry for name, entry in self._entries.items()}
+        )
+
+    def _store(self, layer: Layer, name: str, shape: tuple[int, ...], values: Tensor) -> None:
+        if name not in self._entries:
+            self._entries[name] = torch.zeros(shape, device=values.device)
+        into = self._entries[name]
+        assert isinstance(into, Tensor)
+        layer.store(values.float(), into)
+
+
+def _joined(parts: list[tuple[Layer, LowRank]]) -> LowRank:
+    """The factors of a stored weight from those of its layers."""
+    first = parts[0][0]
+    inputs: list[Tensor] = []
+    blocks: list[Tensor] = []  # the out_factor of the whole weight that goes with each of the inputs
+    rows = first.weight_shape[1 if first.transposed else 0]
+    for layer, part in parts:
+        index = next((i for i, known in enumerate(inputs) if torch.equal(known, part.in_factor)), None)
+        if index is None:
+            index = len(inputs)
+            inputs.append(part.in_factor)
+            blocks.append(part.out_factor.new_zeros(rows, part.rank))
+        at = 0
+        for start, stop in layer.rows or ((0, rows),):
+            blocks[index][start:stop] = part.out_factor[at : at + stop - start]
+            at += stop - start
+    out, in_ = torch.cat(blocks, dim=1), torch.cat(inputs)
+    if first.transposed:
+        return LowRank(in_.T.contiguous(), out.T.contiguous())
+    return LowRank(out, in_.reshape(-1, *first.weight_shape[1:]))
+
+
+def _device_of(entry: Entry) -> torch.device:
+    return entry.out_factor.device if isinstance(entry, LowRank) else entry.device
 
 
 def check_same_shapes(plan: Plan, method: str) -> None:

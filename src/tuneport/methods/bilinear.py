@@ -1,7 +1,8 @@
 """Bilinear alignment: `tau_B = R_out^T tau_A R_in` (eq. 8), with a choice of signal for each side.
 
 BiCo aligns layer inputs and output gradients; THESEUS inputs and outputs; the ablations and the naive
-transfer are the same formula with other signals, or none.
+transfer are the same formula with other signals, or none. A low-rank tau = B A moves as its factors,
+`(R_out^T B)(A R_in)`: exact, of the same rank, and without a dense update.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ..alignment import Alignment
 from ..pairing import Kept, LayerPair, LoosePair
-from ..task_vector import TaskVector, as_dense
-from .base import LayerRecord, Method, Problem, Transfer, store
+from ..task_vector import Entry, LowRank, as_dense
+from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of
 
 CoordinateMap = Tensor | None
 
@@ -39,11 +40,15 @@ class BilinearAlignment(Method):
         return self.loose != "keep"
 
     @property
+    def keeps_rank(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
 
     def transfer(self, problem: Problem) -> Transfer:
-        entries: dict[str, Tensor] = {}
+        entries = Entries()
         records, kept = [], []
         for pair in problem.plan.pairs:
             sides = list(self._align(problem, pair))
@@ -52,13 +57,12 @@ class BilinearAlignment(Method):
                 kept += [Kept(name, reason) for name in (pair.target.name, pair.target.bias) if name is not None]
                 continue
             (R_in, align_in), (R_out, align_out) = (side for side in sides if not isinstance(side, str))
-            tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight])).double()
-            moved = _carry(_carry(tau, R_out, pair.target.out_features, 0), R_in, pair.target.in_features, 1)
-            store(entries, pair.target, pair.target.weight, moved)
+            tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
+            moved = _transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
+            entries.put(pair.target, moved)
             if pair.target.bias is not None and pair.source.bias is not None:
                 bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias])).double()
-                carried = _carry(bias, R_out, pair.target.out_features, 0)
-                store(entries, pair.target, pair.target.bias, carried)
+                entries.put_bias(pair.target, _carry(bias, R_out, pair.target.out_features, 0))
             records.append(
                 LayerRecord(
                     target=pair.target.name,
@@ -67,14 +71,15 @@ class BilinearAlignment(Method):
                     rank_out=align_out.rank if align_out else None,
                     residual_in=align_in.residual if align_in else None,
                     residual_out=align_out.residual if align_out else None,
-                    norm_source=float(tau.norm()),
-                    norm_target=float(moved.norm()),
+                    norm_source=norm_of(tau),
+                    norm_target=norm_of(moved),
+                    rank=moved.rank if isinstance(moved, LowRank) else None,
                 )
             )
         if self.loose == "pad":
             for loose in problem.plan.loose:
-                entries[loose.target.name] = _pad(loose, as_dense(problem.task_vector[loose.source.name])).float()
-        return Transfer(TaskVector(entries), tuple(records), tuple(kept))
+                entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
+        return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
     def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[CoordinateMap, Alignment | None] | str]:
         """For the input side, then the output side: the map and its evidence, or why there is none."""
@@ -89,6 +94,14 @@ class BilinearAlignment(Method):
                 alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
                 words = signal.replace("_", " ")
                 yield (alignment.matrix, alignment) if alignment.rank else f"the {words} at this layer is zero"
+
+
+def _transport(tau: Entry, R_out: CoordinateMap, R_in: CoordinateMap, shape: tuple[int, int]) -> Entry:
+    """R_out^T tau R_in (eq. 8), in float64; of a low-rank tau each factor moves on its own side."""
+    if isinstance(tau, LowRank):
+        B, A = tau.out_factor.double(), tau.in_factor.double()
+        return LowRank(_carry(B, R_out, shape[0], 0), _carry(A, R_in, shape[1], 1))
+    return _carry(_carry(tau.double(), R_out, shape[0], 0), R_in, shape[1], 1)
 
 
 def _carry(tau: Tensor, R: CoordinateMap, width: int, axis: int) -> Tensor:
@@ -109,8 +122,12 @@ def _resize(tensor: Tensor, axis: int, width: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
 
 
-def _pad(pair: LoosePair, tau: Tensor) -> Tensor:
+def _pad(pair: LoosePair, tau: Entry) -> Entry:
     """Zero-pad or crop every axis; axes of length one do not count, so (d,) fits (1, 1, d)."""
+    if isinstance(tau, LowRank) and len(tau.shape) == len(pair.target.shape) == 2:
+        rows, columns = pair.target.shape
+        return LowRank(_resize(tau.out_factor, 0, rows), _resize(tau.in_factor, 1, columns))
+    tau = as_dense(tau)
     shape = [size for size in pair.target.shape if size > 1] or [1]
     tau = tau.reshape([size for size in tau.shape if size > 1] or [1])
     tau = tau[(0,) * max(tau.ndim - len(shape), 0)]

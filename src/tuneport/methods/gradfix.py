@@ -1,7 +1,8 @@
 """GradFix: keep the entries of the task vector whose sign agrees with a descent step of the target.
 
 The target's per-sample gradients vote on each weight's sign; entries that the vote contradicts become zero.
-Coordinates are not changed, so source and target must have the same shapes.
+Coordinates are not changed, so source and target must have the same shapes. A masked matrix is not low-rank:
+low-rank updates come out dense.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..pairing import Kept, Plan
-from ..task_vector import TaskVector, as_dense
-from .base import LayerRecord, Method, Problem, Transfer, check_same_shapes, store
+from ..task_vector import as_dense
+from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class GradFix(Method):
 
     def transfer(self, problem: Problem) -> Transfer:
         self.check(problem.plan)
-        entries: dict[str, Tensor] = {}
+        entries = Entries()
         records, kept = [], []
         for pair in problem.plan.pairs:
             gradient = problem.statistics.weight_gradients.get(pair.target.name)
@@ -48,10 +49,10 @@ class GradFix(Method):
             )
             tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight]))
             moved = _masked(tau, weight)
-            store(entries, pair.target, pair.target.weight, moved)
+            entries.put(pair.target, moved)
             if pair.target.bias is not None and pair.source.bias is not None:
                 tau_bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias]))
-                store(entries, pair.target, pair.target.bias, _masked(tau_bias, bias))
+                entries.put_bias(pair.target, _masked(tau_bias, bias))
             records.append(
                 LayerRecord(
                     target=pair.target.name,
@@ -60,7 +61,7 @@ class GradFix(Method):
                     norm_target=float(moved.norm()),
                 )
             )
-        return Transfer(TaskVector(entries), tuple(records), tuple(kept))
+        return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
 
 def _masked(tau: Tensor, gradient: Tensor) -> Tensor:

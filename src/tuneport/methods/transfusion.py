@@ -3,7 +3,8 @@
 Data-free and for identical architectures. Which units may be permuted follows from the roles of the layers
 (SPACES, as data): each residual stream has its own permutation before attention, after attention and after
 the MLP, tied by identity shortcuts; attention is matched in two levels, heads by their singular values, then
-units inside a head. Coordinate descent in random (seeded) order until nothing improves.
+units inside a head. Coordinate descent in random (seeded) order until nothing improves. Of a low-rank update
+the factors are permuted, which is exact.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 from ..errors import MethodError
 from ..layers import Layer, LooseTensor
 from ..pairing import Plan
-from ..task_vector import TaskVector, as_dense
-from .base import LayerRecord, Method, Problem, Transfer, check_same_shapes, store
+from ..task_vector import Entry, LowRank, as_dense
+from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes, matrix_of, norm_of
 
 # role -> (space of the output axis, space of the input axis); "next" is the stream of the following block.
 SPACES: Mapping[str, tuple[str | None, str | None]] = {
@@ -70,6 +71,10 @@ class TransFusion(Method):
         return True
 
     @property
+    def keeps_rank(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset()
 
@@ -91,29 +96,30 @@ class TransFusion(Method):
     def transfer(self, problem: Problem) -> Transfer:
         self.check(problem.plan)
         permutations = match_weights(problem, seed=self.seed, sweeps=self.sweeps)
-        entries: dict[str, Tensor] = {}
+        entries = Entries()
         records = []
         for pair in problem.plan.pairs:
             rows, columns = layer_spaces(pair.target, problem.plan)
-            tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight]))
-            moved = _permuted(_permuted(tau, permutations.get(rows), 0), permutations.get(columns), 1)
-            store(entries, pair.target, pair.target.weight, moved)
+            tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
+            moved = _reordered(_reordered(tau, permutations.get(rows), 0), permutations.get(columns), 1)
+            entries.put(pair.target, moved)
             if pair.target.bias is not None and pair.source.bias is not None:
                 bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias]))
-                store(entries, pair.target, pair.target.bias, _permuted(bias, permutations.get(rows), 0))
+                entries.put_bias(pair.target, _permuted(bias, permutations.get(rows), 0))
             records.append(
                 LayerRecord(
                     target=pair.target.name,
                     source=pair.source.name,
-                    norm_source=float(tau.norm()),
-                    norm_target=float(moved.norm()),
+                    norm_source=norm_of(tau),
+                    norm_target=norm_of(moved),
+                    rank=moved.rank if isinstance(moved, LowRank) else None,
                 )
             )
         for loose in problem.plan.loose:
-            tau = as_dense(problem.task_vector[loose.source.name])
             space = loose_space(loose.target, problem.plan)
-            entries[loose.target.name] = _permuted(tau, permutations.get(space), -1).float()
-        return Transfer(TaskVector(entries), tuple(records))
+            tau = problem.task_vector[loose.source.name]
+            entries.put_loose(loose.target.name, _reordered(tau, permutations.get(space), -1))
+        return Transfer(entries.task_vector(), tuple(records))
 
 
 def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict[Space | None, Tensor]:
@@ -236,3 +242,12 @@ def _assign(gain: Tensor) -> Tensor:
 
 def _permuted(tensor: Tensor, permutation: Tensor | None, axis: int) -> Tensor:
     return tensor if permutation is None else tensor.index_select(axis, permutation.to(tensor.device))
+
+
+def _reordered(entry: Entry, permutation: Tensor | None, axis: int) -> Entry:
+    """One axis in another order; of factors, that of the factor which holds the axis."""
+    if not isinstance(entry, LowRank):
+        return _permuted(entry, permutation, axis)
+    if axis == 0:
+        return LowRank(_permuted(entry.out_factor, permutation, 0), entry.in_factor)
+    return LowRank(entry.out_factor, _permuted(entry.in_factor, permutation, axis))
