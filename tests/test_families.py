@@ -23,7 +23,8 @@ from folders import CLASSES, FAMILIES, HEAD_CLASSES, Zoo, edit_json, edit_weight
 from tuneport.checkpoint import open_checkpoint
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import choose_head, describe_any, describe_module, open_model, read_head
-from tuneport.families.huggingface import PROMPTS, _quiet
+from tuneport.families.base import PROMPTS
+from tuneport.families.huggingface import _quiet
 from tuneport.layers import TokenLayout
 
 

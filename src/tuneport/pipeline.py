@@ -26,12 +26,10 @@ from .checkpoint import (
     describe,
     file_digests,
     new_folder,
-    open_checkpoint,
-    write_checkpoint,
 )
 from .data import Dataset
 from .errors import DataError, TuneportError
-from .families import Model
+from .families import Model, open_stored, place_of
 from .methods import LayerRecord, Problem, Transfer
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare
@@ -85,7 +83,7 @@ class Result:
         return module
 
     def save(self, out: str | Path, *, kind: str = "model", overwrite: bool = False) -> Path:
-        """Write the new model as a folder that from_pretrained loads, or the task vector as one file."""
+        """Write the new model as a folder that its own library loads, or the task vector as one file."""
         out = Path(out)
         record = {**self.record, "out": str(out)}
         if kind == "task-vector":
@@ -95,8 +93,8 @@ class Result:
         if kind != "model":
             raise TuneportError(f"a transfer can be saved as model or task-vector, not as {kind!r}.")
         with new_folder(out, overwrite=overwrite) as folder:
-            write_checkpoint(folder, self.tensors())
-            copy_companions(self.target.folder, folder, self.target.module)
+            copy_companions(self.target.folder, folder)
+            self.target.write(folder, self.tensors())
             (folder / "README.md").write_text(model_card(record), encoding="utf-8")
             (folder / "report.html").write_text(report_page(record), encoding="utf-8")
             write_record(folder / "tuneport.json", record)
@@ -269,7 +267,7 @@ def measure_job(job: Job, *, signals: Iterable[str] | None = None, progress: Pro
 
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
-    ours, theirs = open_checkpoint(base), open_checkpoint(finetuned)
+    ours, theirs = open_stored(base).tensors, open_stored(finetuned).tensors
     vector = TaskVector.between(ours, theirs, exclude)
     check_finite(theirs, list(vector))
     check_finite(ours, list(vector))
@@ -280,21 +278,20 @@ def apply(
     vector: TaskVector, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
 ) -> Path:
     """Write `base + scale * vector` as a folder like the base's own."""
-    stored = open_checkpoint(base)
-    tensors = vector.apply_to(stored, scale)
-    size = sum(describe(stored, name).nbytes for name in stored)
-    check_new_folder(out, overwrite, needed_bytes=size, inputs=[base])
-    folder_of_base = Path(base) if Path(base).is_dir() else None
+    stored = open_stored(base)
+    tensors = vector.apply_to(stored.tensors, scale)
+    size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
+    check_new_folder(out, overwrite, needed_bytes=size, inputs=[place_of(base)])
     with new_folder(out, overwrite=overwrite) as folder:
-        write_checkpoint(folder, tensors)
-        copy_companions(folder_of_base, folder, None)
+        copy_companions(stored.folder, folder)
+        stored.write(folder, tensors)
         record = {
             "tuneport": package_version("tuneport"),
             "command": "apply",
             "out": str(out),
             "scale": scale,
             "tensors": len(vector),
-            "base": {"path": str(base), "sha256": file_digests(stored.files)},
+            "base": {"path": str(base), "sha256": file_digests(getattr(stored.tensors, "files", ()))},
         }
         write_record(folder / "tuneport.json", record)
     return Path(out)
