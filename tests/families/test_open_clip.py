@@ -510,7 +510,10 @@ class TestRefusals:
 
 @pytest.mark.slow
 def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
-    """ViT-B-16 to ViT-B-16-plus-240, random weights: other width, image size, token count and embedding width."""
+    """ViT-B-16 to ViT-B-16-plus-240, random weights: other width, image size, token count and embedding width.
+
+    Whole passes through both; only the first two blocks move, as each wide layer takes a minute on one core.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base, target = (open_clip.create_model(name).eval() for name in ("ViT-B-16", "ViT-B-16-plus-240"))
@@ -525,8 +528,9 @@ def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
         write_data(tmp_path / "animals.npz"),
         samples=6,
         batch_size=3,
+        exclude=["visual.transformer.resblocks.[2-9].*", "visual.transformer.resblocks.1?.*"],
     )
-    assert len(result.records) == 12 * 6 + 2
+    assert len(result.records) == 2 * 6 + 2
     out = result.save(tmp_path / "out")
     module, transform = reload(out)
     pixels = torch.stack([transform(image) for image in some_images(1, 300, 400)])

@@ -299,6 +299,17 @@ class TestTransfer:
         found, wanted = reload(out).state_dict(), reload(trio[1]).state_dict()
         assert all(float((found[name] - wanted[name]).abs().max()) < 1e-6 for name in wanted)
 
+    def test_extract_and_apply_by_name(self, tmp_path: Path) -> None:
+        references = []
+        for name, seed in (("base", 0), ("tuned", 1)):
+            module = scatter(timm.create_model(ARCHITECTURE, num_classes=3), seed)
+            save_file(module.state_dict(), tmp_path / f"{name}.safetensors")
+            references.append(f"timm:{ARCHITECTURE}:{tmp_path / name}.safetensors")
+        out = apply(extract(*references), references[0], tmp_path / "out")
+        again = reload(out)
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0)
+
 
 @pytest.mark.parametrize("variant", ["plain", "registers"])
 def test_a_twin_answers_like_the_finetuned_source(variant: str) -> None:
