@@ -1,10 +1,14 @@
-# Every target creates and reuses its own .venv, with the pinned versions of constraints.txt.
+# Every target creates and reuses its own .venv, with the pinned versions of constraints.txt; test-families has
+# an environment of its own, with open_clip, timm and the torchvision that they need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint docs bench clean
+FAMILIES := .venv-families
+FAMILIES_STAMP := $(FAMILIES)/.installed
+
+.PHONY: setup demo test test-families lint docs bench clean
 
 setup: $(STAMP)
 
@@ -19,6 +23,14 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
+$(FAMILIES_STAMP): pyproject.toml constraints-families.txt
+	$(PYTHON) -m venv $(FAMILIES)
+	$(FAMILIES)/bin/python -m pip install --quiet -c constraints-families.txt -e ".[test-families]"
+	touch $(FAMILIES_STAMP)
+
+test-families: $(FAMILIES_STAMP)
+	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/families
+
 lint: setup
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
@@ -29,4 +41,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis tuneport-demo
+	rm -rf $(VENV) $(FAMILIES) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis tuneport-demo

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from tuneport.families.huggingface import PROMPTS
+from tuneport.families.base import PROMPTS
 
 CLASSES = ("cat", "dog", "owl")
 HEAD_CLASSES = ("owl", "wolf", "cat", "dog")  # another order than the data, and one class more

@@ -607,7 +607,8 @@ class TestExitCodes:
         assert done.returncode == 1
         assert done.stdout == ""
         assert done.stderr == (
-            f"CheckpointError: there is no model at {missing}: no such folder. Give the path of a model folder.\n"
+            f"CheckpointError: there is no model at {missing}: no such folder. Give a model folder (transformers, "
+            "open_clip, timm), open_clip's NAME:TAG or NAME:FILE, or timm:NAME[:FILE].\n"
         )
 
     def test_debug_shows_the_traceback(self, tmp_path: Path) -> None:

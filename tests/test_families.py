@@ -21,9 +21,10 @@ from transformers.utils import logging
 
 from folders import CLASSES, FAMILIES, HEAD_CLASSES, Zoo, edit_json, edit_weights, linear_parameters, load, write_head
 from tuneport.checkpoint import open_checkpoint
-from tuneport.errors import CheckpointError, DataError
-from tuneport.families import choose_head, describe_any, describe_module, open_model, read_head
-from tuneport.families.huggingface import PROMPTS, _quiet
+from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.families import choose_head, describe_any, describe_module, open_model, open_stored, place_of, read_head
+from tuneport.families.base import PROMPTS
+from tuneport.families.huggingface import _quiet
 from tuneport.layers import TokenLayout
 
 
@@ -457,3 +458,59 @@ def test_the_folder_is_left_as_it_was(zoo: Zoo, tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert json.loads(before["config.json"])["architectures"] == ["SiglipModel"]
     assert len(open_checkpoint(folder)) == len(load_file(folder / "model.safetensors"))
+
+
+class TestOptionalLibraries:
+    """What is said of open_clip and timm models where those libraries are not installed."""
+
+    @pytest.fixture(autouse=True)
+    def _without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tuneport.families.libraries.find_spec", lambda _: None)
+
+    @pytest.mark.parametrize("reference", ["ViT-B-16:laion2b_s34b_b88k", "ViT-L-14:/some/file.pt"])
+    def test_an_open_clip_name(self, reference: str) -> None:
+        for ask in (open_model, open_stored):
+            with pytest.raises(
+                TuneportError, match=r'open_clip is not installed.*pip install "tuneport\[open-clip\]"\.$'
+            ):
+                ask(reference)
+
+    def test_a_timm_name(self) -> None:
+        with pytest.raises(TuneportError, match=r'timm is not installed.*pip install "tuneport\[timm\]"\.$'):
+            open_model("timm:vit_small_patch16_224")
+
+    def test_an_open_clip_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "open_clip_config.json").write_text('{"model_cfg": {}}')
+        save_file({"visual.proj": torch.ones(2, 2)}, tmp_path / "open_clip_model.safetensors")
+        with pytest.raises(TuneportError, match="open_clip is not installed"):
+            open_model(tmp_path)
+        assert set(open_stored(tmp_path).tensors) == {"visual.proj"}, "the files need no library"
+
+    def test_a_timm_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"architecture": "vit_tiny_patch16_224"}')
+        with pytest.raises(TuneportError, match="timm is not installed"):
+            open_model(tmp_path)
+
+    def test_what_is_on_disk_is_not_taken_for_a_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("odd:name").mkdir()
+        with pytest.raises(CheckpointError, match=r"odd:name is not a model: no config\.json in it"):
+            open_model("odd:name")
+
+
+def test_where_a_reference_lies(tmp_path: Path) -> None:
+    (tmp_path / "w.pt").touch()
+    assert place_of(f"ViT-B-16:{tmp_path / 'w.pt'}") == tmp_path / "w.pt"
+    assert place_of(tmp_path) == tmp_path
+    assert place_of("ViT-B-16:laion2b_s34b_b88k") == Path("ViT-B-16:laion2b_s34b_b88k")
+
+
+def test_a_prefix_that_training_leaves(tmp_path: Path) -> None:
+    save_file({"module.a": torch.ones(2), "module.b": torch.zeros(3)}, tmp_path / "w.safetensors")
+    stored = open_checkpoint(tmp_path / "w.safetensors").without_prefix("module.")
+    assert list(stored) == ["a", "b"]
+    assert stored.shape("b") == (3,)
+    assert torch.equal(stored["a"], torch.ones(2))
+    assert list(stored.without_prefix("module.")) == ["a", "b"]
+    torch.save({"epoch": 1, "model": {"a": torch.ones(2)}}, tmp_path / "w.pt")
+    assert list(open_checkpoint(tmp_path / "w.pt")) == ["a"]

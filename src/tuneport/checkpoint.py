@@ -94,12 +94,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     reads twice. A file that vanished or changed since the opening is an error, not a wrong tensor.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, _SafetensorsFile | _PickleFile]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, _SafetensorsFile | _PickleFile], prefix: str = "") -> None:
         self.path = path
         self._file_of = dict(sorted(files.items()))
+        self._prefix = prefix  # of the names in the files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._file(name).read(name)
+        return self._file(name).read(self._prefix + name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -125,11 +126,18 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return self._file(name).specs[name].shape
+        return self._file(name).specs[self._prefix + name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Stored dtype of a tensor, without reading it."""
-        return self._file(name).specs[name].dtype
+        return self._file(name).specs[self._prefix + name].dtype
+
+    def without_prefix(self, prefix: str) -> Checkpoint:
+        """The same tensors under shorter names, where all names begin so, as distributed training leaves them."""
+        if not all(name.startswith(prefix) for name in self):
+            return self
+        files = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
+        return Checkpoint(self.path, files, self._prefix + prefix)
 
     def _file(self, name: str) -> _SafetensorsFile | _PickleFile:
         if name not in self._file_of:
@@ -217,8 +225,10 @@ class _PickleFile:
             raise CheckpointError(
                 f"{self.path} cannot be read as a state dict ({reason}). Download or save it again."
             ) from error
-        if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-            state = state["state_dict"]
+        for key in ("state_dict", "model"):  # a training checkpoint: the weights among other things
+            if isinstance(state, dict) and isinstance(state.get(key), dict):
+                state = state[key]
+                break
         if not isinstance(state, dict):
             raise CheckpointError(
                 f"{self.path} is not a state dict but a {type(state).__name__}. Save model.state_dict()."

@@ -51,8 +51,12 @@ class OutputKind(str, Enum):
     task_vector = "task-vector"
 
 
-Source = Annotated[str, typer.Option(help="The old base model: a folder that from_pretrained loads.")]
-Finetuned = Annotated[str, typer.Option(help="The fine-tuned old base, a LoRA adapter of it, or a task-vector file.")]
+Source = Annotated[
+    str, typer.Option(help="The old base model: a folder, open_clip's NAME:TAG or NAME:FILE, timm:NAME.")
+]
+Finetuned = Annotated[
+    str, typer.Option(help="The fine-tuned old base, in the same ways, a LoRA adapter of it, or a task-vector file.")
+]
 Target = Annotated[str, typer.Option(help="The new base model.")]
 Data = Annotated[str | None, typer.Option(help="Calibration data: image folder, .npz, table or HF dataset folder.")]
 MethodName = Annotated[str, typer.Option(help="Transfer method; see 'tuneport methods'.")]
@@ -129,10 +133,12 @@ def transfer(
     from . import pipeline
     from .adapter import check_truncation
     from .checkpoint import check_new_file, check_new_folder, describe
+    from .families import place_of
     from .report import to_json
 
     check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
-    check_new(out, overwrite, inputs=[path for path in (source, finetuned, target, data, head) if path])
+    inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
+    check_new(out, overwrite, inputs=inputs)
     strength = pipeline.check_scale(scale)
     if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
         raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
@@ -217,9 +223,10 @@ def extract(
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from . import pipeline
     from .checkpoint import check_new_file
+    from .families import place_of
     from .task_vector import save_task_vector
 
-    check_new_file(out, overwrite, inputs=[base, finetuned])
+    check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
     vector = pipeline.extract(base, finetuned, exclude=exclude or ())
     save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": vector.norm()}
@@ -241,9 +248,10 @@ def apply(
     """Write base + scale * task vector as a model folder."""
     from . import pipeline
     from .checkpoint import check_new_folder
+    from .families import place_of
     from .task_vector import load_task_vector
 
-    check_new_folder(out, overwrite, inputs=[vector, base])
+    check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
     loaded = load_task_vector(vector)
     pipeline.apply(loaded, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}

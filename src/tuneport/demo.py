@@ -137,6 +137,6 @@ def _save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    copy_companions(model.folder, folder, None)
+    copy_companions(model.folder, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8")

@@ -224,6 +224,11 @@ def _layers_of(
             bias = f"{prefix}in_proj_bias" if fused_bias else None
             yield from _split(prefix + name, bias, parameters[prefix + name], fused, transposed=False)
         return
+    if f"{prefix}in_proj_weight" in parameters:  # open_clip's own attention
+        bias = f"{prefix}in_proj_bias" if f"{prefix}in_proj_bias" in parameters else None
+        name = f"{prefix}in_proj_weight"
+        yield from _split(name, bias, parameters[name], fused, transposed=False)
+        return
     weight = getattr(part, "weight", None)
     if not isinstance(weight, nn.Parameter) or f"{prefix}weight" not in parameters:
         return

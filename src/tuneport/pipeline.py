@@ -39,12 +39,10 @@ from .checkpoint import (
     describe,
     file_digests,
     new_folder,
-    open_checkpoint,
-    write_checkpoint,
 )
 from .data import Dataset
 from .errors import CheckpointError, DataError, TuneportError, first_of
-from .families import Model, open_model
+from .families import Model, open_model, open_stored, place_of
 from .methods import LayerRecord, Problem, Transfer
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare
@@ -107,7 +105,7 @@ class Result:
         energy: float | None = None,
         overwrite: bool = False,
     ) -> Path:
-        """Write the new model as a folder that from_pretrained loads, a LoRA adapter, or the task vector as one file.
+        """Write the new model as a folder that its own library loads, a LoRA adapter, or the task vector as one file.
 
         An adapter takes low-rank updates as they are; others, and all where `rank` or `energy` is given, are cut
         by SVD to that rank, or to the least rank that keeps this share of |tau|^2.
@@ -128,8 +126,8 @@ class Result:
                 record["options"] = {**record.get("options", {}), **asked}
                 record = _adapter_record(record, packed, self.target)
             else:
-                write_checkpoint(folder, self.tensors())
-                copy_companions(self.target.folder, folder, self.target.module)
+                copy_companions(self.target.folder, folder)
+                self.target.write(folder, self.tensors())
             (folder / "README.md").write_text(model_card(record), encoding="utf-8")
             (folder / "report.html").write_text(report_page(record), encoding="utf-8")
             write_record(folder / "tuneport.json", record)
@@ -346,10 +344,10 @@ def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) ->
 
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
-    ours = open_checkpoint(base)
+    ours = open_stored(base).tensors
     if is_adapter(finetuned):
         return _extract_adapter(base, ours, open_adapter(finetuned), exclude)
-    theirs = open_checkpoint(finetuned)
+    theirs = open_stored(finetuned).tensors
     vector = TaskVector.between(ours, theirs, exclude)
     check_finite(theirs, list(vector))
     check_finite(ours, list(vector))
@@ -376,21 +374,20 @@ def apply(
     vector: TaskVector, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
 ) -> Path:
     """Write `base + scale * vector` as a folder like the base's own."""
-    stored = open_checkpoint(base)
-    tensors = vector.apply_to(stored, scale)
-    size = sum(describe(stored, name).nbytes for name in stored)
-    check_new_folder(out, overwrite, needed_bytes=size, inputs=[base])
-    folder_of_base = Path(base) if Path(base).is_dir() else None
+    stored = open_stored(base)
+    tensors = vector.apply_to(stored.tensors, scale)
+    size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
+    check_new_folder(out, overwrite, needed_bytes=size, inputs=[place_of(base)])
     with new_folder(out, overwrite=overwrite) as folder:
-        write_checkpoint(folder, tensors)
-        copy_companions(folder_of_base, folder, None)
+        copy_companions(stored.folder, folder)
+        stored.write(folder, tensors)
         record = {
             "tuneport": package_version("tuneport"),
             "command": "apply",
             "out": str(out),
             "scale": scale,
             "tensors": len(vector),
-            "base": {"path": str(base), "sha256": file_digests(stored.files)},
+            "base": {"path": str(base), "sha256": file_digests(getattr(stored.tensors, "files", ()))},
         }
         write_record(folder / "tuneport.json", record)
     return Path(out)

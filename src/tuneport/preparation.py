@@ -32,7 +32,7 @@ from .checkpoint import (
 from .data import Dataset, align_labels, read_data
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
-from .families import Head, Model, choose_head, describe_module, open_model
+from .families import Head, Model, choose_head, describe_module, open_model, open_stored
 from .layers import Layer
 from .methods import METHODS, Method, get_method
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
@@ -260,7 +260,7 @@ def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequ
         vector = load_task_vector(finetuned)
     else:
         if isinstance(finetuned, (str, Path)):
-            tensors: Mapping[str, Tensor] = open_checkpoint(finetuned)
+            tensors = open_stored(finetuned).tensors
         else:
             tensors = (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
         vector = TaskVector.between(source.tensors, tensors, exclude)
@@ -404,14 +404,22 @@ def _check_kind(dataset: Dataset, *models: Model) -> None:
 
 
 def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
-    if isinstance(model, Model) and model.folder is None:
-        return {"name": model.name}
+    """What a model is called, where it is, and the SHA-256 of each of its weight files."""
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
-    path = Path(model.name if isinstance(model, Model) else model)
-    stored = open_checkpoint(path)
-    digests = {Path(name).name: digest for name, digest in file_digests(stored.files).items()}
-    return {"name": path.absolute().name, "path": str(path), "sha256": digests}
+    if isinstance(model, Model):
+        reference, tensors = model.name, model.tensors
+    else:
+        reference, tensors = str(model), open_stored(model).tensors
+    files: Iterable[Path] = getattr(tensors, "files", ())  # those of a live module or of a name have none
+    if not files:
+        return {"name": reference}
+    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
+    named = Path(reference).absolute().name  # of NAME:FILE the file
+    kind, mark, place = reference.rpartition(":")
+    if mark and not Path(reference).exists() and Path(place).exists():
+        named = f"{kind}:{Path(place).name}"
+    return {"name": named, "path": reference, "sha256": digests}
 
 
 def _adapter_identity(adapter: Adapter) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 Record = Mapping[str, Any]
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -32,16 +30,12 @@ def to_json(record: Any) -> str:
     return json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def copy_companions(source: Path | None, folder: Path, module: nn.Module | None) -> None:
+def copy_companions(source: Path | None, folder: Path) -> None:
     """Carry over what stands beside the weights: configuration, tokenizer, processor, heads.
 
-    Weights, our own files and hidden files stay behind. A live module without a folder writes its own
-    configuration.
+    Weights, our own files and hidden files stay behind.
     """
     if source is None:
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
         return
     for item in sorted(source.iterdir()):
         name = item.name

@@ -7,24 +7,46 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError
-from .base import Batch, Family, Forward, Head, Model, choose_head, describe_any, read_head
+from .base import Batch, Family, Forward, Head, Model, Stored, choose_head, describe_any, read_head
 from .huggingface import HuggingFace
+from .open_clip import OpenClip
+from .timm import Timm
 
-FAMILIES: tuple[Family, ...] = (HuggingFace(),)
+# In the order of asking: transformers' folders are known by the file name alone, so it comes last.
+FAMILIES: tuple[Family, ...] = (OpenClip(), Timm(), HuggingFace())
+
+ACCEPTED = "a model folder (transformers, open_clip, timm), open_clip's NAME:TAG or NAME:FILE, or timm:NAME[:FILE]"
 
 
 def open_model(reference: str | Path, *, device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Model:
-    """Open a model from what a user calls it: a local folder of a known family."""
-    for family in FAMILIES:
-        if family.recognises(str(reference)):
-            return family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code)
+    """Open a model from what a user calls it: a local folder of a known family, or a name that its library knows."""
+    family = _family(reference)
+    if family is not None:
+        return family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code)
+    if not Path(reference).exists():
+        raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
+    raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
+
+
+def open_stored(reference: str | Path) -> Stored:
+    """The files of a model: what `open_model` takes, or a weight file, which needs no model around it."""
+    family = _family(reference)
+    if family is not None:
+        return family.stored(str(reference))
     path = Path(reference)
-    if not path.exists():
-        raise CheckpointError(f"there is no model at {reference}: no such folder. Give the path of a model folder.")
-    raise CheckpointError(
-        f"{reference} is not a model: no config.json in it. Give a folder that from_pretrained can load."
-    )
+    return Stored(open_checkpoint(path), path if path.is_dir() else None)
+
+
+def place_of(reference: str | Path) -> Path:
+    """Where a reference lies on disk: itself, or the file of NAME:FILE."""
+    path, (_, mark, file) = Path(reference), str(reference).rpartition(":")
+    return Path(file).expanduser() if mark and not path.exists() and Path(file).expanduser().exists() else path
+
+
+def _family(reference: str | Path) -> Family | None:
+    return next((family for family in FAMILIES if family.recognises(str(reference))), None)
 
 
 def describe_module(module: nn.Module) -> Model:
@@ -42,9 +64,12 @@ __all__ = [
     "Forward",
     "Head",
     "Model",
+    "Stored",
     "choose_head",
     "describe_any",
     "describe_module",
     "open_model",
+    "open_stored",
+    "place_of",
     "read_head",
 ]

@@ -17,12 +17,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint import open_checkpoint
+from ..checkpoint import open_checkpoint, write_checkpoint
 from ..errors import CheckpointError, DataError, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
+Write = Callable[[Path, Mapping[str, Tensor]], None]
+
+# Short descriptions in several wordings; their embeddings are averaged into one class embedding.
+PROMPTS = (
+    "a photo of a {}.",
+    "a picture that shows a {}.",
+    "a close view of a {}.",
+    "a small image of a {}.",
+    "an example of a {}.",
+)
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Weights as from_pretrained expects them: `model.safetensors`, or shards and their index."""
+    write_checkpoint(folder, tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +47,8 @@ class Model:
     `tensors` reads the stored weights by their name in the files; `file_names` leads there from the names of
     `module.named_parameters()`. `encode` turns raw samples into the module's inputs, `features` and `logits`
     run it, `text_head` builds class embeddings with the model's own text tower; each is None where the
-    model has no such thing. `width` is that of the features.
+    model has no such thing. `width` is that of the features. `write` puts tensors into a new folder in the
+    library's own layout, with the configuration where nothing beside the weights carries it.
     """
 
     name: str
@@ -52,6 +68,7 @@ class Model:
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
+    write: Write = write_weights
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +77,15 @@ class Model:
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights in memory."""
         return replace(self, module=module)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A model's files before it is built: tensors read when asked for, and how its library keeps them."""
+
+    tensors: Mapping[str, Tensor]
+    folder: Path | None = None
+    write: Write = write_weights
 
 
 class Family(ABC):
@@ -75,6 +101,11 @@ class Family(ABC):
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
         """Load the model in float32, in evaluation mode."""
 
+    def stored(self, reference: str) -> Stored:
+        """The model's files; families that can tell without building the model do so lazily."""
+        model = self.open(reference, device=torch.device("cpu"), trust_remote_code=False)
+        return Stored(model.tensors, model.folder, model.write)
+
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:
         """Whether a live module is one of this family's."""
@@ -89,7 +120,46 @@ def describe_any(module: nn.Module) -> Model:
     layers = find_layers(module)
     tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     names = {name: name for name, _ in module.named_parameters()}
-    return Model(type(module).__name__, module, tensors, names, layers, find_loose(module, layers))
+    loose = find_loose(module, layers)
+    return Model(type(module).__name__, module, tensors, names, layers, loose, write=writer_with_config(module))
+
+
+def writer_with_config(module: nn.Module) -> Write:
+    """Weights, and the configuration of a live module that carries one as transformers' do."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "save_pretrained"):
+        return write_weights
+
+    def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        write_weights(folder, tensors)
+        config.save_pretrained(folder)
+
+    return write
+
+
+def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[LooseTensor], reason: str) -> dict[str, str]:
+    """The parameters that are neither in a layer nor loose, with the reason why not."""
+    inside = {part.name for part in loose} | {layer.weight for layer in layers} | {layer.bias for layer in layers}
+    return {name: reason for name, _ in module.named_parameters() if name not in inside}
+
+
+def class_embeddings(classes: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
+    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts."""
+    rows = []
+    for name in classes:
+        with torch.no_grad():
+            texts = embed([prompt.format(name.replace("_", " ")) for prompt in PROMPTS])
+        rows.append(F.normalize(texts, dim=-1).mean(0))
+    return F.normalize(torch.stack(rows), dim=-1).cpu()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON configuration, or an empty one where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True, eq=False)

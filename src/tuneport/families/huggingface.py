@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..checkpoint import check_finite, open_checkpoint
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Family, Model
-
-# Short descriptions in several wordings; their embeddings are averaged into one class embedding.
-PROMPTS = (
-    "a photo of a {}.",
-    "a picture that shows a {}.",
-    "a close view of a {}.",
-    "a small image of a {}.",
-    "an example of a {}.",
-)
+from .base import Batch, Family, Model, Stored, class_embeddings, outside_of, write_weights, writer_with_config
+from .libraries import first_line as _line
+from .libraries import mend_torchvision
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -94,6 +86,9 @@ class HuggingFace(Family):
             )
         return model
 
+    def stored(self, reference: str) -> Stored:
+        return Stored(open_checkpoint(reference), Path(reference))
+
     def knows(self, module: nn.Module) -> bool:
         return type(module).__name__ in ARCHITECTURES and hasattr(module, "config")
 
@@ -111,8 +106,6 @@ class HuggingFace(Family):
         tower = getattr(config, "vision_config", config)
         layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
         loose = find_loose(module, layers, within=architecture.tower)
-        inside = {part.name for part in loose} | {layer.weight for layer in layers} | {layer.bias for layer in layers}
-        outside = {key: "outside the image tower" for key, _ in module.named_parameters() if key not in inside}
         patch = int(tower.patch_size)
         projected = [layer.out_features for layer in layers if layer.role == "projection"]
 
@@ -139,7 +132,8 @@ class HuggingFace(Family):
             text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
             logit_scale=float(scale.detach().exp()) if scale is not None else 1.0,
             width=projected[0] if projected else int(tower.hidden_size),
-            outside=outside,
+            outside=outside_of(module, layers, loose, "outside the image tower"),
+            write=write_weights if folder is not None else writer_with_config(module),
         )
 
 
@@ -252,15 +246,13 @@ def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[
         device = next(module.parameters()).device
         padding = "max_length" if type(module).__name__.startswith("Siglip") else True
         longest = int(module.config.text_config.max_position_embeddings)
-        rows = []
-        for name in classes:
-            texts = [prompt.format(name.replace("_", " ")) for prompt in PROMPTS]
+
+        def texts_to_embeddings(texts: list[str]) -> Tensor:
             tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
-            with torch.no_grad():
-                pooled = module.text_model(**tokens.to(device)).pooler_output
-                projected = module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
-            rows.append(F.normalize(projected, dim=-1).mean(0))
-        return F.normalize(torch.stack(rows), dim=-1).cpu()
+            pooled: Tensor = module.text_model(**tokens.to(device)).pooler_output
+            return module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
+
+        return class_embeddings(classes, texts_to_embeddings)
 
     return embed
 
@@ -268,6 +260,7 @@ def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Loading without transformers' bars and hints; its settings are put back."""
+    mend_torchvision()  # transformers imports it where it is installed
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -279,8 +272,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:200]

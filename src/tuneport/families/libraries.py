@@ -1,0 +1,68 @@
+"""Importing model libraries: when they are needed, with one clear line where one is missing.
+
+open_clip and timm import torchvision, and so does transformers where it finds it. A torchvision that was built
+for another torch cannot be imported, so it is mended first.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..errors import TuneportError
+
+# The operators whose schemas torchvision declares in compiled code, and describes in Python when it is imported.
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_defined: list[Any] = []  # a library's definitions last as long as its object
+
+
+def load_library(module: str, extra: str) -> Any:
+    """Import a model library that is an optional extra of this package."""
+    if find_spec(module) is None:
+        raise TuneportError(f'{module} is not installed, and this model needs it: pip install "tuneport[{extra}]".')
+    mend_torchvision()
+    try:
+        return import_module(module)
+    except Exception as error:
+        raise TuneportError(
+            f"{module} is installed but cannot be imported ({first_line(error)}). Install versions that fit together, "
+            "as in constraints-families.txt."
+        ) from error
+
+
+@functools.cache
+def mend_torchvision() -> None:
+    """Declare the operators that a torchvision built for another torch lacks, so that it can be imported.
+
+    They are of no use to image classification and are declared, not implemented: calling them still fails.
+    A torchvision that is absent, sound or broken in another way is left alone.
+    """
+    if find_spec("torchvision") is None:
+        return
+    try:
+        import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            return
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]  # halves of it stay behind after a failed import
+        library = torch.library.Library("torchvision", "DEF")
+        _defined.append(library)
+        for schema in _SCHEMAS:
+            library.define(schema)
+    except Exception:
+        return
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, on one line."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:200]
