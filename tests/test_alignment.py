@@ -305,3 +305,19 @@ def test_statistics_of_two_halves_add_up_to_the_whole() -> None:
     assert (whole + Statistics()).samples == (Statistics() + whole).samples == 10
     with pytest.raises(TuneportError, match=r"statistics of different layers or signals cannot be added"):
         whole + Statistics({("q", "input"): streamed(x, y)}, passes={"forward": 1, "backward": 1})
+
+
+def test_few_tokens_are_solved_inside_their_range() -> None:
+    """The small problem of a covariance with fewer tokens than width gives the map of the full one."""
+    generator = torch.Generator().manual_seed(0)
+    X, Y = (torch.randn(10, width, generator=generator, dtype=torch.float64) for width in (120, 150))
+    covariance = CrossCovariance(120, 150)
+    covariance.update(X, Y)
+    found = procrustes(covariance, completion="none")
+    whole = procrustes(covariance.matrix, completion="none")
+    assert found.rank == whole.rank == 10
+    torch.testing.assert_close(found.matrix, whole.matrix, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found.singular_values[:10], whole.singular_values[:10])
+    filled = procrustes(covariance)
+    torch.testing.assert_close(filled.matrix @ filled.matrix.T, torch.eye(120, dtype=torch.float64))
+    torch.testing.assert_close(filled.matrix, procrustes(covariance.matrix).matrix, rtol=0, atol=1e-9)

@@ -125,11 +125,12 @@ def procrustes(
     if rtol is None:
         signal_dtype = covariance.signal_dtype if isinstance(covariance, CrossCovariance) else torch.float64
         rtol = rank_cut(signal_dtype, C.dtype, max(C.shape))
-    U, S, Vh = thin_svd(C.double())
+    tokens = covariance.tokens if isinstance(covariance, CrossCovariance) else None
+    U, S, Vh = _svd_of_sum(C.double(), tokens)
     rank = int((rtol * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
     R = U[:, :rank] @ Vh[:rank]
-    if completion == "svd" and rank < len(S):
-        R = R + _null_isometry(U[:, :rank], Vh[:rank], len(S) - rank)
+    if completion == "svd" and rank < min(C.shape):
+        R = R + _null_isometry(U[:, :rank], Vh[:rank], min(C.shape) - rank)
     residual = None
     if streamed:
         assert isinstance(covariance, CrossCovariance)
@@ -182,6 +183,21 @@ def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     except RuntimeError:  # torch.linalg.LinAlgError is one
         U, S, Vh = (part.to(matrix.device) for part in torch.linalg.svd(matrix.cpu(), full_matrices=False))
     return U, S, Vh
+
+
+def _svd_of_sum(C: Tensor, tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD of a sum over tokens, whose rank is at most their number: with few tokens, inside the range of C.
+
+    A product with a few more random (seeded) columns than C can have rank spans its range to rounding, so the
+    small problem has the same singular values and vectors.
+    """
+    if tokens is None or 3 * tokens + 48 > min(C.shape):
+        return thin_svd(C)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(C.shape[1], tokens + 16, generator=generator, dtype=torch.float64).to(C.device)
+    Q = torch.linalg.qr(C @ probe).Q
+    U, S, Vh = thin_svd(Q.T @ C)
+    return Q @ U, S, Vh
 
 
 def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
