@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 FAMILIES := .venv-families
 FAMILIES_STAMP := $(FAMILIES)/.installed
 
-.PHONY: setup demo test test-families lint docs bench clean
+.PHONY: setup demo test test-families lint docs clean
 
 setup: $(STAMP)
 
