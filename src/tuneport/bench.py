@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from .alignment import Statistics
-from .checkpoint import check_new_folder, new_folder
 from .data import Dataset, align_labels, read_data
 from .errors import DataError, MethodError, TuneportError, first_of, unknown_name
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune, prepared
 from .methods import METHODS, Transfer, get_method
+from .output import check_new_folder, new_folder
 from .pipeline import check_scale, measure_job, problem_of, transfer_auto
 from .preparation import Job, PairedBatches, pick_device, prepare
 from .report import chart, to_json

@@ -1,21 +1,18 @@
-"""Model weights on disk: read lazily, written as a stream, and put in place whole or not at all.
+"""Model weights on disk: read lazily, written as a stream.
 
 Rules kept here: opening reads headers only and a tensor is read when asked for; a pickle is never allowed
-to run code; an index cannot point outside its folder; writing holds one tensor at a time; an output appears
-under its final name only when it is complete and on disk. Whatever goes wrong is one CheckpointError.
+to run code; an index cannot point outside its folder; writing holds one tensor at a time. Whatever goes
+wrong is one CheckpointError.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 import pickle
 import re
-import secrets
-import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +24,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tuneport.errors import CheckpointError, first_of
-
-PathLike = str | os.PathLike[str]
+from tuneport.output import PathLike as PathLike
+from tuneport.output import check_new_file as check_new_file
+from tuneport.output import check_new_folder as check_new_folder
+from tuneport.output import new_file as new_file
+from tuneport.output import new_folder as new_folder
+from tuneport.output import sync
 
 # In the order in which safetensors itself ranks them: its files hold the last ones first.
 _DTYPE_NAMES = {
@@ -47,13 +48,6 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _REMAP_AFTER = 8 * 2**20  # bytes read through a memory map before it is dropped: mapped pages count as memory
-_WAYS_OUT = {
-    errno.ENOSPC: "the disk is full. Free some space or choose another place",
-    errno.EDQUOT: "the disk quota is used up. Free some space or choose another place",
-    errno.EROFS: "the file system is read-only. Choose another place",
-    errno.EACCES: "permission denied. Choose a place that you may write to",
-    errno.EPERM: "permission denied. Choose a place that you may write to",
-}
 
 
 class UnknownTensorError(CheckpointError, KeyError):
@@ -453,7 +447,7 @@ def write_checkpoint(
         files.append(f"{stem}.safetensors.index.json")
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / files[-1]).write_text(text, encoding="utf-8")
-        _sync(folder / files[-1])
+        sync(folder / files[-1])
     return [folder / file for file in files]
 
 
@@ -499,163 +493,6 @@ def write_safetensors(
 
 def _describer(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], TensorSpec]:
     return lambda name: describe(tensors, name)
-
-
-def check_new_folder(
-    out: PathLike, overwrite: bool = False, *, needed_bytes: int = 0, inputs: Iterable[PathLike] = ()
-) -> None:
-    """Raise a CheckpointError unless the folder `out` can be written: to be called before any work.
-
-    It must not exist (or be a real folder, with `overwrite`), its parent must be there, be writable and have
-    `needed_bytes` free, and it must not hold any of the `inputs`, which an overwrite would destroy.
-    """
-    out = Path(out)
-    _check_place(out, overwrite, folder=True)
-    _check_spares(out, inputs)
-    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
-    if needed_bytes > free:
-        raise CheckpointError(
-            f"{out} needs about {needed_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in "
-            f"{out.parent}. Free some space or choose another place."
-        )
-
-
-def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file.
-
-    It must not replace any of the `inputs`, nor a file inside one that is a folder.
-    """
-    _check_place(Path(out), overwrite, folder=False)
-    if os.path.lexists(out):
-        _check_spares(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
-
-
-def _files_in(path: PathLike) -> list[Path]:
-    return [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else []
-
-
-def _check_spares(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy an input."""
-    place = Path(os.path.realpath(out))
-    for given in inputs:
-        if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
-            raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
-
-
-def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
-    kind = "folder" if folder else "file"
-    if out.name in ("", ".."):
-        raise CheckpointError(f"{str(out)!r} does not name a new {kind}. Give its name, as in out/{kind}.")
-    if os.path.lexists(out):
-        if not overwrite:
-            raise CheckpointError(f"{out} exists already. Choose another name or pass --overwrite.")
-        if out.is_symlink():
-            raise CheckpointError(f"{out} is a symbolic link and is not overwritten. Give the {kind} itself.")
-        if not (out.is_dir() if folder else out.is_file()):
-            raise CheckpointError(f"{out} is not a {kind} and is not overwritten by one. Choose another name.")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out} cannot be written: there is no folder {out.parent}. Create it first.")
-    probe = _beside(out)
-    with _writing(out, every=True):
-        probe.mkdir()
-        probe.rmdir()
-
-
-@contextmanager
-def new_folder(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` when the block ends well, and vanishes when it does not.
-
-    The temporary folder is a hidden sibling, so that the last step is a rename. With `overwrite`, the old
-    folder stays in place until then. A full or read-only disk becomes a CheckpointError.
-    """
-    with _in_place_of(Path(out), overwrite, folder=True) as temporary:
-        yield temporary
-
-
-@contextmanager
-def new_file(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary path, with the suffix of `out`, that becomes `out` when the block ends well."""
-    with _in_place_of(Path(out), overwrite, folder=False) as temporary:
-        yield temporary
-
-
-@contextmanager
-def _in_place_of(out: Path, overwrite: bool, *, folder: bool) -> Iterator[Path]:
-    _check_place(out, overwrite, folder=folder)
-    place = Path(os.path.abspath(out))
-    temporary = _beside(place)
-    try:
-        with _writing(out):
-            if folder:
-                temporary.mkdir()
-            yield temporary
-            for path in [*sorted(temporary.rglob("*")), temporary]:
-                _sync(path)
-            if os.path.lexists(place) and not overwrite:
-                raise CheckpointError(f"{out} has appeared meanwhile and is kept. Choose another name.")
-            _swap(temporary, place)
-    except BaseException:
-        if folder:
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def _swap(temporary: Path, place: Path) -> None:
-    """Rename `temporary` to `place`; an old folder is moved aside first, and back again on failure."""
-    if not place.is_dir():
-        os.replace(temporary, place)
-        _sync(place.parent)
-        return
-    aside = _beside(place, "old")
-    os.rename(place, aside)
-    try:
-        os.rename(temporary, place)
-    except BaseException:
-        os.rename(aside, place)
-        raise
-    _sync(place.parent)
-    try:
-        shutil.rmtree(aside)
-    except OSError as error:
-        raise CheckpointError(
-            f"{place} is written, but what it replaced could not be removed ({error}). Remove {aside}."
-        ) from error
-
-
-def _beside(path: Path, kind: str = "tmp") -> Path:
-    """Return a fresh hidden path in the same folder, hence on the same disk."""
-    return path.parent / f".{path.stem}.{kind}-{secrets.token_hex(4)}{path.suffix}"
-
-
-@contextmanager
-def _writing(out: Path, *, every: bool = False) -> Iterator[None]:
-    """Turn what the disk says against writing `out` into a CheckpointError; `every`: any OSError at all."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors reports the disk's errors as text.
-        match = re.search(r"os error (\d+)", str(error))
-        code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        # a copy that fails names the file that it read first
-        files = [f for f in (getattr(error, "filename", None), getattr(error, "filename2", None)) if isinstance(f, str)]
-        parent = Path(os.path.abspath(out)).parent
-        here = not files or any(parent in Path(os.path.abspath(file)).parents for file in files)
-        if every or (here and code in _WAYS_OUT):
-            way_out = _WAYS_OUT.get(code or 0, f"{error}. Choose another place")
-            raise CheckpointError(f"{out} cannot be written: {way_out}.") from error
-        raise
-
-
-def _sync(path: Path) -> None:
-    if path.is_symlink():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:

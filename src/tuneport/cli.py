@@ -122,7 +122,8 @@ def transfer(
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
-    from .checkpoint import check_new_file, check_new_folder, describe
+    from .checkpoint import describe
+    from .output import check_new_file, check_new_folder
     from .report import to_json
 
     check_new = check_new_folder if as_ is OutputKind.model else check_new_file
@@ -201,7 +202,7 @@ def extract(
 ) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from . import pipeline
-    from .checkpoint import check_new_file
+    from .output import check_new_file
     from .task_vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[base, finetuned])
@@ -225,7 +226,7 @@ def apply(
 ) -> None:
     """Write base + scale * task vector as a model folder."""
     from . import pipeline
-    from .checkpoint import check_new_folder
+    from .output import check_new_folder
     from .task_vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, base])

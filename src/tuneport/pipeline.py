@@ -22,10 +22,8 @@ from .alignment import Statistics
 from .capture import PairedBatch, Progress, frozen, measure
 from .checkpoint import (
     check_finite,
-    check_new_folder,
     describe,
     file_digests,
-    new_folder,
     open_checkpoint,
     write_checkpoint,
 )
@@ -33,6 +31,7 @@ from .data import Dataset
 from .errors import DataError, TuneportError
 from .families import Model
 from .methods import LayerRecord, Problem, Transfer
+from .output import check_new_folder, new_folder
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare
 from .report import copy_companions, model_card, report_page, write_record

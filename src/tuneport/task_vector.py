@@ -19,16 +19,15 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tuneport.checkpoint import (
-    PathLike,
     TensorSpec,
     UnknownTensorError,
     describe,
-    new_file,
     open_checkpoint,
     same_structure,
     write_safetensors,
 )
 from tuneport.errors import CheckpointError, TuneportError, first_of
+from tuneport.output import PathLike, new_file
 
 T = TypeVar("T")
 FORMAT = "tuneport-task-vector"
