@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from safetensors import SafetensorError
 
 from tuneport.checkpoint import write_checkpoint
 from tuneport.errors import CheckpointError
-from tuneport.output import check_new_folder, new_file, new_folder
+from tuneport.output import check_new_folder, claimed, new_file, new_folder
 
 HAS_DEV_FULL = Path("/dev/full").is_char_device()
 
@@ -291,3 +294,93 @@ def test_new_file(tmp_path: Path) -> None:
         temporary.write_text("two")
     assert out.read_text() == "two"
     assert list(tmp_path.iterdir()) == [out]
+
+
+class TestClaims:
+    def test_a_second_run_is_told(self, tmp_path: Path) -> None:
+        """Another process holds the output: one clear line, and nothing of it is touched."""
+        out = tmp_path / "out"
+        program = (
+            "import sys, time\nfrom tuneport.output import new_folder\n"
+            "with new_folder(sys.argv[1]) as folder:\n"
+            "    (folder / 'file').write_text('theirs')\n    print('ready', flush=True)\n    sys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", program, str(out)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+
+            def work() -> None:
+                with new_folder(tmp_path / "." / "out", overwrite=True):
+                    pytest.fail("work was done")
+
+            text = error_of(work)
+            other.communicate()
+        expected = f"another run (process {other.pid}) is writing {out}. Wait until it ends, or choose another name."
+        assert text == expected
+        assert (out / "file").read_text() == "theirs"
+        assert list(tmp_path.iterdir()) == [out]
+
+    def test_what_a_killed_run_left_is_cleared(self, tmp_path: Path) -> None:
+        out = tmp_path / "out.d"
+        program = (
+            "import os, sys\nfrom tuneport.output import new_folder\n"
+            "with new_folder(sys.argv[1], overwrite=True) as folder:\n"
+            "    (folder / 'half').write_text('x')\n    os.kill(os.getpid(), 9)\n"
+        )
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", program, str(out)], check=False)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert ".out.d.tuneport-lock" in names
+        assert len(names) == 2, "the second run has cleared what the first left"
+        bystanders = [tmp_path / name for name in (".out.tmp-12345678", ".out.tmp-1234.d", ".other.tmp-12345678.d")]
+        for path in bystanders:
+            path.mkdir()
+        with new_folder(out):
+            pass
+        assert sorted(tmp_path.iterdir()) == sorted([out, *bystanders])
+
+    def test_an_output_caught_in_the_middle_of_its_replacement_comes_back(self, tmp_path: Path) -> None:
+        aside = tmp_path / ".out.old-0123abcd"
+        aside.mkdir()
+        (aside / "precious").write_text("mine")
+
+        def work() -> None:
+            with new_folder(tmp_path / "out"):
+                pytest.fail("work was done")
+
+        assert error_of(work) == f"{tmp_path / 'out'} exists already. Choose another name or pass --overwrite."
+        assert (tmp_path / "out" / "precious").read_text() == "mine"
+
+    def test_threads_and_nested_claims(self, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        found: list[str] = []
+
+        def elsewhere() -> None:
+            try:
+                with claimed(out):
+                    found.append("claimed")
+            except CheckpointError as error:
+                found.append(str(error))
+
+        with claimed(out), claimed(out):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert found == [
+            f"another run (process {os.getpid()}) is writing {out}. Wait until it ends, or choose another name."
+        ]
+        elsewhere()
+        assert found[1:] == ["claimed"]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_places_that_cannot_be_locked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with claimed(tmp_path / "missing" / "out"):
+            pass
+        (tmp_path / ".out.tuneport-lock").symlink_to(tmp_path / "victim")
+        with claimed(tmp_path / "out"):
+            pass
+        assert not (tmp_path / "victim").exists(), "a link in the lock's place is not followed"
+        monkeypatch.setattr("tuneport.output.fcntl", None)
+        with claimed(tmp_path / "other"):
+            pass

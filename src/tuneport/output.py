@@ -1,8 +1,9 @@
 """Places for outputs: checked before any work, filled beside their name, put in place whole or not at all.
 
 Rules kept here: an output appears under its final name only when it is complete and on disk; an existing one
-is replaced only on request and survives a failure; a link is never followed; what the disk says against
-writing becomes one CheckpointError.
+is replaced only on request and survives a failure; a link is never followed; one run at a time writes an
+output, and clears what a killed one left beside it; what the disk says against writing becomes one
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from tuneport.errors import CheckpointError
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # not on Windows: there, runs are not kept from each other
+    fcntl = None
 
 PathLike = str | os.PathLike[str]
 
@@ -85,7 +94,7 @@ def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
             raise CheckpointError(f"{out} is not a {kind} and is not overwritten by one. Choose another name.")
     if not out.parent.is_dir():
         raise CheckpointError(f"{out} cannot be written: there is no folder {out.parent}. Create it first.")
-    probe = _beside(out)
+    probe = _beside(out, "try")
     with _writing(out, every=True):
         probe.mkdir()
         probe.rmdir()
@@ -111,25 +120,102 @@ def new_file(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _in_place_of(out: Path, overwrite: bool, *, folder: bool) -> Iterator[Path]:
-    _check_place(out, overwrite, folder=folder)
-    place = Path(os.path.abspath(out))
-    temporary = _beside(place)
+    with claimed(out):
+        _check_place(out, overwrite, folder=folder)
+        place = Path(os.path.abspath(out))
+        temporary = _beside(place)
+        try:
+            with _writing(out):
+                if folder:
+                    temporary.mkdir()
+                yield temporary
+                for path in [*sorted(temporary.rglob("*")), temporary]:
+                    sync(path)
+                if os.path.lexists(place) and not overwrite:
+                    raise CheckpointError(f"{out} has appeared meanwhile and is kept. Choose another name.")
+                _swap(temporary, place)
+        except BaseException:
+            _remove(temporary)
+            raise
+
+
+_claims: dict[Path, int] = {}  # outputs that this process has claimed, with the thread that did
+
+
+@contextmanager
+def claimed(out: PathLike) -> Iterator[None]:
+    """Keep other runs away from an output while the block lasts; they get a CheckpointError.
+
+    It is a lock on a hidden file beside the output, which the system releases when its holder dies, so a stale
+    one is no obstacle. Whoever has it clears what a killed run left. The same thread may claim again. Where a
+    place cannot be locked (no such folder, read-only, some network disks) nothing happens.
+    """
+    place = Path(os.path.realpath(Path(out).parent)) / Path(out).name
+    me = threading.get_ident()
+    if _claims.get(place) == me:
+        yield
+        return
+    file = place.parent / f".{place.name}.tuneport-lock"
+    descriptor = _lock(file, out)
+    if descriptor is None:
+        yield
+        return
+    _claims[place] = me
     try:
-        with _writing(out):
-            if folder:
-                temporary.mkdir()
-            yield temporary
-            for path in [*sorted(temporary.rglob("*")), temporary]:
-                sync(path)
-            if os.path.lexists(place) and not overwrite:
-                raise CheckpointError(f"{out} has appeared meanwhile and is kept. Choose another name.")
-            _swap(temporary, place)
-    except BaseException:
-        if folder:
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-        raise
+        _clear(place)
+        yield
+    finally:
+        del _claims[place]
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(file: Path, out: PathLike) -> int | None:
+    """Lock a file, made where there is none, for this process; None where that is impossible."""
+    while fcntl is not None:
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                raise FileNotFoundError(file)  # its last holder has just removed it
+        except BlockingIOError:
+            holder = os.read(descriptor, 20).decode(errors="replace").strip()
+            os.close(descriptor)
+            who = f"another run (process {holder})" if holder.isdecimal() else "another run"
+            raise CheckpointError(f"{who} is writing {out}. Wait until it ends, or choose another name.") from None
+        except FileNotFoundError:
+            os.close(descriptor)
+            continue
+        except OSError:
+            os.close(descriptor)
+            return None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        return descriptor
+    return None
+
+
+def _clear(place: Path) -> None:
+    """Remove what a killed run left beside an output; one that it was about to replace is put back."""
+    for kind in ("old", "tmp"):
+        shape = re.compile(re.escape(f".{place.stem}.{kind}-") + "[0-9a-f]{8}" + re.escape(place.suffix))
+        for left in sorted(path for path in place.parent.iterdir() if shape.fullmatch(path.name)):
+            if kind == "old" and not os.path.lexists(place):
+                os.rename(left, place)
+            else:
+                _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _swap(temporary: Path, place: Path) -> None:
