@@ -47,6 +47,7 @@ _RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PIECE = 2**22  # numbers that are worked on at a time
 _REMAP_AFTER = 8 * 2**20  # bytes read through a memory map before it is dropped: mapped pages count as memory
 
 
@@ -335,14 +336,33 @@ def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str] | Non
     for name in chosen:
         if not _is_weight(describe(tensors, name)):
             continue
-        tensor = tensors[name]
-        if not torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all():
+        if not all_finite(tensors[name]):
             bad.append(name)
     if bad:
         raise CheckpointError(
             f"{len(bad)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} hold NaN or infinite "
             f"values: {first_of(bad)}. Use a checkpoint from before training diverged."
         )
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether a floating-point tensor holds neither NaN nor infinity; one-byte floats are widened first."""
+    return all(
+        bool(torch.isfinite(piece.float() if piece.dtype.itemsize == 1 else piece).all()) for piece in pieces(tensor)
+    )
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views that together are the tensor, each of a few million numbers: working on them needs little memory.
+
+    >>> [tuple(piece.shape) for piece in pieces(torch.zeros(3, 2**22))]
+    [(1, 4194304), (1, 4194304), (1, 4194304)]
+    """
+    if tensor.ndim == 0 or tensor.numel() <= _PIECE:
+        yield tensor
+        return
+    rows = max(1, _PIECE * len(tensor) // tensor.numel())
+    yield from tensor.split(rows)
 
 
 def same_structure(

@@ -21,8 +21,10 @@ import torch
 from tuneport.checkpoint import (
     TensorSpec,
     UnknownTensorError,
+    all_finite,
     describe,
     open_checkpoint,
+    pieces,
     same_structure,
     write_safetensors,
 )
@@ -179,7 +181,10 @@ class TaskVector(Mapping[str, Entry]):
         }
 
         def difference(name: str) -> torch.Tensor:
-            return finetuned[name].detach().to(dtypes[name]) - base[name].detach().to(dtypes[name])
+            changed = finetuned[name].detach().to(dtypes[name], copy=True)
+            for difference, piece in zip(pieces(changed), pieces(base[name].detach()), strict=True):
+                difference.sub_(piece.to(dtypes[name]))
+            return changed
 
         return cls(_Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
@@ -226,7 +231,9 @@ class TaskVector(Mapping[str, Entry]):
         entry = self[name]
         if isinstance(entry, LowRank):
             return entry.norm()
-        return float(torch.linalg.vector_norm(entry, dtype=torch.promote_types(entry.dtype, torch.float64)))
+        wide = torch.promote_types(entry.dtype, torch.float64)
+        parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
+        return float(torch.linalg.vector_norm(torch.stack(parts)))
 
     def __add__(self, other: TaskVector) -> TaskVector:
         if not isinstance(other, TaskVector):
@@ -318,7 +325,15 @@ class TaskVector(Mapping[str, Entry]):
                 return tensor
             delta = self.dense(name).to(tensor.device)
             dtype = torch.promote_types(torch.promote_types(tensor.dtype, torch.float32), delta.dtype)
-            return (tensor.to(dtype) + scale * delta.to(dtype)).to(tensor.dtype)
+            result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for place, old, change in zip(pieces(result), pieces(tensor), pieces(delta), strict=True):
+                place.copy_(old.to(dtype) + scale * change.to(dtype))
+            if not all_finite(result):
+                raise CheckpointError(
+                    f"{name} would hold NaN or infinite values in {tensor.dtype} with the task vector at scale "
+                    f"{scale:g}. Use a smaller scale, a wider dtype, or a task vector without them."
+                )
+            return result
 
         return LazyTensors(base, changed, lambda name: describe(base, name))
 
