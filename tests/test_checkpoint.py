@@ -24,6 +24,7 @@ from tuneport.checkpoint import (
     file_digests,
     open_checkpoint,
     parse_size,
+    read_json,
     same_structure,
     write_checkpoint,
     write_safetensors,
@@ -121,23 +122,17 @@ def test_keeps_no_tensor_and_shares_none(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.ones(4))
 
 
-def test_memory_map_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file({"w": torch.ones(4), "x": torch.zeros(4)}, tmp_path / "w.safetensors")
-    checkpoint = open_checkpoint(tmp_path / "w.safetensors")
-    opened: list[str] = []
-
-    def counting(path: str, framework: str) -> Any:
-        opened.append(path)
-        return safe_open(path, framework=framework)
-
-    monkeypatch.setattr(module, "safe_open", counting)
-    for _ in range(4):
-        assert torch.equal(checkpoint["w"], torch.ones(4))
-    assert len(opened) == 1
-    monkeypatch.setattr(module, "_REMAP_AFTER", 20)
-    for _ in range(4):
-        assert torch.equal(checkpoint["x"], torch.zeros(4))
-    assert len(opened) > 2
+def test_reads_every_dtype_and_shape(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    shapes = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "bits": torch.tensor([True, False, True])}
+    eighths = {f"eighth.{dtype}": torch.ones(5).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    everything = {**tensors, **shapes, **eighths, "half": torch.ones(3, 2, dtype=torch.bfloat16)}
+    save_file(everything, tmp_path / "m.safetensors")
+    opened, expected = open_checkpoint(tmp_path / "m.safetensors"), load_file(tmp_path / "m.safetensors")
+    assert set(opened) == set(expected)
+    for name, tensor in expected.items():
+        assert opened[name].dtype == tensor.dtype
+        assert opened[name].shape == tensor.shape
+        assert torch.equal(opened[name].float(), tensor.float())
 
 
 def test_unknown_name_is_a_key_error_with_a_readable_text(saved: Path) -> None:
@@ -296,13 +291,38 @@ def test_index_pointing_outside_is_refused(tmp_path: Path, entry: str) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
 def test_index_that_is_none(tmp_path: Path, content: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(content)
     assert error_of(lambda: open_checkpoint(tmp_path)) == (
         f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
         "Download or save the model again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_json_that_cannot_be_read(tmp_path: Path, content: bytes, reason: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(content)
+    assert (
+        error_of(lambda: open_checkpoint(tmp_path)) == f"{index} is not an index: {reason}. Download or save it again."
+    )
+
+
+def test_json_that_is_too_large(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with file.open("wb") as sparse:
+        sparse.truncate(30 * 10**6)
+    assert error_of(lambda: read_json(file, "a configuration")) == (
+        f"{file} is refused: 30 MB are too many for a configuration."
     )
 
 

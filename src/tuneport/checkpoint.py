@@ -48,7 +48,6 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _PIECE = 2**22  # numbers that are worked on at a time
-_REMAP_AFTER = 8 * 2**20  # bytes read through a memory map before it is dropped: mapped pages count as memory
 
 
 class UnknownTensorError(CheckpointError, KeyError):
@@ -138,24 +137,22 @@ class _SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp = _stamp(path)
-        self._handle: Any = None
-        self._bytes_read = 0
         with self._readable():
             handle: Any = safe_open(str(path), framework="pt")
             self.metadata: dict[str, str] = dict(handle.metadata() or {})
             self.specs = {name: self._spec(name, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+            self._offsets = _offsets(path)
 
     def read(self, name: str) -> torch.Tensor:
+        # Plain reads: the pages of a memory map would count as memory beside the tensor itself.
         _check_unchanged(self.path, self._stamp)
-        if self._handle is None:
-            with self._readable():
-                self._handle, self._bytes_read = safe_open(str(self.path), framework="pt"), 0
-        # What get_tensor returns is a view of the map, shared by all who ask for it.
-        tensor: torch.Tensor = self._handle.get_tensor(name).clone()
-        self._bytes_read += tensor.nbytes
-        if self._bytes_read > _REMAP_AFTER:
-            self._handle = None
-        return tensor
+        shape, dtype = self.specs[name]
+        content = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        with self._readable(), self.path.open("rb") as file:
+            file.seek(self._offsets[name])
+            if file.readinto(content.numpy().data) != len(content):
+                raise OSError(f"{name} is cut off")
+        return content.view(dtype).reshape(shape)
 
     def _spec(self, name: str, header: Any) -> TensorSpec:
         code = str(header.get_dtype())
@@ -219,6 +216,14 @@ class _PickleFile:
                 f"{self.path} is not a state dict but a {type(state).__name__}. Save model.state_dict()."
             )
         return state
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file begins; the file has been checked by the library itself."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _check_unchanged(path: Path, stamp: tuple[int, int, int]) -> None:
@@ -296,12 +301,26 @@ def _weights_in(folder: Path) -> Path:
     )
 
 
+def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
+    """Read a JSON file, or raise a CheckpointError that says `what` it was to be; larger than `limit` is refused."""
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{path} is not {what}: {reason}. Download or save it again.") from error
+
+
 def _open_index(index: Path) -> dict[str, _SafetensorsFile | _PickleFile]:
     """Open every shard that an index names, and check that each tensor is where the index says."""
+    content = read_json(index, "an index", limit=10**8)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        shard_of = {str(name): str(shard) for name, shard in content["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
             "Download or save the model again."

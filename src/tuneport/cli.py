@@ -116,28 +116,38 @@ def transfer(
     exclude: Exclude = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what a killed run of the same command has measured.")
+    ] = False,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)
+    ] = 60.0,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
-    from .checkpoint import describe
-    from .output import check_new_file, check_new_folder
+    from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
 
     check_new = check_new_folder if as_ is OutputKind.model else check_new_file
-    check_new(out, overwrite, inputs=[path for path in (source, finetuned, target, data, head) if path])
-    strength = pipeline.check_scale(scale)
-    job = _prepare(locals(), scored=strength == "auto")
-    if as_ is OutputKind.model:
-        check_new_folder(
-            out, overwrite, needed_bytes=sum(describe(job.target.tensors, n).nbytes for n in job.target.tensors)
-        )
-    with _progress("measuring", job.samples) as advance:
-        result = pipeline.run(job, scale=strength, progress=advance)
-    result.save(out, kind=as_.value, overwrite=overwrite)
-    record = {**result.record, "out": out}
+    with claimed(out):
+        check_new(out, overwrite or resume, inputs=[path for path in (source, finetuned, target, data, head) if path])
+        strength = pipeline.check_scale(scale)
+        job = _prepare(locals(), scored=strength == "auto")
+        with _progress("measuring", job.samples) as advance:
+            record = pipeline.port(
+                job,
+                out,
+                scale=strength,
+                kind=as_.value,
+                overwrite=overwrite,
+                resume=resume,
+                save_every=save_every,
+                progress=advance,
+                note=_note,
+            )
     if json:
         _emit(to_json(record))
         return
@@ -464,6 +474,11 @@ def _say(text: str) -> None:
     out_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _note(text: str) -> None:
+    """One line on stderr that is no error."""
+    err_console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _fail(kind: str, text: str) -> None:
     err_console.print(f"[red]{kind}:[/red] ", end="")
     err_console.print(" ".join(text.split("\n")), markup=False, highlight=False, soft_wrap=True)
@@ -515,7 +530,7 @@ def main() -> None:
             raise
         _fail(type(error).__name__, f"{error} (unexpected: run tuneport --debug ... for the traceback and report it)")
     except KeyboardInterrupt:
-        err_console.print("interrupted; nothing was written")
+        err_console.print("interrupted; no output was written")
         sys.exit(130)
 
 
