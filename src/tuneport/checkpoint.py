@@ -186,6 +186,12 @@ class _PickleFile:
             raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
         self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
         self.specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._state.items()}
+        size = path.stat().st_size
+        lying = [f"{name} {spec.shape}" for name, spec in self.specs.items() if spec.nbytes > size]
+        if lying:
+            raise CheckpointError(
+                f"{path} is refused: {len(lying)} of its tensors claim more than its {size} bytes: {first_of(lying)}."
+            )
 
     def read(self, name: str) -> torch.Tensor:
         _check_unchanged(self.path, self._stamp)
@@ -204,8 +210,8 @@ class _PickleFile:
                     "Save the model as safetensors where it was made, and use that."
                 ) from error
             raise CheckpointError(f"{self.path} is not a file of torch.save. Download or save it again.") from error
-        except (RuntimeError, ValueError, EOFError, OSError) as error:
-            reason = str(error).split("\n", 1)[0]
+        except Exception as error:  # a malformed pickle makes the loader raise nearly anything
+            reason = str(error).split("\n", 1)[0] or type(error).__name__
             raise CheckpointError(
                 f"{self.path} cannot be read as a state dict ({reason}). Download or save it again."
             ) from error
@@ -332,7 +338,7 @@ def _open_index(index: Path) -> dict[str, _SafetensorsFile | _PickleFile]:
             f"{index} is refused: its entries must be names of files beside it, "
             f"but it has {first_of(outside)}. Use a copy from a source that you trust."
         )
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(index.parent / name)]
     if missing:
         raise CheckpointError(
             f"{len(missing)} of {len(names)} weight files of {index.parent} are missing: "

@@ -398,6 +398,10 @@ def load_task_vector(path: PathLike) -> TaskVector:
     if broken:
         raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
 
+    odd = [f"{name} ({stored.dtype(name)})" for name in stored if not stored.dtype(name).is_floating_point]
+    if odd:
+        raise CheckpointError(f"{path} is damaged: {first_of(odd)} are no differences of weights.")
+
     def read(name: str) -> Entry:
         return LowRank(stored[name + _OUT], stored[name + _IN]) if name in low else stored[name]
 
