@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -201,7 +202,9 @@ class _PickleFile:
         try:
             # Files from before torch 1.6 are not zip files and cannot be mapped.
             mapped = zipfile.is_zipfile(self.path)
-            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
             # torch's own text advises to load the file with its code, so it is not passed on.
             if "GLOBAL" in str(error):
@@ -532,6 +535,7 @@ def write_safetensors(
                     f"but was announced as {specs[name].shape} {specs[name].dtype}."
                 )
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
         file.flush()
         os.fsync(file.fileno())
 

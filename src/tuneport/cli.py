@@ -217,12 +217,12 @@ def extract(
 
     check_new_file(out, overwrite, inputs=[base, finetuned])
     vector = pipeline.extract(base, finetuned, exclude=exclude or ())
-    save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
-    result = {"out": out, "tensors": len(vector), "norm": vector.norm()}
+    norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
+    result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:
         _emit(json_module.dumps(result))
     else:
-        _say(f"{len(vector)} tensors, norm {result['norm']:.4g}, written to {out}")
+        _say(f"{len(vector)} tensors, norm {norm:.4g}, written to {out}")
 
 
 @app.command(epilog="Example: tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7")
@@ -269,12 +269,14 @@ def evaluate(
     from .calibration import select
     from .data import align_labels, read_data
     from .families import choose_head, open_model
+    from .hub import local
     from .preparation import pick_device
 
     chosen = evaluation.check_protocol(protocol)
     if samples is not None and chosen == "zero-shot":
         raise TuneportError("--samples goes with --protocol linear-probe; zero-shot scores the whole test split.")
-    test = read_data(data, "test")
+    place = local(data, "dataset")
+    test = read_data(place, "test")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
         scorer = choose_head(opened, head, test.name, test.classes)
@@ -282,7 +284,7 @@ def evaluate(
         with _progress("evaluating", len(test)) as advance:
             result = evaluation.zero_shot(opened, scorer, test, batch_size=batch_size, progress=advance)
     else:
-        train = read_data(data, "train")
+        train = read_data(place, "train")
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
         with _progress("evaluating", len(train) + len(test)) as advance:
@@ -471,17 +473,24 @@ def _emit(text: str) -> None:
 
 def _say(text: str) -> None:
     """One line on stdout as it is: paths are neither wrapped nor read as markup."""
-    out_console.print(text, markup=False, highlight=False, soft_wrap=True)
+    out_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _harmless(text: str) -> str:
+    """One line without control characters: names from files must not steer the terminal."""
+    return "".join(
+        mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text
+    )
 
 
 def _note(text: str) -> None:
     """One line on stderr that is no error."""
-    err_console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+    err_console.print(f"note: {_harmless(text)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _fail(kind: str, text: str) -> None:
     err_console.print(f"[red]{kind}:[/red] ", end="")
-    err_console.print(" ".join(text.split("\n")), markup=False, highlight=False, soft_wrap=True)
+    err_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
     sys.exit(1)
 
 

@@ -216,12 +216,16 @@ def _choose_split(found: Sequence[str], split: Split, path: Path) -> str | None:
     )
 
 
+def _opened(source: Path | io.BytesIO) -> Image.Image:
+    """An image of a common format; one of absurd size is an error, not a warning."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+    return Image.open(source, formats=_IMAGE_FORMATS)
+
+
 def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = Image.open(source, formats=_IMAGE_FORMATS)
-        with opened as image:
+        with warnings.catch_warnings(), _opened(source) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are floats without a known range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling

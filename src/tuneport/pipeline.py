@@ -32,6 +32,7 @@ from .checkpoint import (
 from .data import Dataset
 from .errors import DataError, TuneportError
 from .families import Model
+from .hub import local
 from .methods import LayerRecord, Problem, Transfer
 from .output import check_new_file, check_new_folder, claimed, new_folder
 from .pairing import KEPT_BY_KIND, Kept
@@ -378,7 +379,7 @@ def _batches_after(batches: Iterable[Any], earlier: Statistics | None) -> Iterab
 
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
-    ours, theirs = open_checkpoint(base), open_checkpoint(finetuned)
+    ours, theirs = open_checkpoint(local(base)), open_checkpoint(local(finetuned))
     vector = TaskVector.between(ours, theirs, exclude)
     check_finite(theirs, list(vector))
     check_finite(ours, list(vector))
@@ -389,6 +390,7 @@ def apply(
     vector: TaskVector, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
 ) -> Path:
     """Write `base + scale * vector` as a folder like the base's own."""
+    base = local(base)
     stored = open_checkpoint(base)
     tensors = vector.apply_to(stored, scale)
     size = sum(describe(stored, name).nbytes for name in stored)

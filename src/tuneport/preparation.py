@@ -31,6 +31,7 @@ from .data import Dataset, align_labels, read_data
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Head, Model, choose_head, describe_module, open_model
+from .hub import local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, nearest_block, pair_layers
@@ -94,6 +95,10 @@ def prepare(
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
     where = pick_device(device)
+    if isinstance(finetuned, (str, Path)):
+        finetuned = local(finetuned)
+    if isinstance(data, (str, Path)):
+        data = local(data, "dataset")
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     vector = _task_vector(ours, finetuned, exclude)
     signals = method.signals | frozenset(extra_signals)

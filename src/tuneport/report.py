@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from .errors import CheckpointError
+
 Record = Mapping[str, Any]
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -50,9 +52,24 @@ def copy_companions(source: Path | None, folder: Path, module: nn.Module | None)
         if item.is_dir() and name == "heads":
             (folder / name).mkdir()
             for head in sorted(item.glob("[!.]*.safetensors")):
-                shutil.copy(head, folder / name / head.name)
+                shutil.copy(_inside(head, source), folder / name / head.name)
         elif item.is_file():
-            shutil.copy(item, folder / name)
+            shutil.copy(_inside(item, source), folder / name)
+
+
+def _inside(file: Path, folder: Path) -> Path:
+    """The file, unless it is a link to something that is neither in its folder nor in the hub's cache around it.
+
+    Files are copied into an output that may be published; a folder from elsewhere must not choose which.
+    """
+    real, home = file.resolve(), folder.resolve()
+    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(place in real.parents for place in places):
+        raise CheckpointError(
+            f"{file} is a link to {real}, outside its folder, and is not copied to the output. "
+            "Put the file itself there."
+        )
+    return file
 
 
 def _is_weight(name: str) -> bool:

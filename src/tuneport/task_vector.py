@@ -228,12 +228,7 @@ class TaskVector(Mapping[str, Entry]):
         """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
         if name is None:
             return math.sqrt(sum(self.norm(each) ** 2 for each in self))
-        entry = self[name]
-        if isinstance(entry, LowRank):
-            return entry.norm()
-        wide = torch.promote_types(entry.dtype, torch.float64)
-        parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
-        return float(torch.linalg.vector_norm(torch.stack(parts)))
+        return norm_of(self[name])
 
     def __add__(self, other: TaskVector) -> TaskVector:
         if not isinstance(other, TaskVector):
@@ -345,8 +340,8 @@ class TaskVector(Mapping[str, Entry]):
 
 def save_task_vector(
     path: PathLike, vector: TaskVector, metadata: Mapping[str, str] | None = None, overwrite: bool = False
-) -> None:
-    """Write a task vector to one safetensors file, entry by entry, whole or not at all.
+) -> float:
+    """Write a task vector to one safetensors file, entry by entry, whole or not at all; return its norm.
 
     A dense entry is stored under its name, a low-rank one as `name::out` and `name::in`. The file's metadata
     are `format: tuneport-task-vector`, `version: 1` and what is given here.
@@ -364,10 +359,13 @@ def save_task_vector(
             parts[name + _IN] = TensorSpec((rank, shape[1]), dtype)
 
     # Both factors of an entry are asked for in turn: do not compute it twice.
-    entry_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
+    pair_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
+    squares: dict[str, float] = {}
 
     def part(stored: str) -> torch.Tensor:
-        entry = entry_of(stored.removesuffix(_OUT).removesuffix(_IN))
+        name = stored.removesuffix(_OUT).removesuffix(_IN)
+        entry = vector[name] if name == stored else pair_of(name)
+        squares[name] = norm_of(entry) ** 2
         if isinstance(entry, torch.Tensor):
             return entry
         return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
@@ -375,6 +373,7 @@ def save_task_vector(
     stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
         write_safetensors(temporary, _Lazy(parts, part), parts, stated)
+    return math.sqrt(sum(squares.values()))
 
 
 def load_task_vector(path: PathLike) -> TaskVector:
@@ -425,6 +424,15 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
 def as_dense(entry: Entry) -> torch.Tensor:
     """An entry as a plain tensor."""
     return entry.dense() if isinstance(entry, LowRank) else entry
+
+
+def norm_of(entry: Entry) -> float:
+    """The Frobenius norm of an entry, accumulated in float64."""
+    if isinstance(entry, LowRank):
+        return entry.norm()
+    wide = torch.promote_types(entry.dtype, torch.float64)
+    parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
+    return float(torch.linalg.vector_norm(torch.stack(parts)))
 
 
 def _sum(one: Entry, other: Entry) -> Entry:
