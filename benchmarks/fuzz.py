@@ -261,7 +261,9 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
     rows = [{"text": f"t{i}", "label": i % 2, "split": ("train", "test")[i % 2]} for i in range(6)]
     (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     yield "jsonl", "rows.jsonl", spoil_lines, look_at_data
-    (root / "rows.csv").write_text("text,label,split\n" + "".join(f't{i},"c{i % 2}",train\n' for i in range(6)))
+    (root / "rows.csv").write_text(
+        "text,label,split\n" + "".join(f't{i},"c{i % 2}",{("train", "test")[i % 2]}\n' for i in range(6))
+    )
     yield "csv", "rows.csv", spoil_bytes, look_at_data
     (root / "rows.tsv.gz").write_bytes(gzip.compress(b"text\ttext_pair\tlabel\na\tb\t1\nc\td\t0\n"))
     yield "tsv.gz", "rows.tsv.gz", spoil_packed, look_at_data
@@ -278,8 +280,8 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
             folder / f"a.{suffix}"
         )
         yield suffix, f"images-{suffix}/cat/a.{suffix}", spoil_bytes, lambda path: look_at_data(path.parent.parent)
-    recipe = 'source = "s"\ntarget = "t"\nsamples = [1, 2]\nseeds = [0]\nmethods = ["bico"]\nbatch_size = 4\n'
-    (root / "recipe.toml").write_text(recipe + '[finetuned]\ncars = "c"\n[data]\ncars = "d"\n')
+    recipe = 'source = "."\ntarget = "."\nsamples = [1, 2]\nseeds = [0]\nmethods = ["bico"]\nbatch_size = 4\n'
+    (root / "recipe.toml").write_text(recipe + '[finetuned]\ncars = "."\n[data]\ncars = "."\n')
     yield "recipe", "recipe.toml", spoil_bytes, read_recipe
 
 

@@ -383,7 +383,7 @@ class TestRemoteCode:
         monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked whether code may run"))
         folder, marker = self.spoil(zoo, tmp_path, "vit-base")
         edit_json(folder / "preprocessor_config.json", image_processor_type="Evil")
-        assert "preprocessor_config.json is not a preprocessor configuration" in refusal(folder)
+        assert "preprocessor_config.json cannot be used" in refusal(folder)
         edit_json(folder / "config.json", architectures=["Evil"], model_type="evil")
         assert "holds a Evil, which tuneport does not know" in refusal(folder)
         assert not marker.exists()

@@ -241,7 +241,7 @@ def apply(
 
     check_new_folder(out, overwrite, inputs=[vector, base])
     loaded = load_task_vector(vector)
-    pipeline.apply(loaded, base, out, scale=scale, overwrite=overwrite)
+    pipeline.apply(vector, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
     if json:
         _emit(json_module.dumps(result))

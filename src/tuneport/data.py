@@ -144,6 +144,14 @@ def read_data(path: str | Path, split: Split, *, labelled: bool = True) -> Datas
     return data
 
 
+def files_of(dataset: Dataset) -> list[Path]:
+    """The image files behind a data set, in its order; none where the samples lie in the source itself."""
+    inputs = dataset.inputs
+    if isinstance(inputs, Lazy) and isinstance(inputs.load, partial) and inputs.load.func is _open_file:
+        return [inputs.load.args[0][index] for index in inputs.indices]
+    return []
+
+
 def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     """Re-number labels to a head's `classes`, by name; the head may know more classes than the data.
 

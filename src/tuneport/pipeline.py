@@ -36,11 +36,11 @@ from .hub import local
 from .methods import LayerRecord, Problem, Transfer
 from .output import check_new_file, check_new_folder, claimed, new_folder
 from .pairing import KEPT_BY_KIND, Kept
-from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare
+from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions
 from .report import copy_companions, model_card, report_page, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
 from .scaling import HOLD_OUT, ScaleChoice, Scaled, Score, choose_scale, fitting_samples
-from .task_vector import TaskVector, save_task_vector
+from .task_vector import TaskVector, load_task_vector, save_task_vector
 
 __all__ = [
     "Job",
@@ -91,7 +91,7 @@ class Result:
     def save(self, out: str | Path, *, kind: str = "model", overwrite: bool = False) -> Path:
         """Write the new model as a folder that from_pretrained loads, or the task vector as one file."""
         out = Path(out)
-        record = {**self.record, "out": str(out)}
+        record = {**self.record, "out": str(out), "as": kind}
         if kind == "task-vector":
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
@@ -238,7 +238,7 @@ def port(
             raise
         result.save(out, kind=kind, overwrite=overwrite)
         work.remove()
-    return {**result.record, "out": str(out)}
+    return {**result.record, "out": str(out), "as": kind}
 
 
 def _conditions(job: Job, scale: float | str) -> dict[str, Any]:
@@ -387,10 +387,11 @@ def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] =
 
 
 def apply(
-    vector: TaskVector, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
+    vector: TaskVector | str | Path, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
 ) -> Path:
-    """Write `base + scale * vector` as a folder like the base's own."""
-    base = local(base)
+    """Write `base + scale * vector` as a folder like the base's own; the vector may be a file."""
+    base, file = local(base), None if isinstance(vector, TaskVector) else Path(vector)
+    vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
     stored = open_checkpoint(base)
     tensors = vector.apply_to(stored, scale)
     size = sum(describe(stored, name).nbytes for name in stored)
@@ -405,10 +406,17 @@ def apply(
             "out": str(out),
             "scale": scale,
             "tensors": len(vector),
-            "base": {"path": str(base), "sha256": file_digests(stored.files)},
+            "base": _place(base, stored.files),
+            "vector": _place(file, [file]) if file is not None else {"name": "TaskVector"},
+            "versions": versions(),
         }
         write_record(folder / "tuneport.json", record)
     return Path(out)
+
+
+def _place(path: Path, files: Iterable[Path]) -> dict[str, Any]:
+    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
+    return {"name": path.absolute().name, "path": str(path), "sha256": digests}
 
 
 def left_behind(job: Job) -> tuple[Kept, ...]:

@@ -5,7 +5,9 @@ Everything that can be wrong with the input is found here, before the first forw
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,14 +29,15 @@ from .checkpoint import (
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, read_data
+from .data import Dataset, align_labels, files_of, read_data
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Head, Model, choose_head, describe_module, open_model
-from .hub import local
+from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, nearest_block, pair_layers
+from .report import README, companions
 from .task_vector import TaskVector, load_task_vector
 
 ModelLike = Model | nn.Module | str | Path
@@ -138,6 +141,7 @@ def prepare(
             batches = data
     record = {
         "tuneport": package_version("tuneport"),
+        "command": "transfer",
         "method": name,
         "options": {
             "samples": count or samples,
@@ -155,8 +159,7 @@ def prepare(
         "finetuned": _identity(finetuned),
         "target": _identity(theirs),
         "data": _data_identity(data, dataset, indices, heads),
-        "versions": {package: package_version(package) for package in ("torch", "transformers", "safetensors", "numpy")}
-        | {"python": platform.python_version()},
+        "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
     return Job(
@@ -368,22 +371,58 @@ def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
     path = Path(model.name if isinstance(model, Model) else model)
-    stored = open_checkpoint(path)
-    digests = {Path(name).name: digest for name, digest in file_digests(stored.files).items()}
-    return {"name": path.absolute().name, "path": str(path), "sha256": digests}
+    beside = companions(path, README) if path.is_dir() else []
+    home = path if path.is_dir() else path.parent
+    digests = file_digests([*open_checkpoint(path).files, *beside])
+    known = hub_name(path)
+    return {
+        "name": known[0] if known else path.absolute().name,
+        "path": str(path),
+        **({"revision": known[1]} if known else {}),
+        "license": _licence(path / README),
+        "sha256": {str(Path(file).relative_to(home)): digest for file, digest in digests.items()},
+    }
+
+
+def _licence(card: Path) -> str | None:
+    """The licence that a model card states in its front matter; None where there is none or it is no plain word."""
+    if not card.is_file():
+        return None
+    with card.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(2**16)
+    front = re.match(r"---\r?\n(.*?)\n---", text, re.DOTALL)
+    if front is None:
+        return None
+    found = re.search(r"^license:[ \t]*[\"']?([A-Za-z0-9][\w.+-]{0,63})[\"']?[ \t]*$", front[1], re.MULTILINE)
+    return found[1] if found else None
 
 
 def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
     identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
+        path = Path(data)
         identity["path"] = str(data)
-        if Path(data).is_file():
-            identity["sha256"] = next(iter(file_digests([data]).values()))
+        if known := hub_name(path):
+            identity |= {"name": known[0], "revision": known[1]}
+        files = files_of(dataset.subset(indices)) if dataset is not None and indices is not None else []
+        if path.is_file():
+            files = [path, *files]
+        elif not files:
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+        digests = file_digests(dict.fromkeys(files))
+        home = path.parent if path.is_file() else path
+        identity["sha256"] = {os.path.relpath(file, home): digest for file, digest in digests.items()}
     if dataset is not None:
         identity |= {"split": dataset.split, "classes": len(dataset.classes), "indices": indices.tolist()}
     if heads is not None:
         identity["heads"] = [head.name for head in heads]
     return identity
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a result depends on, and of Python."""
+    packages = ("torch", "transformers", "safetensors", "numpy")
+    return {**{package: package_version(package) for package in packages}, "python": platform.python_version()}
 
 
 def package_version(package: str) -> str:

@@ -397,7 +397,8 @@ def load_task_vector(path: PathLike) -> TaskVector:
     if broken:
         raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
 
-    odd = [f"{name} ({stored.dtype(name)})" for name in stored if not stored.dtype(name).is_floating_point]
+    dtypes = {name: stored.dtype(name) for name in stored}
+    odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or _is_quantised(dtype)]
     if odd:
         raise CheckpointError(f"{path} is damaged: {first_of(odd)} are no differences of weights.")
 
