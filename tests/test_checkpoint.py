@@ -1,9 +1,8 @@
-"""Checkpoints: lazy reading, streamed writing, outputs that are whole or absent, and every error text."""
+"""Checkpoints: lazy reading, streamed writing, and every error text."""
 
 from __future__ import annotations
 
 import doctest
-import errno
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
 import tuneport.checkpoint as module
@@ -21,18 +20,17 @@ from tuneport.checkpoint import (
     TensorSpec,
     UnknownTensorError,
     check_finite,
-    check_new_folder,
     describe,
     file_digests,
-    new_file,
-    new_folder,
     open_checkpoint,
     parse_size,
+    read_json,
     same_structure,
     write_checkpoint,
     write_safetensors,
 )
 from tuneport.errors import CheckpointError
+from tuneport.output import new_folder
 
 HAS_DEV_FULL = Path("/dev/full").is_char_device()
 
@@ -124,23 +122,17 @@ def test_keeps_no_tensor_and_shares_none(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.ones(4))
 
 
-def test_memory_map_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file({"w": torch.ones(4), "x": torch.zeros(4)}, tmp_path / "w.safetensors")
-    checkpoint = open_checkpoint(tmp_path / "w.safetensors")
-    opened: list[str] = []
-
-    def counting(path: str, framework: str) -> Any:
-        opened.append(path)
-        return safe_open(path, framework=framework)
-
-    monkeypatch.setattr(module, "safe_open", counting)
-    for _ in range(4):
-        assert torch.equal(checkpoint["w"], torch.ones(4))
-    assert len(opened) == 1
-    monkeypatch.setattr(module, "_REMAP_AFTER", 20)
-    for _ in range(4):
-        assert torch.equal(checkpoint["x"], torch.zeros(4))
-    assert len(opened) > 2
+def test_reads_every_dtype_and_shape(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    shapes = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "bits": torch.tensor([True, False, True])}
+    eighths = {f"eighth.{dtype}": torch.ones(5).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    everything = {**tensors, **shapes, **eighths, "half": torch.ones(3, 2, dtype=torch.bfloat16)}
+    save_file(everything, tmp_path / "m.safetensors")
+    opened, expected = open_checkpoint(tmp_path / "m.safetensors"), load_file(tmp_path / "m.safetensors")
+    assert set(opened) == set(expected)
+    for name, tensor in expected.items():
+        assert opened[name].dtype == tensor.dtype
+        assert opened[name].shape == tensor.shape
+        assert torch.equal(opened[name].float(), tensor.float())
 
 
 def test_unknown_name_is_a_key_error_with_a_readable_text(saved: Path) -> None:
@@ -299,13 +291,38 @@ def test_index_pointing_outside_is_refused(tmp_path: Path, entry: str) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
 def test_index_that_is_none(tmp_path: Path, content: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(content)
     assert error_of(lambda: open_checkpoint(tmp_path)) == (
         f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
         "Download or save the model again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_json_that_cannot_be_read(tmp_path: Path, content: bytes, reason: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(content)
+    assert (
+        error_of(lambda: open_checkpoint(tmp_path)) == f"{index} is not an index: {reason}. Download or save it again."
+    )
+
+
+def test_json_that_is_too_large(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with file.open("wb") as sparse:
+        sparse.truncate(30 * 10**6)
+    assert error_of(lambda: read_json(file, "a configuration")) == (
+        f"{file} is refused: 30 MB are too many for a configuration."
     )
 
 
@@ -479,268 +496,3 @@ def test_writing_options_and_errors(tmp_path: Path) -> None:
 
 
 # Outputs that are whole or absent
-
-
-def test_new_folder_appears_at_the_end(tmp_path: Path) -> None:
-    out = tmp_path / "out.v1"
-    with new_folder(out) as folder:
-        assert folder.parent == tmp_path
-        assert folder.name.startswith(".out.tmp-")
-        assert not out.exists()
-        (folder / "sub").mkdir()
-        (folder / "sub" / "file").write_text("x")
-        (folder / "link").symlink_to("nowhere")
-    assert (out / "sub" / "file").read_text() == "x"
-    assert list(tmp_path.iterdir()) == [out]
-    reference = tmp_path / "reference"
-    reference.mkdir()
-    assert out.stat().st_mode == reference.stat().st_mode
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), FileNotFoundError(2, "x")])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_new_folder_leaves_nothing_after_an_error(tmp_path: Path, error: BaseException, overwrite: bool) -> None:
-    out = tmp_path / "out"
-    if overwrite:
-        out.mkdir()
-        (out / "old").write_text("old")
-
-    def work() -> None:
-        with new_folder(out, overwrite=overwrite) as folder:
-            (folder / "file").write_text("x")
-            raise error
-
-    with pytest.raises(type(error)) as caught:
-        work()
-    assert caught.value is error
-    assert [path.name for path in tmp_path.rglob("*")] == (["out", "old"] if overwrite else [])
-
-
-def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("old")
-
-    def work() -> None:
-        with new_folder(out):
-            pytest.fail("work was done")
-
-    expected = f"{out} exists already. Choose another name or pass --overwrite."
-    assert error_of(work) == expected
-    assert error_of(lambda: check_new_folder(out)) == expected
-    assert (out / "old").read_text() == "old"
-
-
-def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("old")
-    with new_folder(out, overwrite=True) as folder:
-        assert (out / "old").exists()
-        (folder / "new").write_text("new")
-    assert [path.name for path in out.iterdir()] == ["new"]
-    assert list(tmp_path.iterdir()) == [out]
-
-
-def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("old")
-    rename = os.rename
-
-    def failing(one: Path, other: Path) -> None:
-        if ".tmp-" in Path(one).name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        rename(one, other)
-
-    monkeypatch.setattr(os, "rename", failing)
-
-    def work() -> None:
-        with new_folder(out, overwrite=True) as folder:
-            (folder / "new").write_text("new")
-
-    assert error_of(work).startswith(f"{out} cannot be written: the disk is full.")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
-
-
-def test_overwrite_reports_an_old_folder_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    remove = shutil.rmtree
-
-    def failing(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(errno.EBUSY, "busy")
-        remove(path, ignore_errors=True)
-
-    monkeypatch.setattr(shutil, "rmtree", failing)
-
-    def work() -> None:
-        with new_folder(out, overwrite=True) as folder:
-            (folder / "new").write_text("new")
-
-    text = error_of(work)
-    assert text.startswith(f"{out} is written, but what it replaced could not be removed (")
-    assert (out / "new").read_text() == "new"
-
-
-def test_overwrite_never_follows_a_link_nor_replaces_another_kind(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").write_text("keep")
-    link, file = tmp_path / "link", tmp_path / "file"
-    link.symlink_to(precious)
-    file.write_text("keep")
-    for open_new, kind in ((new_folder, "folder"), (new_file, "file")):
-
-        def work(out: Path, open_new: Any = open_new) -> None:
-            with open_new(out, overwrite=True):
-                pytest.fail("work was done")
-
-        expected = f"{link} is a symbolic link and is not overwritten. Give the {kind} itself."
-        assert error_of(lambda work=work: work(link)) == expected
-        wrong = file if kind == "folder" else precious
-        assert error_of(lambda work=work, wrong=wrong: work(wrong)) == (
-            f"{wrong} is not a {kind} and is not overwritten by one. Choose another name."
-        )
-    assert (precious / "file").read_text() == file.read_text() == "keep"
-
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "inner").symlink_to(precious)
-    with new_folder(out, overwrite=True):
-        pass
-    assert (precious / "file").read_text() == "keep"
-
-
-def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def work() -> None:
-        with new_folder(out):
-            out.mkdir()
-
-    assert error_of(work) == f"{out} has appeared meanwhile and is kept. Choose another name."
-    assert list(tmp_path.iterdir()) == [out]
-
-
-@pytest.mark.parametrize("name", [".", "..", "/", "", "sub/.."])
-def test_output_must_have_a_name(name: str) -> None:
-    assert "does not name a new folder" in error_of(lambda: check_new_folder(name, overwrite=True))
-
-
-def test_output_needs_a_parent(tmp_path: Path) -> None:
-    out = tmp_path / "no" / "out"
-    expected = f"{out} cannot be written: there is no folder {out.parent}. Create it first."
-    assert error_of(lambda: check_new_folder(out)) == expected
-
-    def work() -> None:
-        with new_folder(out):
-            pytest.fail("work was done")
-
-    assert error_of(work) == expected
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that not even root can write to")
-def test_parent_that_refuses() -> None:
-    assert error_of(lambda: check_new_folder("/proc/out")).startswith("/proc/out cannot be written: ")
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (errno.EROFS, "the file system is read-only. Choose another place."),
-        (errno.EACCES, "permission denied. Choose a place that you may write to."),
-        (errno.ENOSPC, "the disk is full. Free some space or choose another place."),
-    ],
-)
-def test_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
-    out = tmp_path / "out"
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    def work() -> None:
-        with new_folder(out) as folder:
-            (folder / "file").write_text("x")
-            monkeypatch.setattr(os, "fsync", refuse)
-
-    assert error_of(work) == f"{out} cannot be written: {reason}"
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    assert error_of(lambda: check_new_folder(out)) == f"{out} cannot be written: {reason}"
-
-
-@pytest.mark.skipif(not HAS_DEV_FULL, reason="needs /dev/full")
-def test_disk_that_is_full_for_real(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def work() -> None:
-        with new_folder(out) as folder:
-            # A link, so that nothing can ever be renamed over the device itself.
-            (folder / "model.safetensors").symlink_to("/dev/full")
-            write_checkpoint(folder, {"w": torch.ones(100_000)})
-
-    expected = f"{out} cannot be written: the disk is full. Free some space or choose another place."
-    assert error_of(work) == expected
-    assert list(tmp_path.iterdir()) == []
-    assert Path("/dev/full").is_char_device()
-
-
-def test_full_disk_as_safetensors_reports_it(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def work(text: str) -> None:
-        with new_folder(out):
-            raise SafetensorError(text)
-
-    assert "the disk is full" in error_of(lambda: work("I/O error: No space left on device (os error 28)"))
-    with pytest.raises(SafetensorError):
-        work("something else")
-
-
-def test_errors_about_other_files_are_not_ours(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), new_folder(tmp_path / "sub"):
-        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
-
-
-def test_free_space_and_inputs_are_checked_first(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    check_new_folder(out, needed_bytes=1)
-    text = error_of(lambda: check_new_folder(out, needed_bytes=10**18))
-    assert text.startswith(f"{out} needs about 1000000000.0 GB, but only ")
-    assert text.endswith(f" GB are free in {tmp_path}. Free some space or choose another place.")
-    (out / "model").mkdir(parents=True)
-    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other", tmp_path])
-    for given in (out, out / "model"):
-        assert error_of(lambda given=given: check_new_folder(out, overwrite=True, inputs=[given])) == (
-            f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
-        )
-
-
-def test_new_file(tmp_path: Path) -> None:
-    out = tmp_path / "tau.safetensors"
-    with new_file(out) as temporary:
-        assert temporary.suffix == ".safetensors"
-        temporary.write_text("one")
-        assert not out.exists()
-    assert out.read_text() == "one"
-
-    def refused() -> None:
-        with new_file(out):
-            pytest.fail("work was done")
-
-    assert error_of(refused) == f"{out} exists already. Choose another name or pass --overwrite."
-
-    def interrupted() -> None:
-        with new_file(out, overwrite=True) as temporary:
-            temporary.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert out.read_text() == "one"
-    with new_file(out, overwrite=True) as temporary:
-        temporary.write_text("two")
-    assert out.read_text() == "two"
-    assert list(tmp_path.iterdir()) == [out]

@@ -322,11 +322,11 @@ BROKEN: list[tuple[Callable[[Path], Any], tuple[str, ...]]] = [
     ),
     (lambda f: edit_json(f / "config.json", architectures=None), ("holds a vit, which tuneport does not know",)),
     (lambda f: edit_json(f / "config.json", architectures="ViTModel"), ("which tuneport does not know",)),
-    (lambda f: (f / "config.json").write_text("{"), ("config.json cannot be read",)),
+    (lambda f: (f / "config.json").write_text("{"), ("config.json is not a model configuration",)),
     (lambda f: (f / "config.json").write_text("[]"), ("config.json is not a model configuration",)),
     (_no_processor, ("has no preprocessor_config.json", "Copy it from the original model")),
     (_odd_processor, ("preprocessor_config.json cannot be used",)),
-    (_broken_processor, ("preprocessor_config.json cannot be used",)),
+    (_broken_processor, ("preprocessor_config.json is not a preprocessor configuration",)),
     (_no_weights, ("has a config.json but no weights", "model.safetensors")),
     (
         lambda f: edit_json(f / "config.json", hidden_size=24, num_attention_heads=3),

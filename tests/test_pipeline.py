@@ -343,15 +343,17 @@ class TestSaved:
         for role, folder in zip(("source", "finetuned", "target"), laden, strict=True):
             assert record[role]["name"] == folder.name
             digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-            assert record[role]["sha256"] == {"model.safetensors": digest}
-        assert record["data"]["sha256"] == hashlib.sha256(zoo.data.read_bytes()).hexdigest()
+            assert record[role]["sha256"]["model.safetensors"] == digest
+            assert {"config.json", "preprocessor_config.json"} <= set(record[role]["sha256"])
+        digest = hashlib.sha256(zoo.data.read_bytes()).hexdigest()
+        assert record["data"]["sha256"] == {zoo.data.name: digest}
         assert record["data"]["split"] == "train"
         assert len(record["data"]["indices"]) == SAMPLES
 
     def test_the_card_names_base_and_method(self, laden: list[Path], saved: Path) -> None:
         card = (saved / "README.md").read_text()
-        assert card.startswith(f'---\nbase_model: "{laden[2].name}"\n')
-        assert "- bico\n" in card
+        assert card.startswith(f'---\nbase_model:\n- "{laden[2].name}"\n')
+        assert '- "bico"\n' in card
         assert f"`{laden[0].name}`" in card
         assert f"`{laden[1].name}`" in card
         assert "scale 0.5" in card

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import platform
 import statistics as mean_and_deviation
 import sys
@@ -23,12 +24,12 @@ import torch
 from torch import nn
 
 from .alignment import Statistics
-from .checkpoint import check_new_folder, new_folder
 from .data import Dataset, align_labels, read_data
 from .errors import DataError, MethodError, TuneportError, first_of, unknown_name
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune, prepared
 from .methods import METHODS, Transfer, get_method
+from .output import check_new_folder, new_folder
 from .pipeline import check_scale, measure_job, problem_of, transfer_auto
 from .preparation import Job, PairedBatches, pick_device, prepare
 from .report import chart, to_json
@@ -103,8 +104,12 @@ def read_recipe(path: str | Path) -> Comparison:
         raise DataError(f"{path} is larger than a recipe can be (1 MB).")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise DataError(f"{path} is not a recipe: its values are nested too deeply.") from None
+    except ValueError as error:  # of the parser, or of text that is not UTF-8
         raise DataError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}).") from error
     return make_comparison(content, str(path))
 
 
@@ -134,6 +139,10 @@ def _wrong_types(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"'{key}' must be a table of paths by task, got {value!r}"
         elif key in ("source", "target", "sampler", "device", "warm_start") and not isinstance(value, str):
             yield f"'{key}' must be text, got {value!r}"
+        elif key == "batch_size" and not (type(value) is int and value > 0):
+            yield f"'{key}' must be a whole number above 0, got {value!r}"
+        elif key == "learning_rate" and not (type(value) in (int, float) and 0 < value < float("inf")):
+            yield f"'{key}' must be a number above 0, got {value!r}"
 
 
 def check(comparison: Comparison, where: str = "the comparison") -> None:
@@ -160,7 +169,7 @@ def check(comparison: Comparison, where: str = "the comparison") -> None:
     paths = [comparison.source, comparison.target]
     for table in (comparison.finetuned, comparison.data, comparison.reference):
         paths += list(table.values())
-    problems += [f"{path} does not exist" for path in dict.fromkeys(paths) if not Path(path).exists()]
+    problems += [f"{path} does not exist" for path in dict.fromkeys(paths) if not os.path.exists(path)]
     if problems:
         raise DataError(f"{where}: {'; '.join(problems)}.")
 

@@ -8,6 +8,7 @@ memory does not grow with the number of samples. Models come back as they went i
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections import Counter, deque
@@ -37,6 +38,7 @@ NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 Loss = Callable[[nn.Module, Any], Tensor]
 Match = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[int], None]
+OnBatch = Callable[[Statistics], None]
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,33 @@ def measure(
     match: Match | None = None,
     dtype: torch.dtype = torch.float64,
     progress: Progress | None = None,
+    start: Statistics | None = None,
+    on_batch: OnBatch | None = None,
 ) -> Statistics:
     """Accumulate the statistics that `signals` name, for every pair, over all batches.
 
     A batch is anything the losses take, or a PairedBatch when source and target read the samples
     differently. Losses are sums over samples of the per-sample loss. With forward signals only, no backward
     pass is run. A pair whose layers never run is absent from the result.
+
+    `start` holds the statistics of earlier batches, to which these are added as if there had been no pause;
+    `on_batch` gets all statistics so far after each batch, to be used before it returns.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
     accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), dtype)
     backward = bool(NEEDS_BACKWARD & set(signals))
     samples = passes = 0
+    if start is not None:
+        samples, passes = start.samples, start.passes.get("forward", 0)
+        accumulator.go_on_from(start)
+
+    def so_far() -> Statistics:
+        runs = {"forward": passes, "backward": passes if backward else 0}
+        return Statistics(accumulator.covariances, accumulator.weight_gradients, samples, runs)
+
     with frozen(source), frozen(target):
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
             size = paired.size or _first_dimension(paired.target)
             accumulator.start(paired.match)
@@ -86,10 +101,11 @@ def measure(
             passes += 1
             if progress is not None:
                 progress(size)
+            if on_batch is not None:
+                on_batch(so_far())
     if passes == 0:
         raise CaptureError("there are no calibration batches; give at least one sample.")
-    runs = {"forward": passes, "backward": passes if backward else 0}
-    return Statistics(accumulator.covariances, accumulator.weight_gradients, samples, runs)
+    return so_far()
 
 
 def watch(
@@ -189,6 +205,12 @@ class _Accumulator:
             paired = wanted - {WEIGHT_GRADIENT}
             self.source_layers[pair.source] = self.source_layers.get(pair.source, frozenset()) | paired
 
+    def go_on_from(self, start: Statistics) -> None:
+        """Take over the sums of earlier batches, in copies that share what was shared."""
+        copies: dict[int, Any] = {}
+        self.covariances = copy.deepcopy(dict(start.covariances), copies)
+        self.weight_gradients = copy.deepcopy(dict(start.weight_gradients), copies)
+
     def start(self, match: Match | None) -> None:
         """Forget the signals of the last batch."""
         self._match = match or self._default_match
@@ -263,6 +285,12 @@ class _Accumulator:
             ]
             raise CaptureError(
                 f"NaN or Inf in batch {index} at {first_of(broken, 3)}: check the weights and the calibration data."
+            )
+        lost = [name for name, found in self.weight_gradients.items() if not bool(found.total.sum().isfinite())]
+        if lost:
+            raise CaptureError(
+                f"NaN or Inf in batch {index} at {first_of(lost, 3)} ({WEIGHT_GRADIENT}): check the weights and the "
+                "calibration data."
             )
         self._kept.clear()
         self._copies.clear()

@@ -1,21 +1,19 @@
-"""Model weights on disk: read lazily, written as a stream, and put in place whole or not at all.
+"""Model weights on disk: read lazily, written as a stream.
 
 Rules kept here: opening reads headers only and a tensor is read when asked for; a pickle is never allowed
-to run code; an index cannot point outside its folder; writing holds one tensor at a time; an output appears
-under its final name only when it is complete and on disk. Whatever goes wrong is one CheckpointError.
+to run code; an index cannot point outside its folder; writing holds one tensor at a time. Whatever goes
+wrong is one CheckpointError.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 import pickle
 import re
-import secrets
-import shutil
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +25,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tuneport.errors import CheckpointError, first_of
-
-PathLike = str | os.PathLike[str]
+from tuneport.output import PathLike as PathLike
+from tuneport.output import check_new_file as check_new_file
+from tuneport.output import check_new_folder as check_new_folder
+from tuneport.output import new_file as new_file
+from tuneport.output import new_folder as new_folder
+from tuneport.output import sync
 
 # In the order in which safetensors itself ranks them: its files hold the last ones first.
 _DTYPE_NAMES = {
@@ -46,14 +48,7 @@ _RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_REMAP_AFTER = 8 * 2**20  # bytes read through a memory map before it is dropped: mapped pages count as memory
-_WAYS_OUT = {
-    errno.ENOSPC: "the disk is full. Free some space or choose another place",
-    errno.EDQUOT: "the disk quota is used up. Free some space or choose another place",
-    errno.EROFS: "the file system is read-only. Choose another place",
-    errno.EACCES: "permission denied. Choose a place that you may write to",
-    errno.EPERM: "permission denied. Choose a place that you may write to",
-}
+_PIECE = 2**22  # numbers that are worked on at a time
 
 
 class UnknownTensorError(CheckpointError, KeyError):
@@ -151,24 +146,22 @@ class _SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp = _stamp(path)
-        self._handle: Any = None
-        self._bytes_read = 0
         with self._readable():
             handle: Any = safe_open(str(path), framework="pt")
             self.metadata: dict[str, str] = dict(handle.metadata() or {})
             self.specs = {name: self._spec(name, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+            self._offsets = _offsets(path)
 
     def read(self, name: str) -> torch.Tensor:
+        # Plain reads: the pages of a memory map would count as memory beside the tensor itself.
         _check_unchanged(self.path, self._stamp)
-        if self._handle is None:
-            with self._readable():
-                self._handle, self._bytes_read = safe_open(str(self.path), framework="pt"), 0
-        # What get_tensor returns is a view of the map, shared by all who ask for it.
-        tensor: torch.Tensor = self._handle.get_tensor(name).clone()
-        self._bytes_read += tensor.nbytes
-        if self._bytes_read > _REMAP_AFTER:
-            self._handle = None
-        return tensor
+        shape, dtype = self.specs[name]
+        content = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        with self._readable(), self.path.open("rb") as file:
+            file.seek(self._offsets[name])
+            if file.readinto(content.numpy().data) != len(content):
+                raise OSError(f"{name} is cut off")
+        return content.view(dtype).reshape(shape)
 
     def _spec(self, name: str, header: Any) -> TensorSpec:
         code = str(header.get_dtype())
@@ -202,6 +195,12 @@ class _PickleFile:
             raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
         self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
         self.specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._state.items()}
+        size = path.stat().st_size
+        lying = [f"{name} {spec.shape}" for name, spec in self.specs.items() if spec.nbytes > size]
+        if lying:
+            raise CheckpointError(
+                f"{path} is refused: {len(lying)} of its tensors claim more than its {size} bytes: {first_of(lying)}."
+            )
 
     def read(self, name: str) -> torch.Tensor:
         _check_unchanged(self.path, self._stamp)
@@ -211,7 +210,9 @@ class _PickleFile:
         try:
             # Files from before torch 1.6 are not zip files and cannot be mapped.
             mapped = zipfile.is_zipfile(self.path)
-            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
             # torch's own text advises to load the file with its code, so it is not passed on.
             if "GLOBAL" in str(error):
@@ -220,8 +221,8 @@ class _PickleFile:
                     "Save the model as safetensors where it was made, and use that."
                 ) from error
             raise CheckpointError(f"{self.path} is not a file of torch.save. Download or save it again.") from error
-        except (RuntimeError, ValueError, EOFError, OSError) as error:
-            reason = str(error).split("\n", 1)[0]
+        except Exception as error:  # a malformed pickle makes the loader raise nearly anything
+            reason = str(error).split("\n", 1)[0] or type(error).__name__
             raise CheckpointError(
                 f"{self.path} cannot be read as a state dict ({reason}). Download or save it again."
             ) from error
@@ -234,6 +235,14 @@ class _PickleFile:
                 f"{self.path} is not a state dict but a {type(state).__name__}. Save model.state_dict()."
             )
         return state
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file begins; the file has been checked by the library itself."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _check_unchanged(path: Path, stamp: tuple[int, int, int]) -> None:
@@ -311,12 +320,26 @@ def _weights_in(folder: Path) -> Path:
     )
 
 
+def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
+    """Read a JSON file, or raise a CheckpointError that says `what` it was to be; larger than `limit` is refused."""
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{path} is not {what}: {reason}. Download or save it again.") from error
+
+
 def _open_index(index: Path) -> dict[str, _SafetensorsFile | _PickleFile]:
     """Open every shard that an index names, and check that each tensor is where the index says."""
+    content = read_json(index, "an index", limit=10**8)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shard_of = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        shard_of = {str(name): str(shard) for name, shard in content["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
             "Download or save the model again."
@@ -328,7 +351,7 @@ def _open_index(index: Path) -> dict[str, _SafetensorsFile | _PickleFile]:
             f"{index} is refused: its entries must be names of files beside it, "
             f"but it has {first_of(outside)}. Use a copy from a source that you trust."
         )
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(index.parent / name)]
     if missing:
         raise CheckpointError(
             f"{len(missing)} of {len(names)} weight files of {index.parent} are missing: "
@@ -351,14 +374,33 @@ def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str] | Non
     for name in chosen:
         if not _is_weight(describe(tensors, name)):
             continue
-        tensor = tensors[name]
-        if not torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all():
+        if not all_finite(tensors[name]):
             bad.append(name)
     if bad:
         raise CheckpointError(
             f"{len(bad)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} hold NaN or infinite "
             f"values: {first_of(bad)}. Use a checkpoint from before training diverged."
         )
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether a floating-point tensor holds neither NaN nor infinity; one-byte floats are widened first."""
+    return all(
+        bool(torch.isfinite(piece.float() if piece.dtype.itemsize == 1 else piece).all()) for piece in pieces(tensor)
+    )
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views that together are the tensor, each of a few million numbers: working on them needs little memory.
+
+    >>> [tuple(piece.shape) for piece in pieces(torch.zeros(3, 2**22))]
+    [(1, 4194304), (1, 4194304), (1, 4194304)]
+    """
+    if tensor.ndim == 0 or tensor.numel() <= _PIECE:
+        yield tensor
+        return
+    rows = max(1, _PIECE * len(tensor) // tensor.numel())
+    yield from tensor.split(rows)
 
 
 def same_structure(
@@ -463,7 +505,7 @@ def write_checkpoint(
         files.append(f"{stem}.safetensors.index.json")
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / files[-1]).write_text(text, encoding="utf-8")
-        _sync(folder / files[-1])
+        sync(folder / files[-1])
     return [folder / file for file in files]
 
 
@@ -503,169 +545,13 @@ def write_safetensors(
                     f"but was announced as {specs[name].shape} {specs[name].dtype}."
                 )
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
         file.flush()
         os.fsync(file.fileno())
 
 
 def _describer(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], TensorSpec]:
     return lambda name: describe(tensors, name)
-
-
-def check_new_folder(
-    out: PathLike, overwrite: bool = False, *, needed_bytes: int = 0, inputs: Iterable[PathLike] = ()
-) -> None:
-    """Raise a CheckpointError unless the folder `out` can be written: to be called before any work.
-
-    It must not exist (or be a real folder, with `overwrite`), its parent must be there, be writable and have
-    `needed_bytes` free, and it must not hold any of the `inputs`, which an overwrite would destroy.
-    """
-    out = Path(out)
-    _check_place(out, overwrite, folder=True)
-    _check_spares(out, inputs)
-    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
-    if needed_bytes > free:
-        raise CheckpointError(
-            f"{out} needs about {needed_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in "
-            f"{out.parent}. Free some space or choose another place."
-        )
-
-
-def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file.
-
-    It must not replace any of the `inputs`, nor a file inside one that is a folder.
-    """
-    _check_place(Path(out), overwrite, folder=False)
-    if os.path.lexists(out):
-        _check_spares(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
-
-
-def _files_in(path: PathLike) -> list[Path]:
-    return [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else []
-
-
-def _check_spares(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy an input."""
-    place = Path(os.path.realpath(out))
-    for given in inputs:
-        if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
-            raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
-
-
-def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
-    kind = "folder" if folder else "file"
-    if out.name in ("", ".."):
-        raise CheckpointError(f"{str(out)!r} does not name a new {kind}. Give its name, as in out/{kind}.")
-    if os.path.lexists(out):
-        if not overwrite:
-            raise CheckpointError(f"{out} exists already. Choose another name or pass --overwrite.")
-        if out.is_symlink():
-            raise CheckpointError(f"{out} is a symbolic link and is not overwritten. Give the {kind} itself.")
-        if not (out.is_dir() if folder else out.is_file()):
-            raise CheckpointError(f"{out} is not a {kind} and is not overwritten by one. Choose another name.")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out} cannot be written: there is no folder {out.parent}. Create it first.")
-    probe = _beside(out)
-    with _writing(out, every=True):
-        probe.mkdir()
-        probe.rmdir()
-
-
-@contextmanager
-def new_folder(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` when the block ends well, and vanishes when it does not.
-
-    The temporary folder is a hidden sibling, so that the last step is a rename. With `overwrite`, the old
-    folder stays in place until then. A full or read-only disk becomes a CheckpointError.
-    """
-    with _in_place_of(Path(out), overwrite, folder=True) as temporary:
-        yield temporary
-
-
-@contextmanager
-def new_file(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary path, with the suffix of `out`, that becomes `out` when the block ends well."""
-    with _in_place_of(Path(out), overwrite, folder=False) as temporary:
-        yield temporary
-
-
-@contextmanager
-def _in_place_of(out: Path, overwrite: bool, *, folder: bool) -> Iterator[Path]:
-    _check_place(out, overwrite, folder=folder)
-    place = Path(os.path.abspath(out))
-    temporary = _beside(place)
-    try:
-        with _writing(out):
-            if folder:
-                temporary.mkdir()
-            yield temporary
-            for path in [*sorted(temporary.rglob("*")), temporary]:
-                _sync(path)
-            if os.path.lexists(place) and not overwrite:
-                raise CheckpointError(f"{out} has appeared meanwhile and is kept. Choose another name.")
-            _swap(temporary, place)
-    except BaseException:
-        if folder:
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def _swap(temporary: Path, place: Path) -> None:
-    """Rename `temporary` to `place`; an old folder is moved aside first, and back again on failure."""
-    if not place.is_dir():
-        os.replace(temporary, place)
-        _sync(place.parent)
-        return
-    aside = _beside(place, "old")
-    os.rename(place, aside)
-    try:
-        os.rename(temporary, place)
-    except BaseException:
-        os.rename(aside, place)
-        raise
-    _sync(place.parent)
-    try:
-        shutil.rmtree(aside)
-    except OSError as error:
-        raise CheckpointError(
-            f"{place} is written, but what it replaced could not be removed ({error}). Remove {aside}."
-        ) from error
-
-
-def _beside(path: Path, kind: str = "tmp") -> Path:
-    """Return a fresh hidden path in the same folder, hence on the same disk."""
-    return path.parent / f".{path.stem}.{kind}-{secrets.token_hex(4)}{path.suffix}"
-
-
-@contextmanager
-def _writing(out: Path, *, every: bool = False) -> Iterator[None]:
-    """Turn what the disk says against writing `out` into a CheckpointError; `every`: any OSError at all."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors reports the disk's errors as text.
-        match = re.search(r"os error (\d+)", str(error))
-        code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        # a copy that fails names the file that it read first
-        files = [f for f in (getattr(error, "filename", None), getattr(error, "filename2", None)) if isinstance(f, str)]
-        parent = Path(os.path.abspath(out)).parent
-        here = not files or any(parent in Path(os.path.abspath(file)).parents for file in files)
-        if every or (here and code in _WAYS_OUT):
-            way_out = _WAYS_OUT.get(code or 0, f"{error}. Choose another place")
-            raise CheckpointError(f"{out} cannot be written: {way_out}.") from error
-        raise
-
-
-def _sync(path: Path) -> None:
-    if path.is_symlink():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:

@@ -125,6 +125,12 @@ def transfer(
     exclude: Exclude = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what a killed run of the same command has measured.")
+    ] = False,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)
+    ] = 60.0,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -132,30 +138,35 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
     from .adapter import check_truncation
-    from .checkpoint import check_new_file, check_new_folder, describe
     from .families import place_of
+    from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
 
     check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
-    check_new(out, overwrite, inputs=inputs)
-    strength = pipeline.check_scale(scale)
-    if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
-        raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
-    check_truncation(rank, energy)
-    job = _prepare(locals(), scored=strength == "auto")
-    if as_ is OutputKind.adapter:
-        pipeline.check_adapter(job, rank, energy)
-    if as_ is OutputKind.model:
-        check_new_folder(
-            out, overwrite, needed_bytes=sum(describe(job.target.tensors, n).nbytes for n in job.target.tensors)
-        )
-    with _progress("measuring", job.samples) as advance:
-        result = pipeline.run(job, scale=strength, progress=advance)
-    result.save(out, kind=as_.value, rank=rank, energy=energy, overwrite=overwrite)
-    record = {**result.record, "out": out}
-    if as_ is OutputKind.adapter:  # its record says more: ranks and what they cost
-        record = json_module.loads((Path(out) / "tuneport.json").read_text(encoding="utf-8"))
+    with claimed(out):
+        check_new(out, overwrite or resume, inputs=inputs)
+        strength = pipeline.check_scale(scale)
+        if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
+            raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
+        check_truncation(rank, energy)
+        job = _prepare(locals(), scored=strength == "auto")
+        if as_ is OutputKind.adapter:
+            pipeline.check_adapter(job, rank, energy)
+        with _progress("measuring", job.samples) as advance:
+            record = pipeline.port(
+                job,
+                out,
+                scale=strength,
+                kind=as_.value,
+                rank=rank,
+                energy=energy,
+                overwrite=overwrite,
+                resume=resume,
+                save_every=save_every,
+                progress=advance,
+                note=_note,
+            )
     if json:
         _emit(to_json(record))
         return
@@ -222,18 +233,18 @@ def extract(
 ) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from . import pipeline
-    from .checkpoint import check_new_file
     from .families import place_of
+    from .output import check_new_file
     from .task_vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
     vector = pipeline.extract(base, finetuned, exclude=exclude or ())
-    save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
-    result = {"out": out, "tensors": len(vector), "norm": vector.norm()}
+    norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
+    result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:
         _emit(json_module.dumps(result))
     else:
-        _say(f"{len(vector)} tensors, norm {result['norm']:.4g}, written to {out}")
+        _say(f"{len(vector)} tensors, norm {norm:.4g}, written to {out}")
 
 
 @app.command(epilog="Example: tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7")
@@ -247,13 +258,13 @@ def apply(
 ) -> None:
     """Write base + scale * task vector as a model folder."""
     from . import pipeline
-    from .checkpoint import check_new_folder
     from .families import place_of
+    from .output import check_new_folder
     from .task_vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
     loaded = load_task_vector(vector)
-    pipeline.apply(loaded, base, out, scale=scale, overwrite=overwrite)
+    pipeline.apply(vector, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
     if json:
         _emit(json_module.dumps(result))
@@ -281,12 +292,14 @@ def evaluate(
     from .calibration import select
     from .data import align_labels, read_data
     from .families import choose_head, open_model
+    from .hub import local
     from .preparation import pick_device
 
     chosen = evaluation.check_protocol(protocol)
     if samples is not None and chosen == "zero-shot":
         raise TuneportError("--samples goes with --protocol linear-probe; zero-shot scores the whole test split.")
-    test = read_data(data, "test")
+    place = local(data, "dataset")
+    test = read_data(place, "test")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
         scorer = choose_head(opened, head, test.name, test.classes)
@@ -294,7 +307,7 @@ def evaluate(
         with _progress("evaluating", len(test)) as advance:
             result = evaluation.zero_shot(opened, scorer, test, batch_size=batch_size, progress=advance)
     else:
-        train = read_data(data, "train")
+        train = read_data(place, "train")
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
         with _progress("evaluating", len(train) + len(test)) as advance:
@@ -485,12 +498,24 @@ def _emit(text: str) -> None:
 
 def _say(text: str) -> None:
     """One line on stdout as it is: paths are neither wrapped nor read as markup."""
-    out_console.print(text, markup=False, highlight=False, soft_wrap=True)
+    out_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _harmless(text: str) -> str:
+    """One line without control characters: names from files must not steer the terminal."""
+    return "".join(
+        mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text
+    )
+
+
+def _note(text: str) -> None:
+    """One line on stderr that is no error."""
+    err_console.print(f"note: {_harmless(text)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _fail(kind: str, text: str) -> None:
     err_console.print(f"[red]{kind}:[/red] ", end="")
-    err_console.print(" ".join(text.split("\n")), markup=False, highlight=False, soft_wrap=True)
+    err_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
     sys.exit(1)
 
 
@@ -539,7 +564,7 @@ def main() -> None:
             raise
         _fail(type(error).__name__, f"{error} (unexpected: run tuneport --debug ... for the traceback and report it)")
     except KeyboardInterrupt:
-        err_console.print("interrupted; nothing was written")
+        err_console.print("interrupted; no output was written")
         sys.exit(130)
 
 

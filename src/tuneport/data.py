@@ -12,6 +12,8 @@ import gzip
 import importlib
 import io
 import json
+import warnings
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +43,10 @@ _FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .ts
 _INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",))  # the first complete one
 _PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "label", "target", "split"}
 _COLUMNS = "image, or text (with text_pair if any), or text1 and text2; and label or target"
+_IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # none that starts other programs
+_LARGEST_TABLE = 4 * 2**30  # bytes, unpacked: a table is held in memory
+_LARGEST_ARCHIVE = 16 * 2**30
+_MOST_CLASSES = 10**6
 _IMAGES = "uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W)"
 
 
@@ -138,6 +144,14 @@ def read_data(path: str | Path, split: Split, *, labelled: bool = True) -> Datas
     return data
 
 
+def files_of(dataset: Dataset) -> list[Path]:
+    """The image files behind a data set, in its order; none where the samples lie in the source itself."""
+    inputs = dataset.inputs
+    if isinstance(inputs, Lazy) and isinstance(inputs.load, partial) and inputs.load.func is _open_file:
+        return [inputs.load.args[0][index] for index in inputs.indices]
+    return []
+
+
 def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     """Re-number labels to a head's `classes`, by name; the head may know more classes than the data.
 
@@ -169,7 +183,7 @@ def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
 
 def _positions(names: Sequence[str]) -> list[int]:
     """The names as numbers, or nothing if they are not distinct numbers."""
-    numbers = [int(name) for name in names if name.isdecimal()]
+    numbers = [int(name) for name in names if name.isdecimal() and len(name) < 20]
     return numbers if len(set(numbers)) == len(names) else []
 
 
@@ -210,16 +224,23 @@ def _choose_split(found: Sequence[str], split: Split, path: Path) -> str | None:
     )
 
 
+def _opened(source: Path | io.BytesIO) -> Image.Image:
+    """An image of a common format; one of absurd size is an error, not a warning."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+    return Image.open(source, formats=_IMAGE_FORMATS)
+
+
 def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
     try:
-        with Image.open(source) as image:
+        with warnings.catch_warnings(), _opened(source) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are floats without a known range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
                 pixels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
                 return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
             return image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"image {where} is too large to open safely: {_brief(error)}. Resize it.") from error
     except UnidentifiedImageError as error:
         raise DataError(f"cannot read image {where}: not in a format Pillow knows. Replace it.") from error
@@ -291,6 +312,10 @@ def _read_folder(path: Path, split: Split) -> Dataset:
 
 def _read_npz(path: Path, split: Split) -> Dataset:
     try:
+        with zipfile.ZipFile(path) as packed:
+            unpacked = sum(member.file_size for member in packed.infolist())
+        if unpacked > _LARGEST_ARCHIVE:
+            raise DataError(f"{path} is refused: unpacked it would take {unpacked / 1e9:.0f} GB. Split it up.")
         with np.load(path, allow_pickle=False) as archive:
             found = _choose_split([key[2:] for key in archive.files if key.startswith("x_")], split, path)
             x, y = ("x", "y") if found is None else (f"x_{found}", f"y_{found}")
@@ -310,7 +335,7 @@ def _read_npz(path: Path, split: Split) -> Dataset:
         raise DataError(f"cannot read {path}: {hint}.") from error
     images = _check_images(images, x, path)
     labels = _check_labels(given[y], y, path) if y in given else None
-    classes = () if labels is None else _name_classes(given, names)
+    classes = () if labels is None else _name_classes(given, names, path)
     if labels is not None and len(labels) != len(images):
         raise DataError(f"{path} has {len(images)} images in {x} but {len(labels)} labels in {y}.")
     wrong = [] if labels is None else sorted(set(labels.tolist()) - set(range(len(classes))))
@@ -357,12 +382,19 @@ def _check_labels(labels: NDArray[Any], key: str, path: Path) -> NDArray[np.int6
     return labels.astype(np.int64)
 
 
-def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None) -> tuple[str, ...]:
+def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None, path: Path) -> tuple[str, ...]:
     """The given names, or else the numbers up to the largest label of any split."""
     if names is not None:
-        return tuple(np.atleast_1d(names).astype(str).tolist())
+        if names.dtype.kind not in "USiub" or names.size > _MOST_CLASSES:
+            given = f"{names.dtype} of shape {names.shape}"
+            raise DataError(f"classes of {path} is {given}; expected a list of texts, one per class.")
+        decoded = np.char.decode(names, "utf-8", "replace") if names.dtype.kind == "S" else names
+        return tuple(np.atleast_1d(decoded).ravel().astype(str).tolist())
     tops = [int(values.max()) for values in labels.values() if values.size and values.dtype.kind in "iu"]
-    return tuple(map(str, range(max(tops, default=-1) + 1)))
+    most = max(tops, default=-1) + 1
+    if most > _MOST_CLASSES:
+        raise DataError(f"{path} has the label {most - 1}; expected labels from 0, at most {_MOST_CLASSES} classes.")
+    return tuple(map(str, range(most)))
 
 
 @dataclass(frozen=True)
@@ -378,13 +410,34 @@ def _read_table(path: Path) -> _Table:
     if name.endswith(".parquet"):
         return _read_parquet(path)
     opened = gzip.open if path.name.lower().endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+    with (
+        opened(path, "rb") as packed,
+        io.TextIOWrapper(io.BufferedReader(_Limited(packed, path)), encoding="utf-8-sig", newline="") as file,
+    ):
         if name.endswith(".jsonl"):
             rows = list(_json_rows(file, path))
         else:
             rows = list(_delimited_rows(file, path, "\t" if name.endswith(".tsv") else ","))
     keys = dict.fromkeys(key for row in rows for key in row)
     return _Table({key: [row.get(key) for row in rows] for key in keys})
+
+
+class _Limited(io.RawIOBase):
+    """The bytes of a file, unpacked, up to what fits in memory: a small archive can hold a huge table."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self._file, self._path, self._left = file, path, _LARGEST_TABLE
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._file.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            limit = f"{_LARGEST_TABLE / 2**30:.0f} GiB"
+            raise DataError(f"{self._path} is refused: a table may take {limit} unpacked. Split it up.")
+        return count
 
 
 def _json_rows(file: TextIO, path: Path) -> Iterator[dict[str, Any]]:
@@ -528,7 +581,7 @@ def _read_labels(
     names = [_class_name(value, row, path) for row, value in enumerate(values, start=1)]
     present = {name for name in names if name is not None}
     if classes is None:
-        numbers = all(name.isdecimal() for name in present)
+        numbers = all(name.isdecimal() and len(name) < 20 for name in present)
         classes = tuple(sorted(present, key=lambda name: (int(name) if numbers else 0, name)))
         codes = {name: code for code, name in enumerate(classes)}
     else:
@@ -559,4 +612,5 @@ def _class_name(value: Any, row: int, path: Path) -> str | None:
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if whole and value >= 0:
         return str(int(value))
-    raise DataError(f"label of row {row} of {path} is {value!r}; expected a class name or a number from 0.")
+    given = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+    raise DataError(f"label of row {row} of {path} is {given}; expected a class name or a number from 0.")

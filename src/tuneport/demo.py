@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
-from .checkpoint import check_new_folder, new_folder
 from .data import Dataset, read_data
 from .errors import TuneportError
 from .evaluation import zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
 from .methods import METHODS
+from .output import check_new_folder, new_folder
 from .pipeline import Result, measure_job, problem_of, run
 from .preparation import prepare
 from .report import copy_companions, write_record

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,20 +36,23 @@ from .alignment import Statistics
 from .capture import PairedBatch, Progress, frozen, measure
 from .checkpoint import (
     check_finite,
-    check_new_folder,
     describe,
     file_digests,
-    new_folder,
+    open_checkpoint,
+    read_json,
 )
 from .data import Dataset
 from .errors import CheckpointError, DataError, TuneportError, first_of
 from .families import Model, open_model, open_stored, place_of
+from .hub import local
 from .methods import LayerRecord, Problem, Transfer
+from .output import check_new_file, check_new_folder, claimed, new_folder
 from .pairing import KEPT_BY_KIND, Kept
-from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare
-from .report import copy_companions, model_card, report_page, write_record
+from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions
+from .report import copy_companions, model_card, report_page, to_json, write_record
+from .resume import SAVE_EVERY, Work, fingerprint
 from .scaling import HOLD_OUT, ScaleChoice, Scaled, Score, choose_scale, fitting_samples
-from .task_vector import LazyTensors, TaskVector, save_task_vector
+from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
 
 __all__ = [
     "Job",
@@ -61,6 +65,7 @@ __all__ = [
     "measure_job",
     "not_transported_by",
     "pick_device",
+    "port",
     "prepare",
     "problem_of",
     "run",
@@ -111,10 +116,10 @@ class Result:
         by SVD to that rank, or to the least rank that keeps this share of |tau|^2.
         """
         out = Path(out)
-        record = {**self.record, "out": str(out)}
+        record = {**self.record, "out": str(out), "as": kind}
         if kind == "task-vector":
             names = {name: self.target.file_names[name] for name in self.task_vector}
-            save_task_vector(out, self.task_vector.rename(names), {"record": _compact(record)}, overwrite=overwrite)
+            save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
             return out
         if kind not in ("model", "adapter"):
             raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
@@ -180,8 +185,17 @@ def check_scale(scale: float | str) -> float | Literal["auto"]:
     return number
 
 
-def run(job: Job, *, scale: float | Literal["auto"] = 1.0, progress: Progress | None = None) -> Result:
-    """Measure both models, align, and carry the task vector over."""
+def run(
+    job: Job,
+    *,
+    scale: float | Literal["auto"] = 1.0,
+    progress: Progress | None = None,
+    work: Work | None = None,
+) -> Result:
+    """Measure both models, align, and carry the task vector over.
+
+    `work` keeps what is measured, and gives back what an earlier run under the same conditions has measured.
+    """
     started = time.perf_counter()
     choice = None
 
@@ -190,13 +204,13 @@ def run(job: Job, *, scale: float | Literal["auto"] = 1.0, progress: Progress | 
 
     if scale == "auto":
         fit, rest = split_samples(job)
-        part = measure_job(fit, progress=progress)
-        statistics = part if rest is fit else part + measure_job(rest, progress=progress)
+        part = measure_job(fit, progress=progress, work=work, stage="fit")
+        statistics = part if rest is fit else part + measure_job(rest, progress=progress, work=work, stage="rest")
         measured = time.perf_counter()
         moved, choice = transfer_auto(rest, solve, part, statistics, held_out=rest is not fit)
         number = choice.scale
     else:
-        statistics, number = measure_job(job, progress=progress), scale
+        statistics, number = measure_job(job, progress=progress, work=work), scale
         measured = time.perf_counter()
         moved = solve(statistics)
     done = time.perf_counter()
@@ -206,6 +220,7 @@ def run(job: Job, *, scale: float | Literal["auto"] = 1.0, progress: Progress | 
         "scale": number,
         "samples": statistics.samples,
         "seconds": round(done - started, 3),
+        "fingerprint": fingerprint(_conditions(job, scale)),
         "seconds_by_stage": {"measure": round(measured - started, 3), "transport": round(done - measured, 3)},
         "passes": dict(statistics.passes),
         "layers": [asdict(layer) for layer in moved.records],
@@ -219,6 +234,84 @@ def run(job: Job, *, scale: float | Literal["auto"] = 1.0, progress: Progress | 
             "candidates": [{"scale": value, **asdict(found)} for value, found in choice.scores.items()],
         }
     return Result(job.target, moved.task_vector, moved.records, kept, number, record)
+
+
+def port(
+    job: Job,
+    out: str | Path,
+    *,
+    scale: float | Literal["auto"] = 1.0,
+    kind: str = "model",
+    rank: int | None = None,
+    energy: float | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    save_every: float = SAVE_EVERY,
+    progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
+
+    What is measured is saved every so many seconds in a hidden folder beside `out`, which a finished run
+    removes. With `resume`, a run goes on from there and ends in the same files as if it had never stopped.
+    `note` gets a line where that is worth one.
+    """
+    out, say = Path(out), note or (lambda _: None)
+    conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
+    work = Work(out, conditions, save_every)
+    with claimed(out):
+        done = _finished(out, kind) if resume else None
+        if done is not None and done.get("fingerprint") == fingerprint(conditions):
+            work.remove()
+            say(f"{out} was complete already")
+            return done
+        if kind == "model":
+            size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
+            check_new_folder(out, overwrite, needed_bytes=size)
+        elif kind == "adapter":
+            check_new_folder(out, overwrite)
+        else:
+            check_new_file(out, overwrite)
+        if resume:
+            work.check()
+            say("going on from what was measured before" if work.exists() else "nothing to resume: starting anew")
+        elif work.exists():
+            say(f"what an unfinished run for {out} has measured is dropped; --resume would have gone on from it")
+            work.remove()
+        try:
+            result = run(job, scale=scale, progress=progress, work=work)
+        except KeyboardInterrupt:
+            if work.exists():
+                say("what was measured is kept; the same command with --resume goes on from it")
+            raise
+        result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
+        work.remove()
+    if kind == "adapter":  # its record says more: ranks and what they cost
+        written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=10**8)
+        return written
+    return {**result.record, "out": str(out), "as": kind}
+
+
+def _conditions(job: Job, scale: float | str) -> dict[str, Any]:
+    """Everything that shapes the result, as JSON values; where the inputs lie does not."""
+    kept = ("tuneport", "method", "options", "versions")
+    inputs = {key: dict(job.record[key]) for key in ("source", "finetuned", "target", "data")}
+    for identity in inputs.values():
+        identity.pop("path", None)
+    plain: dict[str, Any] = json.loads(to_json({**{key: job.record[key] for key in kept}, **inputs, "scale": scale}))
+    return plain
+
+
+def _finished(out: Path, kind: str) -> dict[str, Any] | None:
+    """The run record of an output that is there already."""
+    try:
+        if kind in ("model", "adapter"):
+            record = read_json(out / "tuneport.json", "a run record", limit=10**8)
+        else:
+            record = json.loads(open_checkpoint(out).metadata["record"])
+    except (TuneportError, KeyError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def split_samples(job: Job) -> tuple[Job, Job]:
@@ -290,23 +383,38 @@ def problem_of(job: Job, statistics: Statistics) -> Problem:
     )
 
 
-def measure_job(job: Job, *, signals: Iterable[str] | None = None, progress: Progress | None = None) -> Statistics:
-    """The statistics that a job's method needs (or the given signals, to serve several methods at once)."""
+def measure_job(
+    job: Job,
+    *,
+    signals: Iterable[str] | None = None,
+    progress: Progress | None = None,
+    work: Work | None = None,
+    stage: str = "all",
+) -> Statistics:
+    """The statistics that a job's method needs (or the given signals, to serve several methods at once).
+
+    With `work`, they are saved under the name of the `stage` from time to time, and begin with what it holds.
+    """
     wanted = frozenset(job.method.signals if signals is None else signals)
     if not wanted:
         return Statistics()
     assert job.source_loss is not None
     assert job.target_loss is not None
+    earlier = work.load(stage, job.target.device) if work is not None else None
+    if earlier is not None and progress is not None:
+        progress(earlier.samples)
     return measure(
         job.source.module,
         job.target.module,
         job.plan.pairs,
-        job.batches,
+        _batches_after(job.batches, earlier),
         signals=wanted,
         source_loss=job.source_loss,
         target_loss=job.target_loss,
         match=job.match,
         progress=progress,
+        start=earlier,
+        on_batch=work.keeper(stage) if work is not None else None,
     )
 
 
@@ -342,9 +450,20 @@ def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) ->
     }
 
 
+def _batches_after(batches: Iterable[Any], earlier: Statistics | None) -> Iterable[Any]:
+    """The batches that were not measured yet, cut where they were cut before."""
+    if earlier is None:
+        return batches
+    done = earlier.passes["forward"]
+    if isinstance(batches, PairedBatches):
+        return replace(batches, indices=batches.indices[done * batches.size :])
+    return islice(batches, done, None)
+
+
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
     ours = open_stored(base).tensors
+    finetuned = local(finetuned)
     if is_adapter(finetuned):
         return _extract_adapter(base, ours, open_adapter(finetuned), exclude)
     theirs = open_stored(finetuned).tensors
@@ -371,9 +490,12 @@ def _extract_adapter(
 
 
 def apply(
-    vector: TaskVector, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
+    vector: TaskVector | str | Path, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
 ) -> Path:
-    """Write `base + scale * vector` as a folder like the base's own."""
+    """Write `base + scale * vector` as a folder like the base's own; the vector may be a file."""
+    file = None if isinstance(vector, TaskVector) else Path(vector)
+    vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
+    base = local(base)
     stored = open_stored(base)
     tensors = vector.apply_to(stored.tensors, scale)
     size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
@@ -387,10 +509,17 @@ def apply(
             "out": str(out),
             "scale": scale,
             "tensors": len(vector),
-            "base": {"path": str(base), "sha256": file_digests(getattr(stored.tensors, "files", ()))},
+            "base": _place(base, getattr(stored.tensors, "files", ())),
+            "vector": _place(file, [file]) if file is not None else {"name": "TaskVector"},
+            "versions": versions(),
         }
         write_record(folder / "tuneport.json", record)
     return Path(out)
+
+
+def _place(path: Path, files: Iterable[Path]) -> dict[str, Any]:
+    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
+    return {"name": path.absolute().name, "path": str(path), "sha256": digests}
 
 
 def left_behind(job: Job) -> tuple[Kept, ...]:
@@ -422,9 +551,3 @@ def not_transported_by(job: Job, moved: TaskVector, kept: Iterable[Kept]) -> tup
     changed = {job.target.file_names.get(name, name) for name in moved}
     listed = [Kept(name, reasons.pop(name, "not a parameter")) for name in job.target.tensors if name not in changed]
     return (*listed, *(Kept(name, reason) for name, reason in reasons.items()))
-
-
-def _compact(record: Mapping[str, Any]) -> str:
-    return json.dumps(
-        {key: record[key] for key in ("method", "scale", "source", "finetuned", "target") if key in record}
-    )

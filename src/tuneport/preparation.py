@@ -5,7 +5,9 @@ Everything that can be wrong with the input is found here, before the first forw
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -29,13 +31,15 @@ from .checkpoint import (
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, read_data
+from .data import Dataset, align_labels, files_of, read_data
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Head, Model, choose_head, describe_module, open_model, open_stored
+from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
+from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
 
 ModelLike = Model | nn.Module | str | Path
@@ -96,6 +100,10 @@ def prepare(
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
     where = pick_device(device)
+    if isinstance(finetuned, (str, Path)):
+        finetuned = local(finetuned)
+    if isinstance(data, (str, Path)):
+        data = local(data, "dataset")
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     adapter = _open_adapter(finetuned)
     vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)
@@ -136,6 +144,7 @@ def prepare(
             batches = data
     record = {
         "tuneport": package_version("tuneport"),
+        "command": "transfer",
         "method": name,
         "options": {
             "samples": count or samples,
@@ -153,8 +162,7 @@ def prepare(
         "finetuned": _adapter_identity(adapter) if adapter else _identity(finetuned),
         "target": _identity(theirs),
         "data": _data_identity(data, dataset, indices, heads),
-        "versions": {package: package_version(package) for package in ("torch", "transformers", "safetensors", "numpy")}
-        | {"python": platform.python_version()},
+        "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
     if adapter and (note := _base_note(adapter, ours)):
@@ -414,12 +422,23 @@ def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
     files: Iterable[Path] = getattr(tensors, "files", ())  # those of a live module or of a name have none
     if not files:
         return {"name": reference}
-    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
-    named = Path(reference).absolute().name  # of NAME:FILE the file
+    path = Path(reference)
     kind, mark, place = reference.rpartition(":")
-    if mark and not Path(reference).exists() and Path(place).exists():
-        named = f"{kind}:{Path(place).name}"
-    return {"name": named, "path": reference, "sha256": digests}
+    if mark and not path.exists() and Path(place).exists():  # NAME:FILE
+        digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
+        return {"name": f"{kind}:{Path(place).name}", "path": reference, "sha256": digests}
+    path = local(path)
+    beside = companions(path, README) if path.is_dir() else []
+    home = path if path.is_dir() else path.parent
+    digests = file_digests([*files, *beside])
+    known = hub_name(path)
+    return {
+        "name": known[0] if known else path.absolute().name,
+        "path": str(path),
+        **({"revision": known[1]} if known else {}),
+        "license": _licence(path / README),
+        "sha256": {str(Path(file).relative_to(home)): digest for file, digest in digests.items()},
+    }
 
 
 def _adapter_identity(adapter: Adapter) -> dict[str, Any]:
@@ -446,17 +465,45 @@ def _base_note(adapter: Adapter, source: Model) -> str | None:
     return f"the adapter names {stated} as its base; it is read as one of {source.name}"
 
 
+def _licence(card: Path) -> str | None:
+    """The licence that a model card states in its front matter; None where there is none or it is no plain word."""
+    if not card.is_file():
+        return None
+    with card.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(2**16)
+    front = re.match(r"---\r?\n(.*?)\n---", text, re.DOTALL)
+    if front is None:
+        return None
+    found = re.search(r"^license:[ \t]*[\"']?([A-Za-z0-9][\w.+-]{0,63})[\"']?[ \t]*$", front[1], re.MULTILINE)
+    return found[1] if found else None
+
+
 def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
     identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
+        path = Path(data)
         identity["path"] = str(data)
-        if Path(data).is_file():
-            identity["sha256"] = next(iter(file_digests([data]).values()))
+        if known := hub_name(path):
+            identity |= {"name": known[0], "revision": known[1]}
+        files = files_of(dataset.subset(indices)) if dataset is not None and indices is not None else []
+        if path.is_file():
+            files = [path, *files]
+        elif not files:
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+        digests = file_digests(dict.fromkeys(files))
+        home = path.parent if path.is_file() else path
+        identity["sha256"] = {os.path.relpath(file, home): digest for file, digest in digests.items()}
     if dataset is not None:
         identity |= {"split": dataset.split, "classes": len(dataset.classes), "indices": indices.tolist()}
     if heads is not None:
         identity["heads"] = [head.name for head in heads]
     return identity
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a result depends on, and of Python."""
+    packages = ("torch", "transformers", "safetensors", "numpy")
+    return {**{package: package_version(package) for package in packages}, "python": platform.python_version()}
 
 
 def package_version(package: str) -> str:

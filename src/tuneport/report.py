@@ -8,16 +8,20 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import CheckpointError
+
 Record = Mapping[str, Any]
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
-OUR_FILES = ("README.md", "tuneport.json", "report.html")
+README = "README.md"
+OUR_FILES = (README, "tuneport.json", "report.html")
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -37,16 +41,38 @@ def copy_companions(source: Path | None, folder: Path) -> None:
     """
     if source is None:
         return
-    for item in sorted(source.iterdir()):
-        name = item.name
-        if name.startswith(".") or name in OUR_FILES or _is_weight(name):
-            continue
-        if item.is_dir() and name == "heads":
-            (folder / name).mkdir()
-            for head in sorted(item.glob("[!.]*.safetensors")):
-                shutil.copy(head, folder / name / head.name)
-        elif item.is_file():
-            shutil.copy(item, folder / name)
+    for file in companions(source):
+        place = folder / file.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(_inside(file, source), place)
+
+
+def companions(folder: Path, *more: str) -> list[Path]:
+    """The files beside a model's weights that belong to it, and those of our own that are named."""
+    found = [
+        item
+        for item in sorted(folder.iterdir())
+        if not item.name.startswith(".")
+        and (item.name not in OUR_FILES or item.name in more)
+        and not _is_weight(item.name)
+        and item.is_file()
+    ]
+    return [*found, *sorted(file for file in (folder / "heads").glob("[!.]*.safetensors") if file.is_file())]
+
+
+def _inside(file: Path, folder: Path) -> Path:
+    """The file, unless it is a link to something that is neither in its folder nor in the hub's cache around it.
+
+    Files are copied into an output that may be published; a folder from elsewhere must not choose which.
+    """
+    real, home = file.resolve(), folder.resolve()
+    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(place in real.parents for place in places):
+        raise CheckpointError(
+            f"{file} is a link to {real}, outside its folder, and is not copied to the output. "
+            "Put the file itself there."
+        )
+    return file
 
 
 def _is_weight(name: str) -> bool:
@@ -115,31 +141,27 @@ def kept_rows(record: Record) -> list[tuple[str, int]]:
 
 
 def model_card(record: Record) -> str:
-    """README.md of the new model, with the hub's metadata."""
-    source, target, finetuned = (record[key]["name"] for key in ("source", "target", "finetuned"))
-    data = record.get("data", {}).get("name") or "batches given in Python"
-    kept = "\n".join(f"- {count} tensors: {reason}" for reason, count in kept_rows(record))
-    library = "library_name: peft\n" if "adapter" in record else ""
+    """README.md of the new model, with the hub's metadata. Names come from outside and are written as mere text."""
+    parts = {key: record[key] for key in ("source", "finetuned", "target")}
+    source, finetuned, target = (_span(parts[key]["name"]) for key in ("source", "finetuned", "target"))
+    data = record.get("data", {}).get("name")
+    kept = "\n".join(f"- {count} tensors: {_text(reason)}" for reason, count in kept_rows(record))
+    rows = [*summary_rows(record), ("calibration data", data or "batches given in Python")]
     return f"""---
-base_model: {json.dumps(target)}
-{library}tags:
-- tuneport
-- task-vector
-- {record["method"]}
+{_front_matter(record)}
 ---
 
-# {target} with the skill of {finetuned}
+# {_text(parts["target"]["name"])} with the skill of {_text(parts["finetuned"]["name"])}
 
-The fine-tune `{finetuned}` of `{source}` was ported to `{target}` by tuneport {record["tuneport"]}, without training.
+The fine-tune {finetuned} of {source} was ported to {target} by tuneport {_text(record["tuneport"])}, without training.
 
 | | |
 |---|---|
-{chr(10).join(f"| {label} | {text} |" for label, text in summary_rows(record))}
-| calibration data | {data} |
+{chr(10).join(f"| {label} | {_text(text)} |" for label, text in rows)}
 
 ## How
 For each pair of layers the source's change tau is carried over as `R_out^T tau R_in`, with maps found by aligning
-both base models on the calibration samples (method `{record["method"]}`). `tuneport.json` holds every option, the
+both base models on the calibration samples (method {_span(record["method"])}). `tuneport.json` holds every option, the
 versions, the SHA-256 of the inputs and a record per layer; `report.html` shows them.
 
 ## What stayed as it was
@@ -147,8 +169,52 @@ versions, the SHA-256 of the inputs and a record per layer; `report.html` shows 
 
 ## Limits
 Ported skills are approximate: evaluate this model on your own held-out data before use. Biases and faults of the
-fine-tuned source and of its training data come along. The licences of source and target both apply.
+fine-tuned source and of its training data come along.
+
+## Licence
+{_licences(parts)} All of them apply to this model.
 """
+
+
+def _front_matter(record: Record) -> str:
+    """The hub's metadata. Strings are JSON, which YAML reads as the same strings."""
+    names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
+    lines = [
+        "base_model:",
+        *(f"- {_quoted(name)}" for name in names),
+        f"base_model_relation: {'adapter' if 'adapter' in record else 'merge'}",
+    ]
+    stated = {record[key].get("license") for key in ("source", "finetuned", "target")}
+    if len(stated - {None}) > 1:
+        lines.append("license: other")
+    elif None not in stated:
+        lines.append(f"license: {_quoted(stated.pop())}")
+    lines += ["library_name: peft" if "adapter" in record else "library_name: transformers", "tags:"]
+    return "\n".join([*lines, *(f"- {_quoted(tag)}" for tag in ("tuneport", "task-vector", record["method"]))])
+
+
+def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    said = (f"{key} {_span(part['name'])}: {_text(part.get('license') or 'not stated')}" for key, part in parts.items())
+    return "; ".join(said) + "."
+
+
+def _plain_name(text: Any) -> str:
+    """One line of printable characters."""
+    return "".join(mark if mark.isprintable() else " " for mark in str(text))
+
+
+def _quoted(text: Any) -> str:
+    return json.dumps(_plain_name(text), ensure_ascii=False)
+
+
+def _text(text: Any) -> str:
+    """Text that Markdown and HTML show as it is."""
+    return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", html.escape(_plain_name(text), quote=False))
+
+
+def _span(text: Any) -> str:
+    """Text as code; a backtick would end it."""
+    return "`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`"
 
 
 def report_page(record: Record) -> str:

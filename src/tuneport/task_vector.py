@@ -19,16 +19,17 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tuneport.checkpoint import (
-    PathLike,
     TensorSpec,
     UnknownTensorError,
+    all_finite,
     describe,
-    new_file,
     open_checkpoint,
+    pieces,
     same_structure,
     write_safetensors,
 )
 from tuneport.errors import CheckpointError, TuneportError, first_of
+from tuneport.output import PathLike, new_file
 
 T = TypeVar("T")
 FORMAT = "tuneport-task-vector"
@@ -183,7 +184,10 @@ class TaskVector(Mapping[str, Entry]):
         }
 
         def difference(name: str) -> torch.Tensor:
-            return finetuned[name].detach().to(dtypes[name]) - base[name].detach().to(dtypes[name])
+            changed = finetuned[name].detach().to(dtypes[name], copy=True)
+            for difference, piece in zip(pieces(changed), pieces(base[name].detach()), strict=True):
+                difference.sub_(piece.to(dtypes[name]))
+            return changed
 
         return cls(Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
@@ -232,10 +236,7 @@ class TaskVector(Mapping[str, Entry]):
         """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
         if name is None:
             return math.sqrt(sum(self.norm(each) ** 2 for each in self))
-        entry = self[name]
-        if isinstance(entry, LowRank):
-            return entry.norm()
-        return float(torch.linalg.vector_norm(entry, dtype=torch.promote_types(entry.dtype, torch.float64)))
+        return norm_of(self[name])
 
     def __add__(self, other: TaskVector) -> TaskVector:
         if not isinstance(other, TaskVector):
@@ -327,7 +328,15 @@ class TaskVector(Mapping[str, Entry]):
                 return tensor
             delta = self.dense(name).to(tensor.device)
             dtype = torch.promote_types(torch.promote_types(tensor.dtype, torch.float32), delta.dtype)
-            return (tensor.to(dtype) + scale * delta.to(dtype)).to(tensor.dtype)
+            result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for place, old, change in zip(pieces(result), pieces(tensor), pieces(delta), strict=True):
+                place.copy_(old.to(dtype) + scale * change.to(dtype))
+            if not all_finite(result):
+                raise CheckpointError(
+                    f"{name} would hold NaN or infinite values in {tensor.dtype} with the task vector at scale "
+                    f"{scale:g}. Use a smaller scale, a wider dtype, or a task vector without them."
+                )
+            return result
 
         return LazyTensors(base, changed, lambda name: describe(base, name))
 
@@ -339,8 +348,8 @@ class TaskVector(Mapping[str, Entry]):
 
 def save_task_vector(
     path: PathLike, vector: TaskVector, metadata: Mapping[str, str] | None = None, overwrite: bool = False
-) -> None:
-    """Write a task vector to one safetensors file, entry by entry, whole or not at all.
+) -> float:
+    """Write a task vector to one safetensors file, entry by entry, whole or not at all; return its norm.
 
     A dense entry is stored under its name, a low-rank one as `name::out` and `name::in`. The file's metadata
     are `format: tuneport-task-vector`, `version: 1` and what is given here.
@@ -358,10 +367,13 @@ def save_task_vector(
             parts[name + _IN] = TensorSpec((rank, *shape[1:]), dtype)
 
     # Both factors of an entry are asked for in turn: do not compute it twice.
-    entry_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
+    pair_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
+    squares: dict[str, float] = {}
 
     def part(stored: str) -> torch.Tensor:
-        entry = entry_of(stored.removesuffix(_OUT).removesuffix(_IN))
+        name = stored.removesuffix(_OUT).removesuffix(_IN)
+        entry = vector[name] if name == stored else pair_of(name)
+        squares[name] = norm_of(entry) ** 2
         if isinstance(entry, torch.Tensor):
             return entry
         return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
@@ -369,6 +381,7 @@ def save_task_vector(
     stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
         write_safetensors(temporary, Lazy(parts, part), parts, stated)
+    return math.sqrt(sum(squares.values()))
 
 
 def load_task_vector(path: PathLike) -> TaskVector:
@@ -391,6 +404,11 @@ def load_task_vector(path: PathLike) -> TaskVector:
     broken = [name for name in low if not _are_factors(stored, name)]
     if broken:
         raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
+
+    dtypes = {name: stored.dtype(name) for name in stored}
+    odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or _is_quantised(dtype)]
+    if odd:
+        raise CheckpointError(f"{path} is damaged: {first_of(odd)} are no differences of weights.")
 
     def read(name: str) -> Entry:
         return LowRank(stored[name + _OUT], stored[name + _IN]) if name in low else stored[name]
@@ -416,6 +434,15 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
 def as_dense(entry: Entry) -> torch.Tensor:
     """An entry as a plain tensor."""
     return entry.dense() if isinstance(entry, LowRank) else entry
+
+
+def norm_of(entry: Entry) -> float:
+    """The Frobenius norm of an entry, accumulated in float64."""
+    if isinstance(entry, LowRank):
+        return entry.norm()
+    wide = torch.promote_types(entry.dtype, torch.float64)
+    parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
+    return float(torch.linalg.vector_norm(torch.stack(parts)))
 
 
 def _sum(one: Entry, other: Entry) -> Entry:

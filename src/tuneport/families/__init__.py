@@ -9,6 +9,7 @@ from torch import nn
 
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError
+from ..hub import local, looks_like_hub_id
 from .base import Batch, Family, Forward, Head, Model, Stored, choose_head, describe_any, read_head
 from .huggingface import HuggingFace
 from .open_clip import OpenClip
@@ -21,10 +22,12 @@ ACCEPTED = "a model folder (transformers, open_clip, timm), open_clip's NAME:TAG
 
 
 def open_model(reference: str | Path, *, device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Model:
-    """Open a model from what a user calls it: a local folder of a known family, or a name that its library knows."""
+    """Open a model from what a user calls it: a folder of a known family, a name that its library knows, a hub id."""
     family = _family(reference)
     if family is not None:
         return family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code)
+    if looks_like_hub_id(reference):
+        return open_model(local(reference), device=device, trust_remote_code=trust_remote_code)
     if not Path(reference).exists():
         raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
     raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
@@ -35,6 +38,8 @@ def open_stored(reference: str | Path) -> Stored:
     family = _family(reference)
     if family is not None:
         return family.stored(str(reference))
+    if looks_like_hub_id(reference):
+        return open_stored(local(reference))
     path = Path(reference)
     return Stored(open_checkpoint(path), path if path.is_dir() else None)
 

@@ -188,11 +188,16 @@ def read_head(path: Path, name: str) -> Head:
     missing = [key for key in ("class_embeds", "logit_scale") if key not in stored]
     if missing:
         raise CheckpointError(f"{path} is not a head: no {first_of(missing)} in it, only {first_of(stored)}.")
+    complex_ones = [key for key in ("class_embeds", "logit_scale") if stored.dtype(key).is_complex]
+    if complex_ones:
+        raise CheckpointError(f"{path} is not a head: {first_of(complex_ones)} hold complex numbers.")
     embeds, scale = stored["class_embeds"].float(), stored["logit_scale"].float()
     try:
         classes = json.loads(stored.metadata["classes"])
-    except (KeyError, ValueError):
-        raise CheckpointError(f"{path} names no classes: its metadata needs 'classes', a JSON list of names.") from None
+    except (KeyError, ValueError, RecursionError):
+        classes = None
+    if not isinstance(classes, list):
+        raise CheckpointError(f"{path} names no classes: its metadata needs 'classes', a JSON list of names.")
     if embeds.ndim != 2 or scale.numel() != 1 or len(embeds) != len(classes):
         raise CheckpointError(
             f"{path} does not fit together: class_embeds {tuple(embeds.shape)}, logit_scale {tuple(scale.shape)} "

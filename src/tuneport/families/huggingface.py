@@ -7,7 +7,7 @@ back is taken from transformers itself.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import check_finite, open_checkpoint
+from ..checkpoint import Checkpoint, check_finite, open_checkpoint, read_json
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
 from .base import Batch, Family, Model, Stored, class_embeddings, outside_of, write_weights, writer_with_config
 from .libraries import first_line as _line
 from .libraries import mend_torchvision
 
+LARGEST_IMAGE = 8192  # pixels a side
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
@@ -75,7 +76,7 @@ class HuggingFace(Family):
         folder = Path(reference)
         stored = open_checkpoint(folder)
         with _quiet():
-            module = _load(folder, device, trust_remote_code)
+            module = _load(folder, stored, device, trust_remote_code)
         check_finite(stored)
         model = self._model(module, str(reference), stored, folder, trust_remote_code)
         lost = [name for name in model.file_names.values() if name not in stored]
@@ -137,10 +138,11 @@ class HuggingFace(Family):
         )
 
 
-def _load(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Module:
+def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_code: bool) -> nn.Module:
     import transformers
 
     config = _config(folder)
+    _check_numbers(config, folder / "config.json", stored)
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     if name is None or name not in ARCHITECTURES:
@@ -148,6 +150,7 @@ def _load(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Mod
             f"{folder} holds a {name or config.get('model_type', 'model without architecture')}, which tuneport does "
             f"not know. Known: {', '.join(sorted(ARCHITECTURES))}. See docs/add-a-family.md."
         )
+    _check_size(getattr(transformers, name), folder, stored)
     try:
         loaded = getattr(transformers, name).from_pretrained(
             folder,
@@ -172,13 +175,55 @@ def _load(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Mod
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {_line(error)}") from error
+    config = read_json(folder / "config.json", "a model configuration")
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'} is not a model configuration: expected a JSON object.")
     return config
+
+
+def _check_numbers(config: Any, path: Path, stored: Checkpoint) -> None:
+    """Refuse sizes that the weights rule out before anything is built from them.
+
+    No width, vocabulary or number of classes exceeds the number of weights, and each block has a tensor.
+    """
+    weights = sum(math.prod(stored.shape(name)) for name in stored)
+    limits = {"size": max(weights, 10**6), "blocks": max(len(stored), 256)}
+    found: list[str] = []
+
+    def look(value: Any, key: str) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                look(item, str(name))
+        elif isinstance(value, list):
+            for item in value:
+                look(item, key)
+        elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
+            blocks = "layers" in key or key in ("depth", "depths", "n_layer")
+            if abs(value) > limits["blocks" if blocks else "size"]:
+                found.append(f"{key} = {value:.6g}")
+
+    look(config, "")
+    if found:
+        raise CheckpointError(
+            f"{path} is refused: its weights hold {weights} numbers in {len(stored)} tensors, "
+            f"which rules out {first_of(found, 3)}. Its config.json and its weights do not belong together."
+        )
+
+
+def _check_size(kind: Any, folder: Path, stored: Checkpoint) -> None:
+    """Build the model without memory, and refuse one that is far larger than the weights beside it."""
+    weights = sum(math.prod(stored.shape(name)) for name in stored)
+    try:
+        with torch.device("meta"):
+            model = kind(kind.config_class.from_pretrained(folder, local_files_only=True))
+        described = sum(parameter.numel() for parameter in model.parameters())
+    except Exception as error:
+        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {_line(error)}") from error
+    if described > 2 * weights + 10**7:
+        raise CheckpointError(
+            f"{folder / 'config.json'} is refused: it describes {described} parameters, but the weights beside it hold "
+            f"{weights}. They do not belong together."
+        )
 
 
 def _file_names(module: nn.Module) -> dict[str, str]:
@@ -197,7 +242,12 @@ def _file_names(module: nn.Module) -> dict[str, str]:
 
 def _classes(config: Any) -> tuple[str, ...]:
     """The names of a classification layer's classes; the default LABEL_0, LABEL_1 are mere numbers."""
-    labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    try:
+        labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json names its classes by something else than numbers: {_line(error)}"
+        ) from error
     return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 
 
@@ -207,6 +257,7 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
         raise CheckpointError(
             f"{folder} has no preprocessor_config.json, so images cannot be prepared. Copy it from the original model."
         )
+    read_json(folder / "preprocessor_config.json", "a preprocessor configuration")
     with _quiet():
         from transformers import AutoImageProcessor
 
@@ -216,9 +267,19 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
             )
         except Exception as error:
             raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
+    sizes = [getattr(processor, name, None) or {} for name in ("size", "crop_size", "pad_size")]
+    sides = [side for size in sizes for side in dict(size).values() if isinstance(side, (int, float))]
+    if any(not 0 < side <= LARGEST_IMAGE for side in sides):
+        raise CheckpointError(
+            f"{folder / 'preprocessor_config.json'} is refused: it makes images of {max(sides, key=abs):.6g} pixels a "
+            f"side; expected 1 to {LARGEST_IMAGE}."
+        )
 
     def encode(images: Sequence[Any]) -> dict[str, Tensor]:
-        return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
+        try:
+            return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
 
     return encode
 

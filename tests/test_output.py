@@ -1,0 +1,386 @@
+"""Places for outputs: whole or absent, kept from each other, and every error text."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from tuneport.checkpoint import write_checkpoint
+from tuneport.errors import CheckpointError
+from tuneport.output import check_new_folder, claimed, new_file, new_folder
+
+HAS_DEV_FULL = Path("/dev/full").is_char_device()
+
+
+def error_of(work: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        work()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_new_folder_appears_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out.v1"
+    with new_folder(out) as folder:
+        assert folder.parent == tmp_path
+        assert folder.name.startswith(".out.tmp-")
+        assert not out.exists()
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+        (folder / "link").symlink_to("nowhere")
+    assert (out / "sub" / "file").read_text() == "x"
+    assert list(tmp_path.iterdir()) == [out]
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    assert out.stat().st_mode == reference.stat().st_mode
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1), FileNotFoundError(2, "x")])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_new_folder_leaves_nothing_after_an_error(tmp_path: Path, error: BaseException, overwrite: bool) -> None:
+    out = tmp_path / "out"
+    if overwrite:
+        out.mkdir()
+        (out / "old").write_text("old")
+
+    def work() -> None:
+        with new_folder(out, overwrite=overwrite) as folder:
+            (folder / "file").write_text("x")
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        work()
+    assert caught.value is error
+    assert [path.name for path in tmp_path.rglob("*")] == (["out", "old"] if overwrite else [])
+
+
+def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+
+    def work() -> None:
+        with new_folder(out):
+            pytest.fail("work was done")
+
+    expected = f"{out} exists already. Choose another name or pass --overwrite."
+    assert error_of(work) == expected
+    assert error_of(lambda: check_new_folder(out)) == expected
+    assert (out / "old").read_text() == "old"
+
+
+def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with new_folder(out, overwrite=True) as folder:
+        assert (out / "old").exists()
+        (folder / "new").write_text("new")
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    rename = os.rename
+
+    def failing(one: Path, other: Path) -> None:
+        if ".tmp-" in Path(one).name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", failing)
+
+    def work() -> None:
+        with new_folder(out, overwrite=True) as folder:
+            (folder / "new").write_text("new")
+
+    assert error_of(work).startswith(f"{out} cannot be written: the disk is full.")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+
+
+def test_overwrite_reports_an_old_folder_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    remove = shutil.rmtree
+
+    def failing(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "busy")
+        remove(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", failing)
+
+    def work() -> None:
+        with new_folder(out, overwrite=True) as folder:
+            (folder / "new").write_text("new")
+
+    text = error_of(work)
+    assert text.startswith(f"{out} is written, but what it replaced could not be removed (")
+    assert (out / "new").read_text() == "new"
+
+
+def test_overwrite_never_follows_a_link_nor_replaces_another_kind(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep")
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(precious)
+    file.write_text("keep")
+    for open_new, kind in ((new_folder, "folder"), (new_file, "file")):
+
+        def work(out: Path, open_new: Any = open_new) -> None:
+            with open_new(out, overwrite=True):
+                pytest.fail("work was done")
+
+        expected = f"{link} is a symbolic link and is not overwritten. Give the {kind} itself."
+        assert error_of(lambda work=work: work(link)) == expected
+        wrong = file if kind == "folder" else precious
+        assert error_of(lambda work=work, wrong=wrong: work(wrong)) == (
+            f"{wrong} is not a {kind} and is not overwritten by one. Choose another name."
+        )
+    assert (precious / "file").read_text() == file.read_text() == "keep"
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "inner").symlink_to(precious)
+    with new_folder(out, overwrite=True):
+        pass
+    assert (precious / "file").read_text() == "keep"
+
+
+def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work() -> None:
+        with new_folder(out):
+            out.mkdir()
+
+    assert error_of(work) == f"{out} has appeared meanwhile and is kept. Choose another name."
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "", "sub/.."])
+def test_output_must_have_a_name(name: str) -> None:
+    assert "does not name a new folder" in error_of(lambda: check_new_folder(name, overwrite=True))
+
+
+def test_output_needs_a_parent(tmp_path: Path) -> None:
+    out = tmp_path / "no" / "out"
+    expected = f"{out} cannot be written: there is no folder {out.parent}. Create it first."
+    assert error_of(lambda: check_new_folder(out)) == expected
+
+    def work() -> None:
+        with new_folder(out):
+            pytest.fail("work was done")
+
+    assert error_of(work) == expected
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that not even root can write to")
+def test_parent_that_refuses() -> None:
+    assert error_of(lambda: check_new_folder("/proc/out")).startswith("/proc/out cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.EROFS, "the file system is read-only. Choose another place."),
+        (errno.EACCES, "permission denied. Choose a place that you may write to."),
+        (errno.ENOSPC, "the disk is full. Free some space or choose another place."),
+    ],
+)
+def test_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
+    out = tmp_path / "out"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def work() -> None:
+        with new_folder(out) as folder:
+            (folder / "file").write_text("x")
+            monkeypatch.setattr(os, "fsync", refuse)
+
+    assert error_of(work) == f"{out} cannot be written: {reason}"
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert error_of(lambda: check_new_folder(out)) == f"{out} cannot be written: {reason}"
+
+
+@pytest.mark.skipif(not HAS_DEV_FULL, reason="needs /dev/full")
+def test_disk_that_is_full_for_real(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work() -> None:
+        with new_folder(out) as folder:
+            # A link, so that nothing can ever be renamed over the device itself.
+            (folder / "model.safetensors").symlink_to("/dev/full")
+            write_checkpoint(folder, {"w": torch.ones(100_000)})
+
+    expected = f"{out} cannot be written: the disk is full. Free some space or choose another place."
+    assert error_of(work) == expected
+    assert list(tmp_path.iterdir()) == []
+    assert Path("/dev/full").is_char_device()
+
+
+def test_full_disk_as_safetensors_reports_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work(text: str) -> None:
+        with new_folder(out):
+            raise SafetensorError(text)
+
+    assert "the disk is full" in error_of(lambda: work("I/O error: No space left on device (os error 28)"))
+    with pytest.raises(SafetensorError):
+        work("something else")
+
+
+def test_errors_about_other_files_are_not_ours(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), new_folder(tmp_path / "sub"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
+
+
+def test_free_space_and_inputs_are_checked_first(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    check_new_folder(out, needed_bytes=1)
+    text = error_of(lambda: check_new_folder(out, needed_bytes=10**18))
+    assert text.startswith(f"{out} needs about 1000000000.0 GB, but only ")
+    assert text.endswith(f" GB are free in {tmp_path}. Free some space or choose another place.")
+    (out / "model").mkdir(parents=True)
+    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other", tmp_path])
+    for given in (out, out / "model"):
+        assert error_of(lambda given=given: check_new_folder(out, overwrite=True, inputs=[given])) == (
+            f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
+        )
+
+
+def test_new_file(tmp_path: Path) -> None:
+    out = tmp_path / "tau.safetensors"
+    with new_file(out) as temporary:
+        assert temporary.suffix == ".safetensors"
+        temporary.write_text("one")
+        assert not out.exists()
+    assert out.read_text() == "one"
+
+    def refused() -> None:
+        with new_file(out):
+            pytest.fail("work was done")
+
+    assert error_of(refused) == f"{out} exists already. Choose another name or pass --overwrite."
+
+    def interrupted() -> None:
+        with new_file(out, overwrite=True) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert out.read_text() == "one"
+    with new_file(out, overwrite=True) as temporary:
+        temporary.write_text("two")
+    assert out.read_text() == "two"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+class TestClaims:
+    def test_a_second_run_is_told(self, tmp_path: Path) -> None:
+        """Another process holds the output: one clear line, and nothing of it is touched."""
+        out = tmp_path / "out"
+        program = (
+            "import sys, time\nfrom tuneport.output import new_folder\n"
+            "with new_folder(sys.argv[1]) as folder:\n"
+            "    (folder / 'file').write_text('theirs')\n    print('ready', flush=True)\n    sys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", program, str(out)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+
+            def work() -> None:
+                with new_folder(tmp_path / "." / "out", overwrite=True):
+                    pytest.fail("work was done")
+
+            text = error_of(work)
+            other.communicate()
+        expected = f"another run (process {other.pid}) is writing {out}. Wait until it ends, or choose another name."
+        assert text == expected
+        assert (out / "file").read_text() == "theirs"
+        assert list(tmp_path.iterdir()) == [out]
+
+    def test_what_a_killed_run_left_is_cleared(self, tmp_path: Path) -> None:
+        out = tmp_path / "out.d"
+        program = (
+            "import os, sys\nfrom tuneport.output import new_folder\n"
+            "with new_folder(sys.argv[1], overwrite=True) as folder:\n"
+            "    (folder / 'half').write_text('x')\n    os.kill(os.getpid(), 9)\n"
+        )
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", program, str(out)], check=False)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert ".out.d.tuneport-lock" in names
+        assert len(names) == 2, "the second run has cleared what the first left"
+        bystanders = [tmp_path / name for name in (".out.tmp-12345678", ".out.tmp-1234.d", ".other.tmp-12345678.d")]
+        for path in bystanders:
+            path.mkdir()
+        with new_folder(out):
+            pass
+        assert sorted(tmp_path.iterdir()) == sorted([out, *bystanders])
+
+    def test_an_output_caught_in_the_middle_of_its_replacement_comes_back(self, tmp_path: Path) -> None:
+        aside = tmp_path / ".out.old-0123abcd"
+        aside.mkdir()
+        (aside / "precious").write_text("mine")
+
+        def work() -> None:
+            with new_folder(tmp_path / "out"):
+                pytest.fail("work was done")
+
+        assert error_of(work) == f"{tmp_path / 'out'} exists already. Choose another name or pass --overwrite."
+        assert (tmp_path / "out" / "precious").read_text() == "mine"
+
+    def test_threads_and_nested_claims(self, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        found: list[str] = []
+
+        def elsewhere() -> None:
+            try:
+                with claimed(out):
+                    found.append("claimed")
+            except CheckpointError as error:
+                found.append(str(error))
+
+        with claimed(out), claimed(out):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert found == [
+            f"another run (process {os.getpid()}) is writing {out}. Wait until it ends, or choose another name."
+        ]
+        elsewhere()
+        assert found[1:] == ["claimed"]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_places_that_cannot_be_locked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with claimed(tmp_path / "missing" / "out"):
+            pass
+        (tmp_path / ".out.tuneport-lock").symlink_to(tmp_path / "victim")
+        with claimed(tmp_path / "out"):
+            pass
+        assert not (tmp_path / "victim").exists(), "a link in the lock's place is not followed"
+        monkeypatch.setattr("tuneport.output.fcntl", None)
+        with claimed(tmp_path / "other"):
+            pass
