@@ -76,15 +76,12 @@ def work_of(out: Path) -> bool:
 def run_until(process: subprocess.Popen[str], out: Path, after_work: float | None, after_start: float) -> bool:
     """Kill a process so many seconds after it has saved work (or after its start); whether it was still running."""
     started = time.perf_counter()
-    saved = None
+    saved: float | None = None
     while process.poll() is None:
         now = time.perf_counter()
         saved = now if saved is None and work_of(out) else saved
-        if after_work is None:
-            over = now - started > after_start
-        else:
-            over = saved is not None and now - saved > after_work
-        if over:
+        since, delay = (started, after_start) if after_work is None else (saved, after_work)
+        if since is not None and now - since > delay:
             process.kill()
             break
         time.sleep(0.005)
