@@ -41,7 +41,7 @@ from tuneport.alignment import CrossCovariance, Statistics
 from tuneport.bench import read_recipe
 from tuneport.checkpoint import check_finite, open_checkpoint, read_json
 from tuneport.data import read_data
-from tuneport.families.base import read_head
+from tuneport.families import open_model, read_head
 from tuneport.resume import load_statistics, save_statistics
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
@@ -245,16 +245,15 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
     found = Statistics({("a", "input"): covariance}, {}, 5, {"forward": 1, "backward": 0})
     save_statistics(root / "all.safetensors", found, {"seed": 0})
     yield "statistics", "all.safetensors", spoil_header, load_statistics
-    for name, make in (
-        ("odd.npz", odd_arrays),
-        ("odd-head.safetensors", odd_head),
-        ("odd-tau.safetensors", odd_vector),
-    ):
+    for name in ("odd.npz", "odd-head.safetensors", "odd-tau.safetensors", "odd.csv"):
         (root / name).write_bytes(b"")
-        reader = {"odd.npz": look_at_data, "odd-tau.safetensors": look_at_vector}.get(name, lambda p: read_head(p, "h"))
-        yield name, name, make, reader
-    (root / "odd.csv").write_bytes(b"")
-    yield "odd.csv", "odd.csv", odd_table, look_at_data
+    yield "npz of odd arrays", "odd.npz", odd_arrays, look_at_data
+    yield "head of odd tensors", "odd-head.safetensors", odd_head, lambda path: read_head(path, "head")
+    yield "odd task vector", "odd-tau.safetensors", odd_vector, look_at_vector
+    yield "csv of odd columns", "odd.csv", odd_table, look_at_data
+    write_model(root / "model")
+    yield "model configuration", "model/config.json", spoil_json, lambda path: open_model(path.parent)
+    yield "image processor", "model/preprocessor_config.json", spoil_json, look_at_encoder
     settings = {"hidden_size": 16, "architectures": ["ViTModel"], "id2label": {"0": "a"}, "text": {"n_layer": 2}}
     (root / "config.json").write_text(json.dumps(settings))
     yield "config", "config.json", spoil_json, lambda path: read_json(path, "a configuration")
@@ -283,6 +282,31 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
     recipe = 'source = "."\ntarget = "."\nsamples = [1, 2]\nseeds = [0]\nmethods = ["bico"]\nbatch_size = 4\n'
     (root / "recipe.toml").write_text(recipe + '[finetuned]\ncars = "."\n[data]\ncars = "."\n')
     yield "recipe", "recipe.toml", spoil_bytes, read_recipe
+
+
+def write_model(folder: Path) -> None:
+    """A tiny image classifier."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **size)).save_pretrained(folder)
+    processor = {
+        "image_processor_type": "ViTImageProcessor",
+        "size": {"height": 8, "width": 8},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 0.01,
+        "resample": 2,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def look_at_encoder(path: Path) -> None:
+    encode = open_model(path.parent).encode
+    assert encode is not None
+    encode([Image.new("RGB", (9, 9))])
 
 
 def odd_arrays(_: bytes, choose: random.Random) -> bytes:
@@ -379,7 +403,7 @@ def fuzz(cases: int, seed: int = 0, scratch: Path | None = None) -> dict[str, An
         for case in range(cases):
             kind, name, spoil, read = all_kinds[case % len(all_kinds)]
             spoiled = spoil((good / name).read_bytes(), choose)
-            (work / name).write_bytes(spoiled)
+            (work / name).write_bytes(spoiled)  # restored below: kinds may share a folder
             started = time.perf_counter()
             guard.on = True
             try:
@@ -401,6 +425,7 @@ def fuzz(cases: int, seed: int = 0, scratch: Path | None = None) -> dict[str, An
             finally:
                 guard.on = False
             seconds = time.perf_counter() - started
+            shutil.copy(good / name, work / name)
             slowest = max(slowest, seconds)
             if seconds > SLOW:
                 failures.append(f"{kind}: {seconds:.1f} s")

@@ -69,14 +69,36 @@ def content(folder: Path) -> dict[str, Any]:
     return {"record": plain, "names": sorted(files), **{name: files[name] for name in files if name not in shown}}
 
 
-def kill_at(process: subprocess.Popen[str], moment: float) -> bool:
-    """Kill a process after so many seconds; whether it was still running."""
-    try:
-        process.wait(moment)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def work_of(out: Path) -> bool:
+    return any((out.parent / f".{out.name}.tuneport-work").glob("*.safetensors"))
+
+
+def run_until(process: subprocess.Popen[str], out: Path, after_work: float | None, after_start: float) -> bool:
+    """Kill a process so many seconds after it has saved work (or after its start); whether it was still running."""
+    started = time.perf_counter()
+    saved: float | None = None
+    while process.poll() is None:
+        now = time.perf_counter()
+        saved = now if saved is None and work_of(out) else saved
+        since, delay = (started, after_start) if after_work is None else (saved, after_work)
+        if since is not None and now - since > delay:
+            process.kill()
+            break
+        time.sleep(0.005)
     process.communicate()
     return process.returncode != 0
+
+
+def undisturbed(process: subprocess.Popen[str], out: Path) -> tuple[float, float]:
+    """Seconds of a whole run, and of its part after the first save."""
+    started = first = time.perf_counter()
+    while process.poll() is None:
+        if first == started and work_of(out):
+            first = time.perf_counter()
+        time.sleep(0.005)
+    ended = time.perf_counter()
+    finish(process)
+    return ended - started, ended - first
 
 
 def main() -> None:
@@ -91,20 +113,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         root = Path(scratch)
         given = make_inputs(root)
-        begun = time.perf_counter()
-        finish(transfer(given, root / "whole"))
-        whole, expected = time.perf_counter() - begun, content(root / "whole")
+        whole, after = undisturbed(transfer(given, root / "whole"), root / "whole")
+        expected = content(root / "whole")
         for number in range(options.runs):
             out = root / f"out-{number}"
             kills = 0
             while kills == 0 or choose.random() < 0.25:
-                # most of a run is imports: aim at what comes after
-                more = ["--resume"] if kills else []
-                killed = kill_at(transfer(given, out, *more), whole * choose.uniform(0.3, 1.05))
+                # Most of a run is imports and loading: three in four kills aim at what comes after.
+                early = choose.random() < 0.25
+                delay = choose.uniform(0.0, 1.05) * (whole if early else after)
+                process = transfer(given, out, *(["--resume"] if kills else []))
+                killed = run_until(process, out, None if early else delay, delay)
                 kills += 1
                 seen["killed" if killed else "had ended before the kill"] += 1
-                measured = any((root / f".{out.name}.tuneport-work").glob("*.safetensors"))
-                seen["killed while or after measuring, work kept"] += killed and measured
+                seen["killed with work saved"] += killed and work_of(out)
                 if out.exists():
                     seen["output complete after the kill"] += killed
                     if content(out) != expected:

@@ -496,3 +496,46 @@ def test_writing_options_and_errors(tmp_path: Path) -> None:
 
 
 # Outputs that are whole or absent
+
+
+def test_vocabularies_of_other_length() -> None:
+    base = {"embed": torch.zeros(300, 4), "head": torch.zeros(300, 4), "w": torch.zeros(4, 4)}
+    padded = {"embed": torch.zeros(320, 4), "head": torch.zeros(320, 4), "w": torch.zeros(4, 4)}
+    assert error_of(lambda: same_structure(base, padded)) == (
+        "2 of 3 tensors of the fine-tuned model differ in shape from the base: embed (320, 4) vs (300, 4), "
+        "head (320, 4) vs (300, 4). If these are vocabularies of 320 and 300 entries, one of them padded, give both "
+        'the same length with resize_token_embeddings. Exclude them with --exclude "embed" --exclude "head".'
+    )
+    assert "vocabularies" not in error_of(lambda: same_structure(base, {**base, "w": torch.zeros(5, 4)}))
+
+
+class TestTiedTensors:
+    """A tensor that two names share is in the files once, under one of them."""
+
+    @pytest.fixture
+    def tied(self, tmp_path: Path) -> Path:
+        from transformers import BertConfig, BertForMaskedLM
+
+        torch.manual_seed(0)
+        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        BertForMaskedLM(BertConfig(vocab_size=40, **size)).save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    def test_they_stay_tied_through_a_round_trip(self, tied: Path, tmp_path: Path) -> None:
+        from transformers import BertForMaskedLM
+
+        stored = open_checkpoint(tied)
+        decoder = "cls.predictions.decoder.weight"
+        assert decoder not in stored, "transformers leaves it out"
+        write_checkpoint(tmp_path, stored)
+        shutil.copy(tied / "config.json", tmp_path)
+        model = BertForMaskedLM.from_pretrained(tmp_path)
+        assert model.get_parameter(decoder) is model.get_input_embeddings().weight
+
+    def test_a_side_that_stores_both_is_named(self, tied: Path) -> None:
+        stored = dict(open_checkpoint(tied))
+        both = {**stored, "cls.predictions.decoder.weight": torch.zeros(40, 16)}
+        text = error_of(lambda: same_structure(stored, both))
+        assert "cls.predictions.decoder.weight" in text
+        assert text.endswith('Exclude them with --exclude "cls.predictions.decoder.*".')
+        same_structure(stored, both, ["cls.predictions.decoder.*"])

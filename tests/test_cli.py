@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from folders import Zoo, edit_weights, images, write_data, write_head
-from tuneport import __version__, cli
+from tuneport import __version__, capture, cli
 from tuneport.methods import METHODS
+from tuneport.output import claimed
 
 COMMANDS = ("transfer", "plan", "extract", "apply", "evaluate", "methods", "samplers", "demo", "bench")
 
@@ -551,6 +553,80 @@ class TestFullDisk:
         done = run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / "tau.safetensors")
         assert_refused(done, 1, "the disk is full")
         assert list(place.iterdir()) == []
+
+
+class TestResume:
+    def test_a_killed_run_is_resumed(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An interrupt after some batches stands for the kill; tests/test_resume.py kills for real."""
+        command = ["transfer", *options(zoo), "--batch-size", "4", "--save-every", "0", "--out", place / "out"]
+        assert run(*command[:-1], place / "whole").code == 0
+        finish, batches = capture._Accumulator.finish, []
+
+        def interrupted(self: Any, index: int) -> None:
+            batches.append(index)
+            if len(batches) == 4:
+                raise KeyboardInterrupt
+            finish(self, index)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(capture._Accumulator, "finish", interrupted)
+            done = run(*command)
+        assert done.code == 130
+        assert "note: what was measured is kept; the same command with --resume goes on from it" in done.err
+        assert not (place / "out").exists()
+        assert_refused(run(*command, "--seed", "5", "--resume"), 1, "cannot be resumed: options.seed was 0 and is 5")
+        done = run(*command, "--resume", "--json")
+        assert done.code == 0, done.err
+        assert done.err == "note: going on from what was measured before\n"
+        assert done.json["passes"]["forward"] == 6
+        assert sorted(file.name for file in place.iterdir()) == ["out", "whole"]
+        ours, theirs = ((place / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
+        assert ours == theirs
+        again = run(*command, "--resume", "--json")
+        assert again.json == done.json
+        assert again.err == f"note: {place / 'out'} was complete already\n"
+
+    def test_two_runs_into_one_output(self, run: Run, zoo: Zoo, place: Path) -> None:
+        found: list[str] = []
+
+        def elsewhere() -> None:
+            with claimed(place / "out"):
+                found.append("claimed")
+                started.set()
+                ready.wait(60)
+
+        started, ready = threading.Event(), threading.Event()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        started.wait(60)
+        done = run("transfer", *options(zoo), "--out", place / "out", "--overwrite")
+        ready.set()
+        thread.join()
+        assert_refused(done, 1, "is writing", "Wait until it ends, or choose another name.")
+        assert list(place.iterdir()) == []
+
+
+class TestVanishedInput:
+    def test_the_targets_weights_go_while_it_is_measured(
+        self, run: Run, zoo: Zoo, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = Path(shutil.copytree(zoo["clip_vision-target"], tmp_path / "target"))
+        finish = capture._Accumulator.finish
+
+        def vanish(self: Any, index: int) -> None:
+            (target / "model.safetensors").unlink(missing_ok=True)
+            finish(self, index)
+
+        monkeypatch.setattr(capture._Accumulator, "finish", vanish)
+        done = run("transfer", *options(zoo, target=target), "--out", place / "out")
+        assert_refused(done, 1, "model.safetensors is gone or cannot be read")
+        assert list(place.iterdir()) == []
+
+    def test_control_characters_do_not_reach_the_terminal(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
+        done = run("extract", tmp_path / "a\x1b[2Jb\x07", zoo["vit-tuned"], "-o", tmp_path / "tau.safetensors")
+        assert_refused(done, 1, "does not exist")
+        assert "\x1b" not in done.err
+        assert "\x07" not in done.err
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, place: Path, name: str) -> None:

@@ -88,11 +88,14 @@ def test_every_drawn_image_file_is_in_the_record(zoo: Zoo, tmp_path: Path) -> No
 HOSTILE = "x\n---\nlicense: mit\n# <script>alert(1)</script> `|` [a](javascript:b) \u2028\x1b[2J \U0001f600"
 
 
-class TestCard:
-    @pytest.fixture(scope="class")
-    def record(self, zoo: Zoo) -> dict[str, Any]:
-        return json.loads(to_json(transfer(*zoo.trio("vit"), zoo.data, samples=24).record))
+@pytest.fixture
+def record(zoo: Zoo) -> dict[str, Any]:
+    content = json.loads(to_json(transfer(*zoo.trio("vit"), zoo.data, samples=24).record))
+    assert isinstance(content, dict)
+    return content
 
+
+class TestCard:
     @staticmethod
     def front(card: str) -> dict[str, Any]:
         content = yaml.safe_load(card.split("---\n")[1])
@@ -131,7 +134,6 @@ class TestCard:
         assert "biases and faults" in card.lower()
 
     def test_hostile_names_stay_text(self, record: dict[str, Any]) -> None:
-        record = json.loads(json.dumps(record))
         for key in ("source", "finetuned", "target", "data"):
             record[key]["name"] = HOSTILE
         record["method"] = HOSTILE
@@ -140,7 +142,6 @@ class TestCard:
         assert "license" not in front
         assert len(front["base_model"]) == 1
         assert "\n" not in front["base_model"][0]
-        assert "<script>" not in card.replace("`", "").split("---\n", 2)[2].split("## Limits")[0] or "`" in card
         body = card.split("\n---\n", 1)[1]
         outside_code = "".join(part for number, part in enumerate(body.split("`")) if number % 2 == 0)
         assert "<script>" not in outside_code

@@ -409,3 +409,18 @@ def test_extract_and_apply_on_real_models(tmp_path: Path) -> None:
         torch.testing.assert_close(
             rebuilt(image).last_hidden_state, models["ft"](image).last_hidden_state, rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_dtype_policy(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Differences in float32 (float64 where an input is), sums in the same, one rounding to the base's own dtype."""
+    generator = torch.Generator().manual_seed(0)
+    base, finetuned = ({"w": torch.randn(64, 3, generator=generator).to(dtype)} for _ in range(2))
+    vector = TaskVector.between(base, finetuned)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert vector.dtype("w") == wide
+    assert torch.equal(vector.dense("w"), finetuned["w"].to(wide) - base["w"].to(wide))
+    save_task_vector(tmp_path / "tau.safetensors", vector)
+    applied = load_task_vector(tmp_path / "tau.safetensors").apply_to(base, 0.5)["w"]
+    assert applied.dtype == dtype
+    assert torch.equal(applied, (base["w"].to(wide) + 0.5 * vector.dense("w")).to(dtype))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .alignment import thin_svd
-from .checkpoint import check_finite, describe, open_checkpoint, write_checkpoint
+from .checkpoint import check_finite, describe, open_checkpoint, read_json, write_checkpoint
 from .errors import CheckpointError, TuneportError, first_of
 from .task_vector import Entry, EntrySpec, Lazy, LowRank, TaskVector
 
@@ -97,10 +97,7 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
 
 
 def _stored_adapter(folder: Path) -> Adapter:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {str(error).splitlines()[0]}.") from error
+    config = read_json(folder / CONFIG, "an adapter's configuration")
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} is not an adapter's configuration: expected a JSON object.")
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)

@@ -435,7 +435,19 @@ def same_structure(
         if found
     ]
     if findings:
+        lengths = {_vocabularies(here[name], there[name]) for name in differing}
+        if len(lengths) == 1 and (found := lengths.pop()) is not None:
+            findings.append(
+                f"If these are vocabularies of {found[0]} and {found[1]} entries, one of them padded, give both the "
+                "same length with resize_token_embeddings."
+            )
         raise CheckpointError(" ".join([*findings, _exclusion_of([*differing, *extra, *missing], one, other)]))
+
+
+def _vocabularies(one: TensorSpec, other: TensorSpec) -> tuple[int, int] | None:
+    """The lengths of two tables with equal rows, and many of them, as vocabularies have; else None."""
+    alike = len(one.shape) == 2 and one.shape[1:] == other.shape[1:] and min(one.shape[0], other.shape[0]) >= 256
+    return (one.shape[0], other.shape[0]) if alike else None
 
 
 def _is_weight(spec: TensorSpec) -> bool:

@@ -50,7 +50,9 @@ def first_of(items: Iterable[str], limit: int = 10) -> str:
 
     >>> first_of(["a", "b", "c"], limit=2)
     'a, b, ... and 1 more'
+
+    Items may come from files: what is not printable is replaced, so that a message stays one line.
     """
-    listed = list(items)
+    listed = ["".join(mark if mark.isprintable() else "\ufffd" for mark in item) for item in items]
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown}, ... and {len(listed) - limit} more"

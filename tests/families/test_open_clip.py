@@ -512,7 +512,7 @@ class TestRefusals:
 def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
     """ViT-B-16 to ViT-B-16-plus-240, random weights: other width, image size, token count and embedding width.
 
-    Whole passes through both; only the first two blocks move, as each wide layer takes a minute on one core.
+    Whole passes through both; all twelve blocks move.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -526,11 +526,11 @@ def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
         f"ViT-B-16:{tmp_path / 'ft.safetensors'}",
         f"ViT-B-16-plus-240:{tmp_path / 'new.safetensors'}",
         write_data(tmp_path / "animals.npz"),
-        samples=6,
-        batch_size=3,
-        exclude=["visual.transformer.resblocks.[2-9].*", "visual.transformer.resblocks.1?.*"],
+        samples=2,
+        batch_size=1,
+        completion="none",
     )
-    assert len(result.records) == 2 * 6 + 2
+    assert len(result.records) == 12 * 6 + 2
     out = result.save(tmp_path / "out")
     module, transform = reload(out)
     pixels = torch.stack([transform(image) for image in some_images(1, 300, 400)])

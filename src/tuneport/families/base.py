@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint import open_checkpoint, write_checkpoint
+from ..checkpoint import open_checkpoint, read_json, write_checkpoint
 from ..errors import CheckpointError, DataError, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 
@@ -156,8 +156,8 @@ def class_embeddings(classes: Sequence[str], embed: Callable[[list[str]], Tensor
 def read_config(path: Path) -> dict[str, Any]:
     """A JSON configuration, or an empty one where there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path, "a configuration")
+    except CheckpointError:
         return {}
     return content if isinstance(content, dict) else {}
 
