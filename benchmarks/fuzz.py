@@ -37,6 +37,7 @@ from PIL import Image
 from safetensors.torch import save, save_file
 
 from tuneport import TuneportError
+from tuneport.adapter import open_adapter, task_vector_of
 from tuneport.alignment import CrossCovariance, Statistics
 from tuneport.bench import read_recipe
 from tuneport.checkpoint import check_finite, open_checkpoint, read_json
@@ -203,6 +204,14 @@ def look_at_vector(path: Path) -> None:
     vector.norm()
 
 
+def look_at_adapter(path: Path) -> None:
+    """Read an adapter folder as a change of its base, all of it."""
+    base = {"a.weight": torch.zeros(4, 3), "a.bias": torch.zeros(4)}
+    vector = task_vector_of(open_adapter(path.parent), base)
+    for name in vector:
+        vector.dense(name)
+
+
 def look_at_data(path: Path) -> None:
     for split in ("train", "test"):
         data = read_data(path, split, labelled=False)  # type: ignore[arg-type]
@@ -240,6 +249,20 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
     vector = TaskVector({"a": torch.ones(3, 2), "b": torch.ones(2)})
     save_task_vector(root / "tau.safetensors", vector, {"base": "x"})
     yield "task vector", "tau.safetensors", spoil_header, look_at_vector
+    (root / "adapter").mkdir()
+    lora = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["a"],
+        "rank_pattern": {"a": 2},
+        "bias": "none",
+    }
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps(lora))
+    factors = {f"base_model.model.a.lora_{x}.weight": torch.ones(*size) for x, size in (("A", (2, 3)), ("B", (4, 2)))}
+    save_file(factors, root / "adapter" / "adapter_model.safetensors")
+    yield "adapter configuration", "adapter/adapter_config.json", spoil_json, look_at_adapter
+    yield "adapter weights", "adapter/adapter_model.safetensors", spoil_header, look_at_adapter
     covariance = CrossCovariance(2, 3)
     covariance.update(torch.ones(5, 2), torch.ones(5, 3))
     found = Statistics({("a", "input"): covariance}, {}, 5, {"forward": 1, "backward": 0})
