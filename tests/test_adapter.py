@@ -461,8 +461,8 @@ def test_a_lora_of_one_base_becomes_a_lora_of_another(
         assert not torch.allclose(expected, outputs(target, batch), atol=1e-3)
         torch.testing.assert_close(outputs(result.apply(), batch), expected, atol=1e-5, rtol=1e-5)
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(target), out).eval()
-        torch.testing.assert_close(outputs(loaded, batch), expected, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(outputs(loaded.merge_and_unload(), batch), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(outputs(loaded, batch), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(outputs(loaded.merge_and_unload(), batch), expected, atol=1e-5, rtol=1e-5)
 
 
 def forbidden(*_: Any) -> Any:
