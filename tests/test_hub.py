@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from folders import Zoo
+from tuneport.bench import compare, make_comparison
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.hub import hub_name, local, looks_like_hub_id
@@ -97,3 +98,15 @@ def test_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(CheckpointError, match="could not be fetched as a model from the hub") as caught:
         local("org/certainly-not-in-the-cache")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_comparison_between_ids(zoo: Zoo) -> None:
+    content = {
+        "source": "org/base",
+        "target": "org/target",
+        "finetuned": {"a": "org/tuned"},
+        "data": {"a": str(zoo.data)},
+    }
+    result = compare(make_comparison({**content, "samples": [8], "methods": ["naive"], "scales": ["1"]}))
+    assert {row.method for row in result.rows} == {"target", "naive"}

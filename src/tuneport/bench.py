@@ -28,6 +28,7 @@ from .data import Dataset, align_labels, read_data
 from .errors import DataError, MethodError, TuneportError, first_of, unknown_name
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune, prepared
+from .hub import local, looks_like_hub_id
 from .methods import METHODS, Transfer, get_method
 from .output import check_new_folder, new_folder
 from .pipeline import check_scale, measure_job, problem_of, transfer_auto
@@ -169,7 +170,11 @@ def check(comparison: Comparison, where: str = "the comparison") -> None:
     paths = [comparison.source, comparison.target]
     for table in (comparison.finetuned, comparison.data, comparison.reference):
         paths += list(table.values())
-    problems += [f"{path} does not exist" for path in dict.fromkeys(paths) if not os.path.exists(path)]
+    problems += [
+        f"{path} does not exist"
+        for path in dict.fromkeys(paths)
+        if not os.path.exists(path) and not looks_like_hub_id(path)
+    ]
     if problems:
         raise DataError(f"{where}: {'; '.join(problems)}.")
 
@@ -202,7 +207,7 @@ def _run_cell(
     comparison: Comparison, source: Model, target: Model, task: str, seed: int, captures: dict[str, int]
 ) -> Iterator[Row]:
     """All rows of one (task, seed), from one pass over the largest set of samples."""
-    test = read_data(comparison.data[task], "test")
+    test = read_data(local(comparison.data[task], "dataset"), "test")
     methods = {name: get_method(name) for name in comparison.methods}
     signals = frozenset().union(*(method.signals for method in methods.values()))
     job, budgets = _largest_job(comparison, source, target, task, seed, signals)
