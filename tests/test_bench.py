@@ -246,21 +246,21 @@ class TestRecipes:
 
     def test_everything_that_is_wrong_at_once(self, settings: dict[str, Any]) -> None:
         wrong = {
-            "source": "nowhere/source",
+            "source": "no/such/source",
             "methods": ["bico", "bicco"],
             "warm_start": "teseus",
             "samples": [4],
             "seeds": [],
             "scales": ["1", "full"],
-            "finetuned": {"cars": "nowhere/cars"},
+            "finetuned": {"cars": "no/such/cars"},
         }
         with pytest.raises(DataError) as told:
             make_comparison(settings | wrong, "here")
         text = str(told.value)
         assert text.startswith("here: ")
         for words in (
-            "nowhere/source does not exist",
-            "nowhere/cars does not exist",
+            "no/such/source does not exist",
+            "no/such/cars does not exist",
             "unknown method 'bicco'",
             "unknown method 'teseus'",
             "one of the two",

@@ -173,7 +173,7 @@ def check(comparison: Comparison, where: str = "the comparison") -> None:
     problems += [
         f"{path} does not exist"
         for path in dict.fromkeys(paths)
-        if not os.path.exists(path) and not looks_like_hub_id(path)
+        if not (os.path.exists(path) or looks_like_hub_id(path) or ":" in path)  # NAME:TAG is its library's to find
     ]
     if problems:
         raise DataError(f"{where}: {'; '.join(problems)}.")
