@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -856,3 +857,15 @@ def test_another_name_of_the_base_is_only_a_note(
     (copied / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "someone/other"}))
     assert run("transfer", *inputs(zoo, copied), "--method", "naive", "--out", tmp_path / "out", "--as", "adapter") == 0
     assert "note: the adapter names someone/other as its base" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("changed", [{"r": float("inf")}, {"lora_alpha": float("inf")}, {"lora_alpha": float("nan")}])
+def test_numbers_that_are_none_are_refused(tmp_path: Path, changed: dict[str, float]) -> None:
+    """JSON as Python reads it knows Infinity and NaN; found by fuzzing."""
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["a"]} | changed
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    shapes = {"A": (2, 3), "B": (4, 2)}
+    factors = {f"base_model.model.a.lora_{side}.weight": torch.ones(shape) for side, shape in shapes.items()}
+    safetensors.torch.save_file(factors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank or alpha|alpha in"):
+        task_vector_of(open_adapter(tmp_path), {"a.weight": torch.zeros(4, 3)})

@@ -309,8 +309,10 @@ def _factors(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
     try:
         rank = int(_patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
         alpha = float(_patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
-    except (TypeError, ValueError, LookupError, re.error) as error:
+    except (TypeError, ValueError, OverflowError, LookupError, re.error) as error:
         return f"its rank or alpha in {CONFIG} cannot be read: {error}"
+    if not math.isfinite(alpha):
+        return f"its alpha in {CONFIG} is {alpha}"
     if len(A) < 2 or len(B) < 2 or A[0] != rank or B[1] != rank or rank < 1:
         return f"factors {A} and {B}, but its configuration says rank {rank}"
     if transposed is None and not embedded:
