@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def work_of(out: Path) -> bool:
-    return any((out.parent / f".{out.name}.tuneport-work").glob("*.safetensors"))
+    return any((out.parent / f".{out.name}.tuneport-work").glob("[!.]*.safetensors"))
 
 
 def run_until(process: subprocess.Popen[str], out: Path, after_work: float | None, after_start: float) -> bool:

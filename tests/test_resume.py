@@ -95,6 +95,16 @@ class TestWork:
         assert names(tmp_path) == []
         other.check()
 
+    def test_a_save_that_was_cut_off_is_not_read(self, tmp_path: Path) -> None:
+        work = Work(tmp_path / "out", {"seed": 0}, every=0)
+        work.folder.mkdir()
+        (work.folder / ".all.tmp-05f11ab9.safetensors").write_bytes(b"half a header")
+        assert not work.exists()
+        work.check()
+        work.keeper("all")(some_statistics())
+        assert names(work.folder) == ["all.safetensors"], "and the next save clears it"
+        work.check()
+
     def test_saves_from_time_to_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now, saved = [0.0], []
 

@@ -59,11 +59,11 @@ class Work:
 
     def exists(self) -> bool:
         """Whether an earlier run has left something here."""
-        return any(self.folder.glob("*.safetensors"))
+        return bool(self._saved())
 
     def check(self) -> None:
         """Raise a CheckpointError unless what an earlier run has left was measured under these conditions."""
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in self._saved():
             theirs = _content(file)["conditions"]
             if fingerprint(theirs) == fingerprint(self.conditions):
                 continue
@@ -102,6 +102,10 @@ class Work:
     def remove(self) -> None:
         """Forget everything, as when the output is complete or a run starts over."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _saved(self) -> list[Path]:
+        """The complete files; a hidden one is what a run that was killed while saving has left."""
+        return sorted(self.folder.glob("[!.]*.safetensors"))
 
     def _file(self, stage: str) -> Path:
         return self.folder / f"{stage}.safetensors"
