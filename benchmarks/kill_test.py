@@ -146,9 +146,9 @@ def main() -> None:
         "# Killed runs",
         "",
         f"{options.runs} runs of `tuneport transfer` (two small vision transformers, 240 samples, saved after each "
-        "batch), each killed with SIGKILL at a random moment at least once, then resumed. After each kill the output "
-        "was absent or whole; each resumed run ended in the same bytes as an undisturbed one (timings aside) and left "
-        "no other file behind.",
+        "batch), each aimed at with SIGKILL at a random moment once or more, then resumed; some had ended before. "
+        "After each kill the output was absent or whole; each resumed run ended in the same bytes as an undisturbed "
+        "one (timings aside) and left no other file behind.",
         "",
         "| what happened | times |",
         "|---|---|",
