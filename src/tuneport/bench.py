@@ -27,7 +27,7 @@ from .alignment import Statistics
 from .data import Dataset, align_labels, read_data
 from .errors import DataError, MethodError, TuneportError, first_of, unknown_name
 from .families import Head, Model, choose_head, open_model
-from .finetuning import Schedule, finetune, prepared
+from .finetuning import Schedule, finetune, prepared, rows_of
 from .hub import local, looks_like_hub_id
 from .methods import METHODS, Transfer, get_method
 from .output import check_new_folder, new_folder
@@ -211,14 +211,14 @@ def _run_cell(
     methods = {name: get_method(name) for name in comparison.methods}
     signals = frozenset().union(*(method.signals for method in methods.values()))
     job, budgets = _largest_job(comparison, source, target, task, seed, signals)
-    head = choose_head(target, comparison.heads.get(task), test.name, test.classes)
+    head = choose_head(target, comparison.heads.get(task), test.name, test.classes, test.label_texts)
     inputs, labels = prepared(target, align_labels(test, head.classes))
 
     def accuracy(module: nn.Module) -> float:
         right = 0
         with torch.inference_mode():
             for start in range(0, len(labels), 256):
-                batch = {key: value[start : start + 256] for key, value in inputs.items()}
+                batch = rows_of(inputs, slice(start, start + 256))
                 right += int((head.scores(target, module, batch).argmax(-1) == labels[start : start + 256]).sum())
         return 100.0 * right / len(labels)
 

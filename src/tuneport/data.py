@@ -40,9 +40,9 @@ _SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
 }
 _ANY_SPLIT = {name for names in _SPLIT_NAMES.values() for name in names}
 _FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
-_INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",))  # the first complete one
-_PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "label", "target", "split"}
-_COLUMNS = "image, or text (with text_pair if any), or text1 and text2; and label or target"
+_INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))  # the first complete
+_PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "prompt", "label", "target", "split"}
+_COLUMNS = "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target"
 _IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # none that starts other programs
 _LARGEST_TABLE = 4 * 2**30  # bytes, unpacked: a table is held in memory
 _LARGEST_ARCHIVE = 16 * 2**30
@@ -75,7 +75,8 @@ class Dataset:
     """Samples with what is known of them: labels, or text targets, or neither.
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
-    `classes`. `split` is the split's name as found in the source, or "all" where it has none.
+    `classes`; `label_texts` are words for the classes, where their names say too little. `split` is the split's
+    name as found in the source, or "all" where it has none.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -89,6 +90,7 @@ class Dataset:
     kind: Kind = "text"
     split: str = "all"
     targets: Sequence[str] | None = None
+    label_texts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
