@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from .alignment import Statistics
-from .data import Dataset, align_labels, read_data
+from .data import Dataset, align_labels
 from .errors import DataError, MethodError, TuneportError, first_of, unknown_name
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune, prepared
-from .hub import local, looks_like_hub_id
+from .hub import looks_like_hub_id
 from .methods import METHODS, Transfer, get_method
 from .output import check_new_folder, new_folder
 from .pipeline import check_scale, measure_job, problem_of, transfer_auto
@@ -36,6 +36,7 @@ from .preparation import Job, PairedBatches, pick_device, prepare
 from .report import chart, to_json
 from .scaling import Scaled, fitting_samples
 from .task_vector import TaskVector
+from .tasks import read_data
 
 Stage = Callable[[str, int, int], None]
 
@@ -207,11 +208,11 @@ def _run_cell(
     comparison: Comparison, source: Model, target: Model, task: str, seed: int, captures: dict[str, int]
 ) -> Iterator[Row]:
     """All rows of one (task, seed), from one pass over the largest set of samples."""
-    test = read_data(local(comparison.data[task], "dataset"), "test")
+    test = read_data(comparison.data[task], "test")
     methods = {name: get_method(name) for name in comparison.methods}
     signals = frozenset().union(*(method.signals for method in methods.values()))
     job, budgets = _largest_job(comparison, source, target, task, seed, signals)
-    head = choose_head(target, comparison.heads.get(task), test.name, test.classes)
+    head = choose_head(target, comparison.heads.get(task), test.name, test.classes, test.prompts)
     inputs, labels = prepared(target, align_labels(test, head.classes))
 
     def accuracy(module: nn.Module) -> float:

@@ -58,7 +58,9 @@ Finetuned = Annotated[
     str, typer.Option(help="The fine-tuned old base, in the same ways, a LoRA adapter of it, or a task-vector file.")
 ]
 Target = Annotated[str, typer.Option(help="The new base model.")]
-Data = Annotated[str | None, typer.Option(help="Calibration data: image folder, .npz, table or HF dataset folder.")]
+Data = Annotated[
+    str | None, typer.Option(help="Calibration data: image folder, .npz, table, HF dataset folder, or TASK:PATH.")
+]
 MethodName = Annotated[str, typer.Option(help="Transfer method; see 'tuneport methods'.")]
 Samples = Annotated[int | None, typer.Option(help="Number of calibration samples (100 unless --shots is given).")]
 Shots = Annotated[int | None, typer.Option(help="Calibration samples per class, instead of --samples.")]
@@ -290,24 +292,23 @@ def evaluate(
 
     from . import evaluation
     from .calibration import select
-    from .data import align_labels, read_data
+    from .data import align_labels
     from .families import choose_head, open_model
-    from .hub import local
     from .preparation import pick_device
+    from .tasks import read_data
 
     chosen = evaluation.check_protocol(protocol)
     if samples is not None and chosen == "zero-shot":
         raise TuneportError("--samples goes with --protocol linear-probe; zero-shot scores the whole test split.")
-    place = local(data, "dataset")
-    test = read_data(place, "test")
+    test = read_data(data, "test")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
-        scorer = choose_head(opened, head, test.name, test.classes)
+        scorer = choose_head(opened, head, test.name, test.classes, test.prompts)
         align_labels(test, scorer.classes)
         with _progress("evaluating", len(test)) as advance:
             result = evaluation.zero_shot(opened, scorer, test, batch_size=batch_size, progress=advance)
     else:
-        train = read_data(place, "train")
+        train = read_data(data, "train")
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
         with _progress("evaluating", len(train) + len(test)) as advance:

@@ -75,7 +75,8 @@ class Dataset:
     """Samples with what is known of them: labels, or text targets, or neither.
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
-    `classes`. `split` is the split's name as found in the source, or "all" where it has none.
+    `classes`. `split` is the split's name as found in the source, or "all" where it has none. `prompts` are
+    templates for the class names, where the data belong to a known task.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -89,6 +90,7 @@ class Dataset:
     kind: Kind = "text"
     split: str = "all"
     targets: Sequence[str] | None = None
+    prompts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)

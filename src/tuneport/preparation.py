@@ -31,7 +31,7 @@ from .checkpoint import (
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, files_of, read_data
+from .data import Dataset, align_labels, files_of
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Head, Model, choose_head, describe_module, open_model, open_stored
@@ -41,6 +41,7 @@ from .methods import METHODS, Method, get_method
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
+from .tasks import read_data, split_reference
 
 ModelLike = Model | nn.Module | str | Path
 
@@ -102,8 +103,9 @@ def prepare(
     where = pick_device(device)
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
+    named = data
     if isinstance(data, (str, Path)):
-        data = local(data, "dataset")
+        data = split_reference(data)[1]
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     adapter = _open_adapter(finetuned)
     vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)
@@ -112,10 +114,12 @@ def prepare(
         raise DataError(f"no data at {data}: no such file or folder.")
     gradients = bool(NEEDS_BACKWARD & signals) or scored
     dataset, heads, indices = None, None, None
-    if (signals or scored) and isinstance(data, (str, Path, Dataset)):
-        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=gradients and loss is None)
+    if (signals or scored) and isinstance(named, (str, Path, Dataset)):
+        labelled = gradients and loss is None
+        dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=labelled)
         if loss is None and gradients:
-            heads = tuple(choose_head(model, head, dataset.name, dataset.classes) for model in (ours, theirs))
+            about = (dataset.name, dataset.classes, dataset.prompts)
+            heads = tuple(choose_head(model, head, *about) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
     plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)

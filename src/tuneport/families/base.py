@@ -24,6 +24,7 @@ from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], None]
+TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -64,7 +65,7 @@ class Model:
     features: Forward | None = None
     logits: Forward | None = None
     layout: Callable[[Batch], TokenLayout] | None = None
-    text_head: Callable[[Sequence[str]], Tensor] | None = None
+    text_head: TextHead | None = None
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -143,12 +144,15 @@ def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[Loose
     return {name: reason for name, _ in module.named_parameters() if name not in inside}
 
 
-def class_embeddings(classes: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
-    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts."""
+def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
+    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts.
+
+    Without prompts of the task's own, the general ones are taken.
+    """
     rows = []
     for name in classes:
         with torch.no_grad():
-            texts = embed([prompt.format(name.replace("_", " ")) for prompt in PROMPTS])
+            texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS])
         rows.append(F.normalize(texts, dim=-1).mean(0))
     return F.normalize(torch.stack(rows), dim=-1).cpu()
 
@@ -208,10 +212,13 @@ def read_head(path: Path, name: str) -> Head:
     return Head(name, tuple(str(c) for c in classes), embeds, float(scale))
 
 
-def choose_head(model: Model, wanted: str | None, dataset_name: str, classes: Sequence[str]) -> Head:
+def choose_head(
+    model: Model, wanted: str | None, dataset_name: str, classes: Sequence[str], prompts: Sequence[str] = ()
+) -> Head:
     """The head to score with: by name or file, else the model's own classifier, text tower, or fitting file.
 
-    A name is a file `heads/NAME.safetensors` in the model's own folder.
+    A name is a file `heads/NAME.safetensors` in the model's own folder. A text tower is asked with `prompts`,
+    templates with {} for the class name, where the task has its own.
     """
     stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
     names = [path.stem for path in stored]
@@ -225,7 +232,7 @@ def choose_head(model: Model, wanted: str | None, dataset_name: str, classes: Se
     if model.logits is not None:
         return Head("classifier", model.classes)
     if model.text_head is not None:
-        return Head("text", tuple(classes), model.text_head(classes), model.logit_scale)
+        return Head("text", tuple(classes), model.text_head(classes, prompts), model.logit_scale)
     if dataset_name in names:
         return _fitting(model, read_head(stored[names.index(dataset_name)], dataset_name))
     if len(names) == 1:

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from ..checkpoint import Checkpoint, check_finite, open_checkpoint, read_json
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Family, Model, Stored, class_embeddings, outside_of, write_weights, writer_with_config
+from .base import (
+    Batch,
+    Family,
+    Model,
+    Stored,
+    TextHead,
+    class_embeddings,
+    outside_of,
+    write_weights,
+    writer_with_config,
+)
 from .libraries import first_line as _line
 from .libraries import mend_torchvision
 
@@ -284,10 +294,10 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
     return encode
 
 
-def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[Sequence[str]], Tensor]:
+def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
     """Class names to class embeddings: prompts through the model's own text tower, averaged."""
 
-    def embed(classes: Sequence[str]) -> Tensor:
+    def embed(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
         # without any of these files, transformers makes up a tokenizer that knows no words
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise CheckpointError(
@@ -313,7 +323,7 @@ def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[
             pooled: Tensor = module.text_model(**tokens.to(device)).pooler_output
             return module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
 
-        return class_embeddings(classes, texts_to_embeddings)
+        return class_embeddings(classes, prompts, texts_to_embeddings)
 
     return embed
 
