@@ -9,8 +9,18 @@ from ..data import read_data as read_plain
 from ..errors import DataError, unknown_name
 from ..hub import local
 from .base import Layout, Task, TaskSplit, plain_name
+from .vision import CARS, DTD, EUROSAT, GTSRB, MNIST, RESISC45, SUN397, SVHN
 
-TASKS: dict[str, Task] = {}
+TASKS: dict[str, Task] = {
+    "cars": CARS,
+    "dtd": DTD,
+    "eurosat": EUROSAT,
+    "gtsrb": GTSRB,
+    "mnist": MNIST,
+    "resisc45": RESISC45,
+    "sun397": SUN397,
+    "svhn": SVHN,
+}
 
 
 def get_task(name: str) -> Task:
