@@ -319,6 +319,50 @@ def evaluate(
         _say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
 
 
+@app.command(epilog="Example: tuneport finetune old-base --data cars/ --out old-base-cars")
+def finetune(
+    model: Annotated[str, typer.Argument(help="The model to fine-tune.")],
+    data: Annotated[str, typer.Option(help="Labelled data; the training split is learnt.")],
+    out: Annotated[str, typer.Option(help="The folder to write; must not exist.")],
+    head: HeadName = None,
+    steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Samples per update.", min=1)] = 128,
+    learning_rate: Annotated[float, typer.Option(help="The highest, after the warm-up.")] = 1e-5,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 0.1,
+    warmup: Annotated[int | None, typer.Option(help="Steps of rising rate: 200, or a tenth if fewer.", min=0)] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Also keep the model every so many steps; 0: never.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of samples.", min=0, max=2**63 - 1)] = 0,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
+    from .families import place_of
+    from .finetuning import Schedule
+    from .output import check_new_folder
+    from .report import to_json
+    from .training import prepare_training, run_training
+
+    if not 0 < learning_rate < float("inf"):
+        raise TuneportError(f"--learning-rate must be a number above 0, got {learning_rate}.")
+    check_new_folder(out, overwrite, inputs=[place_of(path) for path in (model, data, head) if path])
+    slow = min(200, steps // 10) if warmup is None else warmup
+    schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
+    training = prepare_training(model, data, schedule, head=head, device=device, trust_remote_code=trust_remote_code)
+    with _progress("fine-tuning", steps) as advance:
+        record = run_training(training, out, checkpoint_every=checkpoint_every, overwrite=overwrite, progress=advance)
+    if json:
+        _emit(to_json(record))
+        return
+    found = record.get("validation_accuracy")
+    told = "" if found is None else f", {found:.2f} % of the validation split right"
+    _say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{told}")
+    _say(f"written to {out}" + (f", {len(record['checkpoints'])} checkpoints in it" if checkpoint_every else ""))
+
+
 @app.command(
     epilog="Example: tuneport bench --source old --target new --finetuned cars=old-cars --data cars=cars/ "
     "--methods naive,theseus,bico --samples 20,100 --seeds 0,1,2 --out comparison"

@@ -162,10 +162,10 @@ def prepare(
             "roles": dict(roles or {}),
             "device": str(where),
         },
-        "source": _identity(ours),
-        "finetuned": _adapter_identity(adapter) if adapter else _identity(finetuned),
-        "target": _identity(theirs),
-        "data": _data_identity(data, dataset, indices, heads),
+        "source": identity_of(ours),
+        "finetuned": _adapter_identity(adapter) if adapter else identity_of(finetuned),
+        "target": identity_of(theirs),
+        "data": data_identity(data, dataset, indices, heads),
         "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
@@ -415,7 +415,7 @@ def _check_kind(dataset: Dataset, *models: Model) -> None:
             raise DataError(f"{dataset.name} holds {dataset.kind}s, but {model.name} reads {model.kind}s.")
 
 
-def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
+def identity_of(model: ModelLike | TaskVector) -> dict[str, Any]:
     """What a model is called, where it is, and the SHA-256 of each of its weight files."""
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
@@ -482,7 +482,8 @@ def _licence(card: Path) -> str | None:
     return found[1] if found else None
 
 
-def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+def data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+    """What the data are called, where they are, and the SHA-256 of the files that were used."""
     identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         path = Path(data)
