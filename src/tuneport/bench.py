@@ -189,7 +189,9 @@ def plan_lines(recipe: Recipe, cache: Path) -> Iterator[str]:
     for name, part in recipe.comparisons.items():
         pair = f"{part.source} to {part.target}" if part.target else part.source
         yield f"  {name if len(recipe.comparisons) > 1 else 'pair'}: {pair}; tasks {first_of(part.data)}"
-        budgets = f"{'shots' if part.shots else 'samples'} {', '.join(map(str, part.budgets))}; " if part.budgets else ""
+        budgets = (
+            f"{'shots' if part.shots else 'samples'} {', '.join(map(str, part.budgets))}; " if part.budgets else ""
+        )
         yield f"  {budgets}seeds {', '.join(map(str, part.seeds))}; {len(cell_names(recipe.kind, part))} cells"
         for path, place, _ in wanted_finetunes(recipe.kind, part, cache):
             yield f"  {'found' if place.exists() else 'to be fine-tuned'}: {path}, kept as {place}"
@@ -307,7 +309,11 @@ def wanted_finetunes(
             schedule = asdict(comparison.finetune)
             identity = [base, comparison.data[task], comparison.heads.get(task), schedule, comparison.checkpoint_every]
             digest = fingerprint({"identity": identity})[:8]
-            yield path or f"{Path(base).name} on {task}", cache / f"{Path(base).name}-{task}-{digest}", (role, base, task)
+            yield (
+                path or f"{Path(base).name} on {task}",
+                cache / f"{Path(base).name}-{task}-{digest}",
+                (role, base, task),
+            )
 
 
 def make_finetunes(recipe: Recipe, cache: Path, *, stage: Stage | None = None) -> Recipe:
@@ -333,7 +339,7 @@ def make_finetunes(recipe: Recipe, cache: Path, *, stage: Stage | None = None) -
                     stage(f"fine-tuning {label}", done, total)
 
             run_training(training, place, checkpoint_every=part.checkpoint_every, progress=progress)
-        parts[name] = replace(part, **places)
+        parts[name] = replace(part, finetuned=places["finetuned"], reference=places["reference"])
     return replace(recipe, comparisons=parts)
 
 
@@ -545,11 +551,6 @@ def _finetuning_rows(
                 start.set(1.0)
                 *_, (_, module) = finetune(job.target, head, samples, schedule)
             yield replace(blank, method=f"{words}, {steps} steps", accuracy=accuracy(module))
-
-
-def check_output(out: str | Path, overwrite: bool) -> None:
-    """Refuse an output folder that cannot be written, before any work."""
-    check_new_folder(out, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

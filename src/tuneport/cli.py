@@ -7,6 +7,7 @@ answers at once.
 
 from __future__ import annotations
 
+import csv
 import json as json_module
 import sys
 from collections.abc import Callable, Iterator
@@ -369,7 +370,11 @@ def finetune(
 )
 def bench(
     recipe: Annotated[str | None, typer.Argument(help="A TOML file with the keys below; or give them here.")] = None,
-    out: Annotated[str, typer.Option(help="The folder for tables, JSON and plot.")] = "comparison",
+    out: Annotated[str, typer.Option(help="The folder for tables, JSON and plots.")] = "comparison",
+    small: Annotated[bool, typer.Option("--small", help="Take the recipe's small variant.")] = False,
+    root: Annotated[str | None, typer.Option(help="Where the recipe's paths begin.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Where models that the recipe fine-tunes are kept.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the cells that a killed run finished.")] = False,
     source: Annotated[str | None, typer.Option(help="The old base model.")] = None,
     target: Annotated[str | None, typer.Option(help="The new base model.")] = None,
     finetuned: Annotated[list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned old base; repeatable.")] = None,
@@ -381,8 +386,10 @@ def bench(
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "naive,theseus,bico",
     samples: Annotated[str, typer.Option(help="Calibration budgets N, separated by commas.")] = "",
     shots: Annotated[str, typer.Option(help="Or budgets K per class.")] = "",
+    samplers: Annotated[str, typer.Option(help="How samples are drawn, separated by commas.")] = "random",
     seeds: Annotated[str, typer.Option(help="Seeds of the draw.")] = "0",
     scales: Annotated[str, typer.Option(help="Scale rules: numbers and auto.")] = "1,auto",
+    protocol: Annotated[str, typer.Option(help="zero-shot, or linear-probe on the same samples.")] = "zero-shot",
     steps: Annotated[str, typer.Option(help="Few-shot fine-tuning runs of so many steps on the same samples.")] = "",
     warm_start: Annotated[str | None, typer.Option(help="Also fine-tune from this method's result.")] = None,
     learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning runs.")] = 1e-5,
@@ -390,15 +397,14 @@ def bench(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
-    from dataclasses import asdict
+    """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
+    from .bench import read_recipe, run_recipe
+    from .output import check_new_folder
+    from .recipe import make_recipe
 
-    from . import bench as bench_module
-    from .report import to_json
-
-    bench_module.check_output(out, overwrite)
+    check_new_folder(out, overwrite)
     if recipe is not None:
-        comparison = bench_module.read_recipe(recipe)
+        wanted = read_recipe(recipe, small=small, root=root)
     else:
         content: dict[str, Any] = {
             "finetuned": _by_task("finetuned", finetuned),
@@ -408,27 +414,47 @@ def bench(
             "methods": _words(methods),
             "samples": _numbers("samples", samples),
             "shots": _numbers("shots", shots),
+            "samplers": _words(samplers),
             "seeds": _numbers("seeds", seeds),
             "scales": _words(scales),
+            "protocol": protocol,
             "steps": _numbers("steps", steps),
             "learning_rate": learning_rate,
             "device": device,
         }
         named = {"source": source, "target": target, "warm_start": warm_start}
         content |= {key: value for key, value in named.items() if value is not None}
-        comparison = bench_module.make_comparison(content, "tuneport bench")
+        wanted = make_recipe(content, "tuneport bench", root=root)
+    given = None if device == "auto" else device
     with _stages() as stage:
-        result = bench_module.compare(comparison, stage=stage)
-    bench_module.save(result, out, overwrite=overwrite)
+        run_recipe(
+            wanted, out, cache=cache, device=given, resume=resume, overwrite=overwrite, stage=stage, note=_progress_line
+        )
+    _print_results(Path(out), json)
+
+
+def _print_results(out: Path, json: bool) -> None:
+    """The tables of a recipe, or what they are made of."""
+    records = sorted(out.rglob("results.json"))
+    contents = {path.parent.name: json_module.loads(path.read_text(encoding="utf-8")) for path in records}
     if json:
-        _emit(to_json({"out": out, "about": result.about, "rows": [asdict(row) for row in result.rows]}))
+        only = next(iter(contents.values())) if len(contents) == 1 else {"pairs": contents}
+        _emit(json_module.dumps({"out": str(out), **only}))
         return
-    columns, lines = bench_module.table_rows(result)
-    table = Table(*columns)
-    for line in lines:
-        table.add_row(*line)
-    out_console.print(table)
-    _say(f"written to {out}: table.csv, table.md, results.json, plot.svg")
+    for path in sorted(out.rglob("table.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            columns, *lines = csv.reader(file)
+        table = Table(*columns, title=None if len(contents) == 1 else path.parent.name)
+        for line in lines:
+            table.add_row(*map(escape, line))
+        out_console.print(table)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    _say(f"written to {out}: {', '.join(files)}")
+
+
+def _progress_line(text: str) -> None:
+    """One line on stderr."""
+    err_console.print(_harmless(text) if not text.startswith(" ") else "  " + _harmless(text).strip(), markup=False)
 
 
 def _by_task(option: str, given: list[str] | None) -> dict[str, str]:

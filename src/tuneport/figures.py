@@ -53,9 +53,7 @@ def figure_cell(
     return [{"task": task, "seed": seed, **point} for point in cell(comparison, models, task, sampler, seed)]
 
 
-def _similarity(
-    comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int
-) -> Iterator[Point]:
+def _similarity(comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int) -> Iterator[Point]:
     """CKA and cosine of layer inputs by block; the maps come from N samples, and are tried on N others."""
     source, target = models
     data = read_data(comparison.data[task], "train")

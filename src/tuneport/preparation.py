@@ -103,9 +103,10 @@ def prepare(
     where = pick_device(device)
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
-    named = data
+    named = data  # TASK:PATH, of which the rest of the house sees the path
     if isinstance(data, (str, Path)):
-        data = split_reference(data)[1]
+        task, data = split_reference(data)
+        named = data if task is None else named
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     adapter = _open_adapter(finetuned)
     vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)

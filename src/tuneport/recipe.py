@@ -361,14 +361,14 @@ def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:
     if not comparison.budgets:
         return
     most = comparison.budgets[-1]
-    budget = {"shots": most} if comparison.shots else {"samples": most}
+    samples, shots = (None, most) if comparison.shots else (most, None)
     for sampler in comparison.samplers:
         if sampler not in SAMPLERS:
             continue
         blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features come later
         for seed in comparison.seeds:
             try:
-                select(data, sampler=blind, seed=seed, **budget)
+                select(data, samples=samples, shots=shots, sampler=blind, seed=seed)
             except TuneportError as error:
                 yield str(error)
                 break
