@@ -7,16 +7,25 @@ how much of it the data determine (rank) and how well it fits (residual).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .errors import MethodError, TuneportError
-from .solver import Certificate, CoordinateMap, complete, complete_thin, polar, polar_of_factors, rectangular_identity
+from .solver import (
+    Certificate,
+    CoordinateMap,
+    complete,
+    complete_thin,
+    polar,
+    polar_of_factors,
+    rectangular_identity,
+    side_by_side,
+)
 
 __all__ = [
     "COMPLETIONS",
@@ -32,6 +41,7 @@ __all__ = [
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
+HELD = 2**30  # bytes of solved maps that are remembered
 
 
 class CrossCovariance:
@@ -136,8 +146,9 @@ class Alignment:
 
     `map` is R (d_A, d_B) as factors, `matrix` R itself: `x_A R` stands in target coordinates. `rank` directions
     are determined by the data, the rest comes from the completion. `residual` is sqrt(1 - s^2) with
-    s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1], over all tokens and features: 0 when one orthogonal map and one scale explain everything, 1 when
-    nothing does; None where only C was given.
+    s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1], over all tokens and features: 0 when one orthogonal map and one
+    scale explain everything, 1 when nothing does; None where only C was given. `route` and `certificate` say how
+    the map was found and how well it holds.
     """
 
     map: CoordinateMap
@@ -287,9 +298,23 @@ class Statistics:
         return Statistics(covariances, gradients, self.samples + other.samples, passes)
 
     def align(self, layer: str, signal: str, completion: Completion = "svd") -> Alignment:
-        """The Procrustes map of one signal at one target layer, solved once and remembered."""
-        covariance = self.covariances[layer, signal]
-        key = (id(covariance), completion)
-        if key not in self._solved:
-            self._solved[key] = procrustes(covariance, completion=completion)
-        return self._solved[key]
+        """The Procrustes map of one signal at one target layer, solved once and remembered while there is room."""
+        self.solve([(layer, signal)], completion)
+        return self._solved[id(self.covariances[layer, signal]), completion]
+
+    def solve(self, keys: Iterable[tuple[str, str]], completion: Completion = "svd") -> None:
+        """Solve the maps of several layers and signals, side by side where that is faster; `align` then gives them.
+
+        Maps solved earlier are forgotten, oldest first, when all together take more than HELD bytes.
+        """
+        wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
+        known = {key: self._solved.pop(key) for key in [*wanted] if key in self._solved}
+        wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
+        tasks = [partial(procrustes, covariance, completion=completion) for covariance in wanted.values()]
+        device = next((covariance.device for covariance in wanted.values()), None)
+        found = side_by_side(tasks, device, lambda alignment: (alignment.map.left, alignment.map.right))
+        asked = {**known, **dict(zip(wanted, found, strict=True))}
+        held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *asked.values()))
+        while self._solved and held > HELD:
+            held -= self._solved.pop(next(iter(self._solved))).map.nbytes
+        self._solved.update(asked)

@@ -8,8 +8,10 @@ thrown away for a plain SVD; if that fails too, the solver raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,10 @@ ORTHOGONALITY = 1e-6  # the certificate's limits, see Certificate
 STATIONARITY = 1e-6
 SMALL = 64  # below this width an SVD is as fast as anything
 BLIND = 1e-8  # a singular value of the projected identity that says nothing
+STREAMS = 4  # decompositions that run side by side on a GPU
 _PROBES = 8
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,10 @@ class CoordinateMap:
     def shape(self) -> tuple[int, int]:
         return self.left.shape[0], self.right.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.left, self.right))
+
     def dense(self) -> Tensor:
         """R itself (d_A, d_B)."""
         R = self.left @ self.right.T
@@ -304,6 +313,31 @@ def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) 
         columns[:, index] = column / column[pivot].sqrt()
         weight = weight - columns[:, index].square()
     return columns
+
+
+def side_by_side(
+    tasks: Sequence[Callable[[], T]], device: torch.device | None, tensors: Callable[[T], Iterable[Tensor]]
+) -> list[T]:
+    """The results of independent tasks. On a CUDA device they run in threads, each with a stream of its own.
+
+    A decomposition leaves most of a large GPU idle, so that several go at once. `tensors` names what of a result is
+    used afterwards.
+    """
+    if device is None or device.type != "cuda" or len(tasks) < 2:
+        return [task() for task in tasks]
+    ready = torch.cuda.current_stream(device)
+
+    def run(task: Callable[[], T]) -> T:
+        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
+            stream.wait_stream(ready)
+            result = task()
+            stream.synchronize()
+        for tensor in tensors(result):
+            tensor.record_stream(ready)
+        return result
+
+    with ThreadPoolExecutor(min(STREAMS, len(tasks))) as pool:
+        return list(pool.map(run, tasks))
 
 
 def rectangular_identity(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:

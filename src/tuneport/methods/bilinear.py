@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -51,7 +52,7 @@ class BilinearAlignment(Method):
     def transfer(self, problem: Problem) -> Transfer:
         entries = Entries()
         records, kept = [], []
-        for pair in problem.plan.pairs:
+        for pair in self._solved_in_groups(problem):
             sides = list(self._align(problem, pair))
             reason = next((side for side in sides if isinstance(side, str)), None)
             if reason is not None:
@@ -81,6 +82,19 @@ class BilinearAlignment(Method):
             for loose in problem.plan.loose:
                 entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
+
+    def _solved_in_groups(self, problem: Problem) -> Iterator[LayerPair]:
+        """All pairs; the maps of a block are solved together when its first pair is due."""
+        for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
+            pairs = list(group)
+            wanted = [
+                (pair.target.name, signal)
+                for pair in pairs
+                for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map))
+                if fixed is None and signal is not None
+            ]
+            problem.statistics.solve([key for key in wanted if key in problem.statistics], problem.completion)
+            yield from pairs
 
     def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[Map, Alignment | None] | str]:
         """For the input side, then the output side: the map and its evidence, or why there is none."""
