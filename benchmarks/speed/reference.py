@@ -31,7 +31,10 @@ def reference_transfer(
     seconds: dict[str, float] | None = None,
 ) -> dict[str, Tensor]:
     """tau_B = R_out^T tau_A R_in for each linear layer whose name matches `only`; `seconds` is filled by stage."""
-    names = [[n for n, m in model.named_modules() if isinstance(m, nn.Linear) and re.search(only, n)] for model in (source, target)]
+    names = [
+        [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and re.search(only, n)]
+        for model in (source, target)
+    ]
     depths = [1 + max(int(n.split(".layers.")[1].split(".")[0]) for n in side) for side in names]
     started = _now(source)
     ours = _record(source, names[0], batches, losses[0])

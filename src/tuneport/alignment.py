@@ -148,13 +148,13 @@ class Alignment:
     are determined by the data, the rest comes from the completion. `residual` is sqrt(1 - s^2) with
     s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1], over all tokens and features: 0 when one orthogonal map and one
     scale explain everything, 1 when nothing does; None where only C was given. `route` and `certificate` say how
-    the map was found and how well it holds.
+    the map was found and how well it holds; `singular_values` of C are there where that route finds them.
     """
 
     map: CoordinateMap
     rank: int
     residual: float | None
-    singular_values: Tensor
+    singular_values: Tensor | None
     route: str
     certificate: Certificate
 
@@ -214,7 +214,7 @@ def procrustes(
     residual = None
     if streamed is not None:
         energy = float(streamed.source_energy * streamed.target_energy) ** 0.5
-        cosine = min(float(found.singular_values[: found.rank].sum()) / energy, 1.0) if energy > 0 else 0.0
+        cosine = min(float(found.total) / energy, 1.0) if energy > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
 

@@ -8,10 +8,11 @@ thrown away for a plain SVD; if that fails too, the solver raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ from .errors import TuneportError
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
 ORTHOGONALITY = 1e-6  # the certificate's limits, see Certificate
 STATIONARITY = 1e-6
-SMALL = 64  # below this width an SVD is as fast as anything
+SMALL = 64  # up to this width an SVD is as fast as anything
+LARGE = 1024  # from this width on, products are so much faster than decompositions that an iteration wins
 BLIND = 1e-8  # a singular value of the projected identity that says nothing
 STREAMS = 4  # decompositions that run side by side on a GPU
 _PROBES = 8
+_STEPS = 10  # of the iteration; four to six are the rule
+_HEAVIEST = 1e6  # its largest weight c
+_CAUTION = 0.5  # on the smallest singular value, which is found from above
 
 T = TypeVar("T")
 
@@ -51,14 +56,16 @@ class Certificate:
 class Polar:
     """The determined part of a polar factor as thin factors, `left @ right.T`, with its evidence.
 
-    `singular_values` are all min(d_A, d_B) of C, largest first; the first `rank` lie above the cut. Those far
-    below it may be upper bounds only. `null` spans what the shorter side has left, (min(d_A, d_B), min - rank).
+    `total` is the sum of the singular values above the cut, `<R, C>`. `singular_values` are all min(d_A, d_B) of C,
+    largest first, the first `rank` above the cut, those far below it upper bounds only; None where the route does
+    not find them. `null` spans what the shorter side has left, (min(d_A, d_B), min - rank).
     """
 
     left: Tensor  # (d_A, rank)
     right: Tensor  # (d_B, rank)
-    singular_values: Tensor
     null: Tensor
+    total: Tensor
+    singular_values: Tensor | None
     route: str
     certificate: Certificate
 
@@ -66,61 +73,136 @@ class Polar:
     def rank(self) -> int:
         return self.left.shape[1]
 
+    @property
+    def T(self) -> Polar:  # noqa: N802 - as of a tensor
+        """The polar factor of the transposed problem."""
+        return replace(self, left=self.right, right=self.left)
 
-Triplets = tuple[Tensor, Tensor, Tensor, Tensor]  # U (n, r), S of all, V (m, r), null basis of the rows (n, n - r)
+
+class Found(NamedTuple):
+    """What a route finds: factors of the polar factor of C (n, m), n <= m, and what is left of the rows."""
+
+    left: Tensor  # U (n, r)
+    right: Tensor  # V (m, r)
+    null: Tensor  # (n, n - r)
+    core: Tensor  # U^T C V: (r,) where it is diagonal, else (r, r)
+    values: Tensor | None  # the singular values of C
 
 
 def polar(C: Tensor, cut: float, route: str | None = None) -> Polar:
     """The polar factor of C on the directions whose singular value exceeds `cut` times the largest.
 
-    `route` is one of ROUTES; None chooses. C must be float64 and finite. Trap: singular vectors of equal
-    singular values are not unique, so `left` and `right` mean something only together.
+    `route` is one of ROUTES; None chooses. Where it cannot serve, or its result is not certified, the next one of
+    ROUTES does. C must be float64 and finite. Trap: `left` and `right` mean something only together.
     """
-    turned = C.shape[0] > C.shape[1]
-    wide = C.T if turned else C
-    tried = route or _choose(wide)
-    for name in dict.fromkeys((tried, "svd")):
-        found = ROUTES[name](wide, cut)
+    if C.shape[0] > C.shape[1]:
+        return polar(C.T, cut, route).T
+    names = list(ROUTES)
+    for name in names[names.index(route or _choose(C)) :]:
+        found = ROUTES[name](C, cut)
         if found is None:
             continue
-        U, S, V, null = found
-        certificate = certify(wide, U, S[: U.shape[1]], V)
+        certificate = certify(C, found)
         if certificate.holds:
-            left, right = (V, U) if turned else (U, V)
-            return Polar(left, right, S, null, name, certificate)
+            total = found.core.sum() if found.core.ndim == 1 else found.core.trace()
+            return Polar(found.left, found.right, found.null, total, found.values, name, certificate)
     raise TuneportError(
         f"no route gives a certified polar factor of a {tuple(C.shape)} cross-covariance: orthogonality defect "
         f"{certificate.orthogonality:.1e}, stationarity {certificate.stationarity:.1e}. Check the calibration data."
     )
 
 
-def certify(C: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Certificate:
-    """Probe the factors of a polar factor; costs a few matrix-vector products."""
-    rank = U.shape[1]
-    if rank == 0:
+def certify(C: Tensor, found: Found) -> Certificate:
+    """Probe the factors of a polar factor; costs a few products with thin matrices, and a Cholesky for a full core."""
+    U, V, _, core, _ = found
+    if U.shape[1] == 0:
         return Certificate(0.0, 0.0, STATIONARITY)
-    probe = _gaussian(rank, _PROBES, C.device)
-    root = S.sqrt()[:, None]
-    turned = U.T @ (C @ (V @ (probe / root)))
-    found = torch.stack(
-        [
-            (U.T @ (U @ probe) - probe).square().mean(),
-            (V.T @ (V @ probe) - probe).square().mean(),
-            (turned / root - probe).square().mean(),
-            100 * torch.finfo(C.dtype).eps * S[0] / S[-1],
-        ]
-    ).tolist()
-    return Certificate(max(found[0], found[1]) ** 0.5, found[2] ** 0.5, STATIONARITY + found[3])
+    probe = _gaussian(U.shape[1], _PROBES, C.device)
+    if core.ndim == 1:
+        root = core.sqrt()[:, None]
+        stationarity = U.T @ (C @ (V @ (probe / root))) / root - probe
+        spread = core[0] / core[-1]
+    else:  # S^-1/2 (H - H^T) S^-1/2 / 2, with a Cholesky factor of H in place of the root
+        root = torch.linalg.cholesky((core + core.T) / 2)
+        turned = torch.linalg.solve_triangular(root.T, probe, upper=True)
+        stationarity = torch.linalg.solve_triangular(root, (core @ turned - core.T @ turned) / 2, upper=False)
+        spread = core.diagonal().max() / root.diagonal().min().square()
+    defects = [(side.T @ (side @ probe) - probe).square().mean() for side in (U, V)]
+    limit = 100 * torch.finfo(C.dtype).eps * spread
+    numbers = torch.stack([*defects, stationarity.square().mean(), limit]).tolist()
+    return Certificate(max(numbers[0], numbers[1]) ** 0.5, numbers[2] ** 0.5, STATIONARITY + numbers[3])
 
 
-def by_svd(C: Tensor, cut: float) -> Triplets:
+def by_qdwh(C: Tensor, cut: float) -> Found | None:
+    """The dynamically weighted Halley iteration: products, Cholesky factors and triangular solves only.
+
+    Each step sends a singular value s to s (a + b s^2) / (1 + c s^2), with weights for the interval [l, 1] in which
+    they lie; l is found on the way. Large weights cost digits (c eps), so c is capped and very small values take a
+    step more. For full rank only: None where some value does not exceed the cut.
+    """
+    n = len(C)
+    largest = _largest(C)
+    if largest == 0:
+        return None
+    X, low, eye = C / largest, 0.0, _eye(n, C)
+    for step in range(_STEPS):
+        gram = X @ X.T
+        low = low or _smallest(gram) * _CAUTION
+        if step >= 2 and low < 1e-4:  # two heavy steps lift everything above a cut of 1e-10 that far
+            return None
+        a, b, c = _weights(low)
+        root = torch.linalg.cholesky(gram.mul_(c).add_(eye))
+        X = torch.cholesky_solve(X, root).mul_(a - b / c).add_(X, alpha=b / c)
+        if low:
+            spots = torch.logspace(math.log10(low), 0, 256, dtype=torch.float64)
+            low = min(float((spots * (a + b * spots**2) / (1 + c * spots**2)).min()), 1.0)
+        if low > 1 - 1e-10:
+            break
+    core = C @ X.T
+    shifted = (core + core.T) / 2 - 2 * cut * largest * eye
+    if bool(torch.linalg.cholesky_ex(shifted).info):
+        return None
+    return Found(eye, X.T, C.new_zeros(n, 0), core, None)
+
+
+def _weights(low: float) -> tuple[float, float, float]:
+    """The weights of a step for singular values in [low, 1], 0 for an unknown low."""
+    a = 2 * _HEAVIEST**0.5
+    if low > 0:
+        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+        a = min(a, (1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
+
+
+def _largest(C: Tensor) -> float:
+    """The largest singular value, or a little less, by a few power steps with a block of vectors."""
+    block = _gaussian(len(C), _PROBES, C.device)
+    for _ in range(6):
+        block = torch.linalg.qr(C @ (C.T @ block)).Q
+    return float(torch.linalg.matrix_norm(C.T @ block, 2))
+
+
+def _smallest(gram: Tensor) -> float:
+    """The smallest singular value behind a Gram matrix, or a little more; 0 where that has rounded it away."""
+    root, bad = torch.linalg.cholesky_ex(gram)
+    if bool(bad):
+        return 0.0
+    block = _gaussian(len(root), 4, root.device)
+    for _ in range(4):
+        block = torch.cholesky_solve(torch.linalg.qr(block).Q, root)
+    square = 1.0 / float(torch.linalg.matrix_norm(block, 2))
+    return square**0.5 if square > 1e-13 else 0.0
+
+
+def by_svd(C: Tensor, cut: float) -> Found:
     """The reference: a thin SVD."""
     U, S, Vh = thin_svd(C)
     rank = int((cut * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
-    return U[:, :rank], S, Vh[:rank].T, U[:, rank:]
+    return Found(U[:, :rank], Vh[:rank].T, U[:, rank:], S[:rank], S)
 
 
-def by_eigh(C: Tensor, cut: float) -> Triplets:
+def by_eigh(C: Tensor, cut: float) -> Found:
     """Eigenvectors of the Gram matrix of the shorter side, in stages down the spectrum.
 
     A stage takes the singular values within SPAN of its largest, takes them out of C on both sides, and squares
@@ -152,14 +234,19 @@ def by_eigh(C: Tensor, cut: float) -> Triplets:
             break
     U = torch.cat(lefts, dim=1) if lefts else C.new_zeros(n, 0)
     V = torch.cat(rights, dim=1) if rights else C.new_zeros(m, 0)
-    return U, torch.cat([*values, tail]), V, basis
+    core = torch.cat(values)
+    return Found(U, V, basis, core, torch.cat([core, tail]))
 
 
-ROUTES: dict[str, Callable[[Tensor, float], Triplets | None]] = {"svd": by_svd, "eigh": by_eigh}
+ROUTES: dict[str, Callable[[Tensor, float], Found | None]] = {  # from the most special to the most general
+    "qdwh": by_qdwh,
+    "eigh": by_eigh,
+    "svd": by_svd,
+}
 
 
 def _choose(C: Tensor) -> str:
-    return "svd" if min(C.shape) <= SMALL else "eigh"
+    return "svd" if len(C) <= SMALL else "eigh" if len(C) < LARGE else "qdwh"
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
@@ -170,14 +257,8 @@ def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
     (Q_A, R_A), (Q_B, R_B) = torch.linalg.qr(X.double().T), torch.linalg.qr(Y.double().T)
     core = R_A @ R_B.T  # (M, M)
     small = polar(core, cut, "svd" if len(core) <= SMALL else None)
-    return Polar(
-        Q_A @ small.left,
-        Q_B @ small.right,
-        small.singular_values,
-        X.new_zeros(min(X.shape[1], Y.shape[1]), 0, dtype=torch.float64),
-        f"qr+{small.route}",
-        small.certificate,
-    )
+    nothing = core.new_zeros(min(X.shape[1], Y.shape[1]), 0)
+    return replace(small, left=Q_A @ small.left, right=Q_B @ small.right, null=nothing, route=f"qr+{small.route}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,23 +303,14 @@ def complete(found: Polar) -> CoordinateMap:
     directions are paired in order.
     """
     if found.left.shape[0] > found.right.shape[0]:
-        turned = complete(
-            Polar(found.right, found.left, found.singular_values, found.null, found.route, found.certificate)
-        )
+        turned = complete(found.T)
         return CoordinateMap(turned.right, turned.left, turned.identity)
     U, V = found.left, found.right
     if found.rank in (0, len(U)):
         return CoordinateMap(U, V, identity=found.rank == 0)
     N = found.null if found.null.shape[1] else _null_of(U)
-    F = torch.nn.functional.pad(N.T, (0, len(V) - len(U)))
-    F = F - (F @ V) @ V.T
-    nearest = polar(F, BLIND / max(float(F.norm()), BLIND)) if bool(F.any()) else None
-    lefts, rights = [U], [V]
-    if nearest is not None:
-        seen = nearest.singular_values[: nearest.rank] > BLIND
-        lefts.append(N @ nearest.left[:, seen])
-        rights.append(nearest.right[:, seen])
-    left, right = torch.cat(lefts, dim=1), torch.cat(rights, dim=1)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(N.T, (0, len(V) - len(U))), V)
+    left, right = torch.cat([U, N @ seen_left], dim=1), torch.cat([V, seen_right], dim=1)
     blind = len(U) - left.shape[1]
     if blind:
         left = torch.cat([left, complement(left, blind)], dim=1)
@@ -253,9 +325,7 @@ def complete_thin(found: Polar) -> CoordinateMap:
     W_B = span(E^T W_A, V); between W_A and W_B it is a problem of size 2 r x 3 r.
     """
     if found.left.shape[0] > found.right.shape[0]:
-        turned = complete_thin(
-            Polar(found.right, found.left, found.singular_values, found.null, found.route, found.certificate)
-        )
+        turned = complete_thin(found.T)
         return CoordinateMap(turned.right, turned.left, turned.identity)
     U, V = found.left, found.right
     n, m, r = len(U), len(V), U.shape[1]
@@ -265,17 +335,10 @@ def complete_thin(found: Polar) -> CoordinateMap:
     padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))  # E^T W_A
     W_B = _orthonormal(torch.cat([padded, V], dim=1))
     u, v, same = W_A.T @ U, W_B.T @ V, padded.T @ W_B  # U, V and E in these coordinates
-    inside = Polar(u, v, found.singular_values, _null_of(u), found.route, found.certificate)
-    F = inside.null.T @ same
-    F = F - (F @ v) @ v.T
-    nearest = polar(F, BLIND / max(float(F.norm()), BLIND)) if F.shape[0] and bool(F.any()) else None
-    core = u @ v.T - same
-    seen_left, seen_right = u.new_zeros(len(u), 0), v.new_zeros(len(v), 0)
-    if nearest is not None:
-        seen = nearest.singular_values[: nearest.rank] > BLIND
-        seen_left, seen_right = inside.null @ nearest.left[:, seen], nearest.right[:, seen]
-        core = core + seen_left @ seen_right.T
-    left, right = W_A, W_B @ core.T
+    null = _null_of(u)
+    seen_left, seen_right = _nearest(null.T @ same, v)
+    seen_left = null @ seen_left
+    left, right = W_A, W_B @ (u @ v.T - same + seen_left @ seen_right.T).T
     blind = len(u) - r - seen_left.shape[1]
     if blind:
         mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), W_B @ torch.cat([v, seen_right], 1)
@@ -283,6 +346,16 @@ def complete_thin(found: Polar) -> CoordinateMap:
         free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E - what is mapped already
         right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
     return CoordinateMap(left, right, identity=True)
+
+
+def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the polar factor of F outside span(V), where F says something."""
+    F = F - (F @ V) @ V.T
+    size = _largest(F) if len(F) else 0.0
+    if size <= BLIND:
+        return F.new_zeros(len(F), 0), V.new_zeros(len(V), 0)
+    found = polar(F, BLIND / size)
+    return found.left, found.right
 
 
 def complement(basis: Tensor, count: int) -> Tensor:
