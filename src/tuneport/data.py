@@ -148,6 +148,41 @@ def read_data(path: str | Path, split: Split, *, labelled: bool = True) -> Datas
     return data
 
 
+def read_columns(path: Path, split: Split, columns: Mapping[str, str]) -> Dataset | None:
+    """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
+
+    `columns` leads from their names to ours. Rows without a label (-1, or a dash) are dropped.
+    """
+    name = path.name.lower()
+    if not (_is_saved(path) if path.is_dir() else name.endswith(TABLE_SUFFIXES)):
+        return None
+    table = _read_saved(path) if path.is_dir() else _read_table(path)
+    if not all(key in table.columns for key in columns):
+        return None
+    named = {columns.get(key, key): column for key, column in table.columns.items() if key not in columns.values()}
+    labels = named.get("label", ())
+    rows = [row for row, label in enumerate(labels) if label not in (None, "", "-", "-1", -1)]
+    if "label" in named and not rows:
+        return None
+    if rows:
+        named = {key: [column[row] for row in rows] for key, column in named.items() if key in _PLAIN_COLUMNS}
+    return _from_table(_Table(named, table.classes), path, split)
+
+
+def worded(dataset: Dataset) -> Dataset:
+    """The data as a text-to-text model reads them: each sample inside the task's prompt, where it has one."""
+    if dataset.kind != "text" or not dataset.prompts:
+        return dataset
+    prompt, inputs = dataset.prompts[0], dataset.inputs
+
+    def word(index: int) -> str:
+        texts = inputs[index]
+        first, second = (texts, "") if isinstance(texts, str) else texts
+        return prompt.replace("{text_pair}", second).replace("{text}", first)
+
+    return replace(dataset, inputs=Lazy(np.arange(len(dataset)), word), prompts=())
+
+
 def of_files(
     paths: Sequence[Path], labels: ArrayLike, classes: Sequence[str], *, name: str = "data", split: str = "all"
 ) -> Dataset:

@@ -29,7 +29,7 @@ from .checkpoint import (
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, files_of
+from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Encoded, Head, Model, choose_head, describe_module, open_model, open_stored
@@ -241,7 +241,8 @@ class PairedBatches:
         for start in range(0, len(self.indices), self.size):
             rows = self.indices[start : start + self.size]
             ours, theirs = (
-                self.objective.encode(model, data.subset(rows)) for model, data in zip(self._sides, chosen, strict=True)
+                self.objective.encode(model, worded(data.subset(rows)) if model.prompted else data.subset(rows))
+                for model, data in zip(self._sides, chosen, strict=True)
             )
             yield ours, theirs
 

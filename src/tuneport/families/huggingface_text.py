@@ -113,6 +113,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         logits=(lambda m, b: m(**b).logits) if classifies else None,
         token_logits=_token_logits(parts.kind) if writes else None,
         generates=("causal" if parts.kind == DECODER else "seq2seq") if writes else None,
+        prompted=parts.kind != ENCODER,
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
         outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
