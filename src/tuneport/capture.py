@@ -39,6 +39,7 @@ NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 Loss = Callable[[nn.Module, Any], Tensor]
 Progress = Callable[[int], None]
 OnBatch = Callable[[Statistics], None]
+MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def measure(
     progress: Progress | None = None,
     start: Statistics | None = None,
     on_batch: OnBatch | None = None,
+    make_sum: MakeSum | None = None,
 ) -> Statistics:
     """Accumulate the statistics that `signals` name, for every pair, over all batches.
 
@@ -77,11 +79,12 @@ def measure(
     pass is run. A pair whose layers never run is absent from the result.
 
     `start` holds the statistics of earlier batches, to which these are added as if there had been no pause;
-    `on_batch` gets all statistics so far after each batch, to be used before it returns.
+    `on_batch` gets all statistics so far after each batch, to be used before it returns. `make_sum(pair, signal,
+    source width, target width, device)` puts other sums in the place of CrossCovariance, for diagnostics.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), dtype)
+    accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), dtype, make_sum)
     backward = bool(NEEDS_BACKWARD & set(signals))
     samples = passes = 0
     if start is not None:
@@ -152,8 +155,16 @@ def frozen(model: nn.Module) -> Iterator[None]:
 class _Accumulator:
     """Holds the source's signals of one batch and the sums over all batches."""
 
-    def __init__(self, pairs: Sequence[LayerPair], signals: frozenset[str], match: Match, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[LayerPair],
+        signals: frozenset[str],
+        match: Match,
+        dtype: torch.dtype,
+        make_sum: MakeSum | None = None,
+    ) -> None:
         self.covariances: dict[tuple[str, str], CrossCovariance] = {}
+        self._make_sum = make_sum
         self.weight_gradients: dict[str, WeightGradient] = {}
         self._pairs = {pair.target.name: pair for pair in pairs}
         self._default_match, self._dtype = match, dtype
@@ -220,6 +231,8 @@ class _Accumulator:
             shared = self._shared.get(tensors)
             if shared is not None and shared[0]() is theirs:
                 self.covariances[key] = shared[1]
+            elif self._make_sum is not None:
+                self.covariances[key] = self._make_sum(pair, signal, ours.shape[-1], theirs.shape[-1], theirs.device)
             else:
                 self.covariances[key] = CrossCovariance(
                     ours.shape[-1], theirs.shape[-1], device=theirs.device, dtype=self._dtype

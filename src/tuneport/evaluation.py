@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .calibration import batches
-from .data import Dataset, align_labels
+from .data import Dataset, align_labels, worded
 from .errors import DataError, TuneportError, unknown_name
 from .families import Head, Model
 from .objectives import UNLABELLED, next_tokens, objective_of, on_device, token_loss
@@ -79,7 +79,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     loss, right, tokens = 0.0, 0, 0
     for start in range(0, len(data), batch_size):
         samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
-        batch = on_device(objective.encode(model, samples), model.device)
+        batch = on_device(objective.encode(model, worded(samples)), model.device)
         with torch.inference_mode():
             loss += float(token_loss(model)(model.module, batch))
             logits, labels = next_tokens(model, model.module, batch)
@@ -113,6 +113,8 @@ def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict
         raise TuneportError(f"{model.name} cannot read raw samples: tuneport does not know its family.")
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    if model.prompted:
+        data = worded(data)
     for inputs, labels in batches(data, np.arange(len(data)), batch_size):
         yield {key: value.to(model.device) for key, value in model.encode(inputs).items()}, labels
 

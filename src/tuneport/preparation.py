@@ -29,7 +29,7 @@ from .checkpoint import (
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, files_of, read_data
+from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
 from .families import Encoded, Head, Model, choose_head, describe_module, open_model, open_stored
@@ -40,6 +40,7 @@ from .objectives import Objective, forward_only, load_loss, objective_of, on_dev
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
+from .tasks import read_data, split_reference
 from .tokens import Coverage, Match, coverage, match_spans, match_tokens
 
 ModelLike = Model | nn.Module | str | Path
@@ -102,8 +103,10 @@ def prepare(
     where = pick_device(device)
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
+    named = data  # TASK:PATH, of which the rest of the house sees the path
     if isinstance(data, (str, Path)):
-        data = local(data, "dataset")
+        task, data = split_reference(data)
+        named = data if task is None else named
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     adapter = _open_adapter(finetuned)
     vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)
@@ -116,16 +119,15 @@ def prepare(
     wanted = None if loss_name is None or ":" in loss_name else loss_name
     if isinstance(loss, str):
         loss = None if wanted else load_loss(loss)
-    if (signals or scored) and isinstance(data, (str, Path, Dataset)):
-        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
+    if (signals or scored) and isinstance(named, (str, Path, Dataset)):
+        dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=False)
         _check_kind(dataset, ours, theirs)
         objective = objective_of(dataset, (ours, theirs), wanted)
         if loss is None and gradients and objective.name == "classification":
-            if not isinstance(data, Dataset):
-                dataset = read_data(data, "train")  # says what is missing where there are no labels
-            heads = tuple(
-                choose_head(model, head, dataset.name, dataset.classes, dataset.label_texts) for model in (ours, theirs)
-            )
+            if not isinstance(named, Dataset):
+                dataset = read_data(named, "train")  # says what is missing where there are no labels
+            about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
+            heads = tuple(choose_head(model, head, *about) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
     plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)
@@ -169,10 +171,10 @@ def prepare(
             "roles": dict(roles or {}),
             "device": str(where),
         },
-        "source": _identity(ours),
-        "finetuned": _adapter_identity(adapter) if adapter else _identity(finetuned),
-        "target": _identity(theirs),
-        "data": _data_identity(data, dataset, indices, heads),
+        "source": identity_of(ours),
+        "finetuned": _adapter_identity(adapter) if adapter else identity_of(finetuned),
+        "target": identity_of(theirs),
+        "data": data_identity(data, dataset, indices, heads),
         "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
@@ -239,7 +241,8 @@ class PairedBatches:
         for start in range(0, len(self.indices), self.size):
             rows = self.indices[start : start + self.size]
             ours, theirs = (
-                self.objective.encode(model, data.subset(rows)) for model, data in zip(self._sides, chosen, strict=True)
+                self.objective.encode(model, worded(data.subset(rows)) if model.prompted else data.subset(rows))
+                for model, data in zip(self._sides, chosen, strict=True)
             )
             yield ours, theirs
 
@@ -441,7 +444,7 @@ def _check_kind(dataset: Dataset, *models: Model) -> None:
             raise DataError(f"{dataset.name} holds {dataset.kind}s, but {model.name} reads {model.kind}s.")
 
 
-def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
+def identity_of(model: ModelLike | TaskVector) -> dict[str, Any]:
     """What a model is called, where it is, and the SHA-256 of each of its weight files."""
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
@@ -508,7 +511,8 @@ def _licence(card: Path) -> str | None:
     return found[1] if found else None
 
 
-def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+def data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+    """What the data are called, where they are, and the SHA-256 of the files that were used."""
     identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         path = Path(data)

@@ -26,6 +26,7 @@ from .reader import Reader
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], None]
+TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -50,7 +51,8 @@ class Model:
     `module.named_parameters()`. `encode` turns raw samples into the module's inputs, `features` and `logits`
     run it, `text_head` builds class embeddings with the model's own text tower; each is None where the
     model has no such thing. A text model has a `reader`; one that writes has `token_logits` of a batch and its
-    labels, and `generates` says how: causal or seq2seq. `width` is that of the features. `write` puts tensors
+    labels, and `generates` says how: causal or seq2seq; one that
+    is `prompted` reads samples inside the task's prompt. `width` is that of the features. `write` puts tensors
     into a new folder in the library's own layout, with the configuration where nothing beside the weights
     carries it.
     """
@@ -71,7 +73,8 @@ class Model:
     reader: Reader | None = None
     token_logits: Callable[[nn.Module, Batch, Tensor], Tensor] | None = None
     generates: str | None = None
-    text_head: Callable[[Sequence[str]], Tensor] | None = None
+    prompted: bool = False
+    text_head: TextHead | None = None
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -150,14 +153,15 @@ def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[Loose
     return {name: reason for name, _ in module.named_parameters() if name not in inside}
 
 
-def class_embeddings(
-    classes: Sequence[str], embed: Callable[[list[str]], Tensor], prompts: Sequence[str] = PROMPTS
-) -> Tensor:
-    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts."""
+def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
+    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts.
+
+    Without prompts of the task's own, the general ones are taken.
+    """
     rows = []
     for name in classes:
         with torch.no_grad():
-            texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts])
+            texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS])
         rows.append(F.normalize(texts, dim=-1).mean(0))
     return F.normalize(torch.stack(rows), dim=-1).cpu()
 
@@ -229,13 +233,19 @@ def read_head(path: Path, name: str) -> Head:
 
 
 def choose_head(
-    model: Model, wanted: str | None, dataset_name: str, classes: Sequence[str], label_texts: Sequence[str] = ()
+    model: Model,
+    wanted: str | None,
+    dataset_name: str,
+    classes: Sequence[str],
+    prompts: Sequence[str] = (),
+    label_texts: Sequence[str] = (),
 ) -> Head:
     """The head to score with: by name or file, else the model's own classifier, text tower, or fitting file.
 
     A name is a file `heads/NAME.safetensors` in the model's own folder. A JSON file describes the classes in
     words, which the model's own text tower or encoder turns into a head; so do the `label_texts`, which stand for
-    the `classes` where given.
+    the `classes` where given. A text tower is asked with `prompts`, templates with {} for the class name, where the
+    task has its own.
     """
     stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
     names = [path.stem for path in stored]
@@ -251,7 +261,7 @@ def choose_head(
     if model.logits is not None:
         return Head("classifier", model.classes)
     if model.text_head is not None:
-        return Head("text", tuple(classes), model.text_head(label_texts or classes), model.logit_scale)
+        return Head("text", tuple(classes), model.text_head(label_texts or classes, prompts), model.logit_scale)
     if dataset_name in names:
         return _fitting(model, read_head(stored[names.index(dataset_name)], dataset_name))
     if len(names) == 1:
@@ -275,7 +285,7 @@ def _described_head(model: Model, path: Path) -> Head:
     ]
     if not words or not all(good):
         raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
-    rows = [F.normalize(model.text_head(texts).mean(0), dim=-1) for texts in words.values()]
+    rows = [F.normalize(model.text_head(texts, ("{}",)).mean(0), dim=-1) for texts in words.values()]
     return Head(path.stem, tuple(words), torch.stack(rows), model.logit_scale)
 
 

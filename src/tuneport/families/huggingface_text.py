@@ -8,7 +8,7 @@ the target; mixtures of experts are refused, since experts of two models have no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,17 +113,18 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         logits=(lambda m, b: m(**b).logits) if classifies else None,
         token_logits=_token_logits(parts.kind) if writes else None,
         generates=("causal" if parts.kind == DECODER else "seq2seq") if writes else None,
+        prompted=parts.kind != ENCODER,
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
         outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
     )
     if parts.kind != ENCODER or classifies or reader is None:
         return described
-    return replace(described, text_head=lambda classes: _sentence_head(described, classes))
+    return replace(described, text_head=lambda classes, prompts: _sentence_head(described, classes, prompts))
 
 
-def _sentence_head(model: Model, classes: Any) -> Tensor:
-    """Class embeddings: the encoder's own embeddings of the class names or descriptions, as they stand."""
+def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str]) -> Tensor:
+    """Class embeddings: the encoder's own, of the class names or descriptions as they stand, or in the prompts."""
     assert model.encode is not None
 
     def embed(texts: list[str]) -> Tensor:
@@ -132,7 +133,7 @@ def _sentence_head(model: Model, classes: Any) -> Tensor:
         batch = {key: value.to(model.device) for key, value in model.encode(texts).items()}
         return model.features(model.module, batch)
 
-    return class_embeddings(classes, embed, prompts=("{}",))
+    return class_embeddings(classes, prompts or ("{}",), embed)
 
 
 def _tower(module: Any, parts: Parts) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checkpoint import read_json
 from ..errors import CheckpointError
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Model, class_embeddings, config_classes, outside_of
+from .base import Batch, Model, TextHead, class_embeddings, config_classes, outside_of
 from .libraries import first_line as _line
 from .libraries import quiet
 from .reader import open_tokenizer
@@ -123,10 +123,10 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
     return encode
 
 
-def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[Sequence[str]], Tensor]:
+def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
     """Class names to class embeddings: prompts through the model's own text tower, averaged."""
 
-    def embed(classes: Sequence[str]) -> Tensor:
+    def embed(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
         tokenizer = open_tokenizer(folder, trust_remote_code, "a text tower")
         device = next(module.parameters()).device
         padding = "max_length" if type(module).__name__.startswith("Siglip") else True
@@ -137,6 +137,6 @@ def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[
             pooled: Tensor = module.text_model(**tokens.to(device)).pooler_output
             return module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
 
-        return class_embeddings(classes, texts_to_embeddings)
+        return class_embeddings(classes, prompts, texts_to_embeddings)
 
     return embed
