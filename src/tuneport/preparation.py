@@ -296,17 +296,15 @@ def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor])
     """The fine-tuned tensors, where one of the two models stands inside a class with a head (`bert.` before names)."""
     if any(name in finetuned for name in base):
         return finetuned
-    first = next(iter(base), "")
-    for name in finetuned:
-        if name.endswith(f".{first}"):
-            prefix = name.removesuffix(first)
-            names = {other.removeprefix(prefix): other for other in finetuned}
-            break
-        if first.endswith(f".{name}"):
-            names = {first.removesuffix(name) + other: other for other in finetuned}
-            break
+    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in finetuned}
+    if (prefix := next((outer[name] for name in base if name in outer), None)) is not None:
+        names = {name.removeprefix(prefix): name for name in finetuned}
     else:
-        return finetuned
+        outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in base}
+        prefix = next((outer[name] for name in finetuned if name in outer), None)
+        if prefix is None:
+            return finetuned
+        names = {prefix + name: name for name in finetuned}
     return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
 
 
