@@ -316,15 +316,15 @@ def wanted_finetunes(
             )
 
 
-def make_finetunes(recipe: Recipe, cache: Path, *, stage: Stage | None = None) -> Recipe:
-    """Fine-tune what is wanted and not in the cache yet; the recipe with the places of all of it."""
+def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stage: Stage | None = None) -> Recipe:
+    """Fine-tune what is wanted and not in the cache yet (or `only` one of it); the recipe with the places of all."""
     parts = {}
     for name, part in recipe.comparisons.items():
         places: dict[str, dict[str, str]] = {"finetuned": dict(part.finetuned), "reference": dict(part.reference)}
         for _, place, (role, base, task) in wanted_finetunes(recipe.kind, part, cache):
             assert part.finetune is not None
             places[role][task] = str(place)
-            if place.exists():
+            if place.exists() or only not in (None, place.name):
                 continue
             cache.mkdir(parents=True, exist_ok=True)
             training = prepare_training(
