@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, write_head
-from tuneport import bench, figures
+from tuneport import bench, cells, figures
 from tuneport.bench import cell_names, main, plan_lines, run_recipe, wanted_finetunes
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
@@ -222,7 +222,7 @@ class TestReading:
     def test_a_pair_that_a_method_cannot_serve_stops_before_work(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(bench, "measure_job", lambda *_, **__: pytest.fail("measured"))
+        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("measured"))
         content = self.content(target="zoo/b", methods=["transfusion", "gradfix"])
         with pytest.raises(DataError, match=r"mnist: .*one architecture"):
             run_recipe(make_recipe(content, root=root), tmp_path / "out")
@@ -239,7 +239,7 @@ class TestRunning:
     ) -> None:
         recipe = self.recipe(root, scales=["1"])
         whole = run_recipe(recipe, tmp_path / "whole")
-        plain, calls = bench._run_cell, []
+        plain, calls = bench.run_cell, []
 
         def killed(*arguments: Any) -> Any:
             calls.append(arguments[2:5])
@@ -247,13 +247,13 @@ class TestRunning:
                 raise KeyboardInterrupt
             return plain(*arguments)
 
-        monkeypatch.setattr(bench, "_run_cell", killed)
+        monkeypatch.setattr(bench, "run_cell", killed)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(recipe, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        cells = tmp_path / ".out.tuneport-cells"
-        assert len(cells.read_text().splitlines()) == 3
-        with cells.open("a") as file:
+        kept = tmp_path / ".out.tuneport-cells"
+        assert len(kept.read_text().splitlines()) == 3
+        with kept.open("a") as file:
             file.write('{"cell": "1/fash')  # cut off while writing
         told: list[str] = []
         out = run_recipe(recipe, tmp_path / "out", resume=True, note=told.append)
@@ -319,6 +319,39 @@ class TestRunning:
         out = run_recipe(recipe, tmp_path / "out")
         assert sorted(path.name for path in out.iterdir()) == ["same", "wider"]
         assert (out / "wider" / "table.md").is_file()
+
+    def test_samplers_that_look_at_features_draw_as_a_transfer_does(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tuneport.preparation import prepare
+
+        looked: list[int] = []
+        plain = cells.features
+        monkeypatch.setattr(cells, "features", lambda *given: looked.append(1) or plain(*given))
+        recipe = self.recipe(root, tasks=["mnist"], samplers=["centroid_near", "centroid_far"], methods=["bico"])
+        drawn = []
+        measured = cells.measure_job
+        monkeypatch.setattr(
+            cells,
+            "measure_job",
+            lambda job, **more: drawn.append(job.batches.indices.tolist()) or measured(job, **more),
+        )
+        run_recipe(recipe, tmp_path / "out")
+        assert looked == [1]  # once for two samplers and two seeds
+        part = recipe.comparison
+        for seed, found in zip((0, 1), drawn[:2], strict=True):
+            wanted = prepare(
+                part.source,
+                part.finetuned["mnist"],
+                part.target,
+                part.data["mnist"],
+                samples=6,
+                sampler="centroid_near",
+                seed=seed,
+                head="mnist",
+                device="cpu",
+            )
+            assert found == wanted.record["data"]["indices"]
 
     def test_a_cell_is_a_task_a_sampler_and_a_seed(self, root: Path) -> None:
         part = self.recipe(root, samplers=["random", "class_balanced"]).comparison
