@@ -14,8 +14,9 @@ from safetensors import safe_open
 import tuneport
 from folders import Zoo, write_data
 from tuneport.data import read_data
+from tuneport.page import report_page
 from tuneport.pipeline import apply, extract, port, prepare, transfer
-from tuneport.report import model_card, report_page, to_json
+from tuneport.report import model_card, to_json
 from tuneport.task_vector import save_task_vector
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,4 +149,6 @@ class TestCard:
         assert "[a](javascript" not in outside_code
         assert "\x1b" not in card
         assert "\u2028" not in card
-        assert "<script>" not in page
+        assert page.count("<script>") == 1, "our own"
+        assert "alert(1)</script>" not in page
+        assert "&lt;script&gt;alert(1)" in page

@@ -220,6 +220,12 @@ def plan(
         f"expected: {_bytes(cost['statistics_bytes'])} of statistics, {cost['flops'] / 1e9:.3g} GFLOP of model passes, "
         f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
     )
+    paper = cost["cost"]["paper"]
+    _say(
+        f"the paper's estimate: {paper['passes'] / 1e9:.3g} GFLOP of model passes, "
+        f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
+        f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
+    )
 
 
 @app.command(epilog="Example: tuneport extract old-base old-base-cars -o cars.safetensors")

@@ -56,7 +56,7 @@ class Similarity(CrossCovariance):
     def update(self, source: Tensor, target: Tensor) -> None:
         super().update(source, target)
         self._agreement.update(source, target)
-        X, Y = (signal.to(device=self.matrix.device, dtype=torch.float64) for signal in (source, target))
+        X, Y = (signal.to(device=self.source_energy.device, dtype=torch.float64) for signal in (source, target))
         if self._shift is None:
             if not len(X):
                 return
