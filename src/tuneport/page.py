@@ -18,6 +18,7 @@ from .plots import SCRIPT, STYLE, Number, curves, heat_map
 from .plots import escaped as e
 from .report import LAYER_COLUMNS, Record, layer_rows, repeat_command, summary_rows
 
+FLOOR = 1e-6  # of a singular value that a curve shows, relative to the largest
 SIDES = (("in", "input side"), ("out", "output side"))
 
 
@@ -77,33 +78,41 @@ def verdict_section(verdict: Mapping[str, Any] | None) -> str:
     return f'<div class="verdict {e(word.split()[0])}"><p><strong>{e(word)}</strong></p><ul>{reasons}</ul></div>'
 
 
+LIKENESS = {
+    "cka": "CKA",
+    "cka_debiased": "CKA, debiased",
+    "cosine_before": "cosine before",
+    "cosine_after": "cosine after",
+    "cosine_held_out": "cosine after, held out",
+}
+
+
 def similarity_section(similarity: Sequence[Mapping[str, Any]]) -> str:
-    """CKA and cosines by block, one picture for each signal, and a table."""
-    signals = list(dict.fromkeys(item["signal"] for item in similarity))
-    if not signals:
-        return ""
-    pictures, rows = [], []
-    for signal in signals:
-        items = [item for item in similarity if item["signal"] == signal]
-        lines = {
-            "CKA": [item["cka"] for item in items],
-            "CKA, debiased": [item["cka_debiased"] for item in items],
-            "cosine before": [item["cosine_before"] for item in items],
-            "cosine after": [item["cosine_after"] for item in items],
-            "cosine after, held out": [item["cosine_held_out"] for item in items],
-        }
+    """CKA and cosines: means over the layers of each block as curves and as a table, for each signal."""
+    pictures, totals, rows = [], [], []
+    for signal in dict.fromkeys(item["signal"] for item in similarity):
         words = str(signal).replace("_", " ")
-        labels = [_layer_label(item) for item in items]
-        pictures.append(curves(f"{words}s", lines, labels, x_label="layers in order", low=0.0, high=1.0))
-        means = [_mean(values) for values in lines.values()]
-        rows.append([words, *("–" if mean is None else f"{mean:.3f}" for mean in means)])
-    heads = ["mean over layers", "CKA", "CKA, debiased", "cosine before", "cosine after", "cosine after, held out"]
+        items = [item for item in similarity if item["signal"] == signal]
+        blocks = sorted({item["block"] for item in items if item["block"] is not None})
+        lines: dict[str, list[Number]] = {
+            title: [_mean(item[key] for item in items if item["block"] == block) for block in blocks]
+            for key, title in LIKENESS.items()
+        }
+        labels = [f"block {block}" for block in blocks]
+        pictures.append(curves(f"{words}s", lines, labels, x_label="means over blocks", low=0.0, high=1.0))
+        totals.append([words, *(_text(_mean(item[key] for item in items)) for key in LIKENESS)])
+        rows += [[words, label, *map(_text, numbers)] for label, *numbers in zip(labels, *lines.values(), strict=True)]
+    if not pictures:
+        return ""
     return (
         "<p>CKA is high where both models organise the tokens alike, in whatever coordinates. The cosine compares "
         "tokens coordinate by coordinate, before and after the map; held out means on samples "
         "that the map has not seen.</p>"
-        + _table(heads, rows, numbers=True)
+        + _table(["mean over layers", *LIKENESS.values()], totals, numbers=True)
         + f'<div class="grid2 broad">{"".join(pictures)}</div>'
+        + "<details><summary>By block</summary>"
+        + _table(["signal", "block", *LIKENESS.values()], rows, numbers=True)
+        + "</details>"
     )
 
 
@@ -225,9 +234,9 @@ def _spectra(layers: Sequence[Mapping[str, Any]]) -> str:
         if spectra:
             points = len(spectra[0])
             places = list(zip(*spectra, strict=True))
-            lines[f"{words}, median layer"] = [max(statistics.median(place), 1e-12) for place in places]
-            lines[f"{words}, steepest"] = [max(min(place), 1e-12) for place in places]
-            lines[f"{words}, flattest"] = [max(max(place), 1e-12) for place in places]
+            lines[f"{words}, median layer"] = [max(statistics.median(place), FLOOR) for place in places]
+            lines[f"{words}, steepest"] = [max(min(place), FLOOR) for place in places]
+            lines[f"{words}, flattest"] = [max(max(place), FLOOR) for place in places]
     labels = [f"{100 * index / max(points - 1, 1):.0f} % of the directions" for index in range(points)]
     return curves(
         "Spectrum of the cross-covariance, largest value 1",
@@ -334,7 +343,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool
 
 def _layer_label(item: Mapping[str, Any]) -> str:
     block = item.get("block")
-    return f"block {block} {item.get('role')}" if block is not None else str(item["target"])
+    return f"block {block} {item.get('role')}" if block is not None else str(item.get("role", item["target"]))
 
 
 def _share(item: Mapping[str, Any], side: str) -> float | None:

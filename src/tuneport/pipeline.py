@@ -42,7 +42,7 @@ from .checkpoint import (
     read_json,
 )
 from .cost import cost_of
-from .data import Dataset
+from .data import Dataset, align_labels, read_data
 from .errors import CheckpointError, DataError, TuneportError, first_of
 from .evaluation import zero_shot
 from .families import Model, open_model, open_stored, place_of
@@ -253,6 +253,15 @@ def _layer_entries(job: Job, records: Iterable[LayerRecord]) -> list[dict[str, A
             place["width_out"] = min(ours.out_features, theirs.out_features)
         entries.append({**asdict(record), **place})
     return entries
+
+
+def test_split(job: Job, data: str | Path | None) -> Dataset:
+    """The test split of a job's data, checked against the head that will score it."""
+    if data is None or job.target_head is None:
+        raise DataError("an accuracy needs labelled data and a head for it: pass --data.")
+    test = read_data(local(data, "dataset"), "test")
+    align_labels(test, job.target_head.classes)
+    return test
 
 
 def evaluate_result(job: Job, result: Result, test: Dataset, progress: Progress | None = None) -> dict[str, Any]:

@@ -156,7 +156,7 @@ figure{margin:0;min-width:0}figcaption{font-weight:600}.key{font-weight:400;marg
 .line{fill:none;stroke:currentColor;stroke-width:2;vector-effect:non-scaling-stroke;stroke-linecap:round}
 .grid,.cursor{stroke:var(--rule);vector-effect:non-scaling-stroke}.cursor{stroke:var(--ink)}.cursor[hidden]{display:none}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
-output{display:block;font-size:.85rem;min-height:3em}
+output{display:block;font-size:.85rem;min-height:1.7em}
 summary{cursor:pointer;font-weight:600}:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
 @media print{.wide{overflow:visible}details>*{display:block}}
 """
