@@ -18,7 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .capture import NEEDS_BACKWARD, WEIGHT_GRADIENT, Loss, PairedBatch, match_tokens, watch
+from .capture import (
+    INPUT,
+    INPUT_GRADIENT,
+    NEEDS_BACKWARD,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Loss,
+    PairedBatch,
+    match_tokens,
+    watch,
+)
 from .layers import Layer
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
@@ -26,12 +37,14 @@ from .preparation import Job, PairedBatches
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
 SVD = 20  # FLOPs of a thin SVD with both factors, per min(d)^2 max(d); an estimate, it depends on the library
-READ_TOGETHER = {"q": "attention", "k": "attention", "v": "attention", "gate": "gated", "up": "gated"}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """One batch on the meta device: FLOPs, samples, tokens of each model, tokens that each pair puts into a sum."""
+    """One batch on the meta device: FLOPs, samples, tokens of each model, and what each pair adds to its sums.
+
+    `matched` counts the tokens by (target layer, signal); of layers that read the same tensors only the first is there.
+    """
 
     forward: int
     backward: int
@@ -57,13 +70,9 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
         "parameters": dict(zip(("source", "target"), sizes, strict=True)),
         "tokens": dict(zip(("source", "target"), tokens, strict=True)),
         "paper": _paper(job, sizes, tokens),
+        "statistics_bytes": sum(8 * ours * theirs for _, signal, ours, theirs in _maps(job, passes)),
         "counted": _counted(job, passes, scale) if passes is not None or not job.method.signals else None,
     }
-
-
-def statistics_bytes(job: Job) -> int:
-    """The memory of a job's sums in float64."""
-    return sum(8 * ours * theirs for _, _, ours, theirs in _maps(job))
 
 
 def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
@@ -85,9 +94,8 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
 
 def _counted(job: Job, passes: Passes | None, scale: float) -> dict[str, int]:
     statistics = solves = 0
-    for pair, signal, ours, theirs in _maps(job) if passes is not None else ():
-        assert passes is not None
-        matched = passes.matched.get((pair.target.name, signal), 0)
+    for pair, signal, ours, theirs in _maps(job, passes):
+        matched = passes.matched[pair.target.name, signal] if passes is not None else 0
         statistics += round(2 * matched * scale * ours * theirs)
         solves += SVD * min(ours, theirs) ** 2 * max(ours, theirs) if signal != WEIGHT_GRADIENT else 0
     found = {
@@ -100,29 +108,22 @@ def _counted(job: Job, passes: Passes | None, scale: float) -> dict[str, int]:
     return {**found, "total": sum(found.values())}
 
 
-def _maps(job: Job) -> Iterator[tuple[LayerPair, str, int, int]]:
-    """Every sum that is kept, once: pair, signal and the two widths. Layers that read one tensor share a sum."""
-    seen: set[tuple[str, int | None, str, str]] = set()
+def _maps(job: Job, passes: Passes | None) -> Iterator[tuple[LayerPair, str, int, int]]:
+    """Every sum that is kept, once: pair, signal and the two widths; without passes, as if no two layers shared one."""
     for pair in job.plan.pairs:
         source, target = pair.source, pair.target
-        reads = READ_TOGETHER.get(target.role, target.name)
         for signal in sorted(job.method.signals):
+            fixed = pair.input_map if signal.startswith("input") else pair.output_map
+            if fixed is not None and signal != WEIGHT_GRADIENT:
+                continue
+            if passes is not None and (target.name, signal) not in passes.matched:
+                continue
             if signal == WEIGHT_GRADIENT:
                 yield pair, signal, target.out_features, target.in_features
-                continue
-            inside = signal.startswith("input")
-            if (pair.input_map if inside else pair.output_map) is not None:
-                continue
-            if signal == "input":
-                key = (target.stack, target.block, reads, signal)
-                if key in seen:
-                    continue
-                seen.add(key)
-            yield (
-                (pair, signal, source.in_features, target.in_features)
-                if inside
-                else (pair, signal, source.out_features, target.out_features)
-            )
+            elif signal.startswith("input"):
+                yield pair, signal, source.in_features, target.in_features
+            else:
+                yield pair, signal, source.out_features, target.out_features
 
 
 def _transport(job: Job, pair: LayerPair) -> int:
@@ -160,19 +161,20 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
     backward = bool(NEEDS_BACKWARD & job.method.signals)
     forward_flops = backward_flops = 0
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
+    ours_by_layer, theirs_by_layer = _wanted(job)
     sides = (
-        (job.source.module, batch.source, source_loss, [pair.source for pair in job.plan.pairs]),
-        (job.target.module, batch.target, target_loss, [pair.target for pair in job.plan.pairs]),
+        (job.source.module, batch.source, source_loss, ours_by_layer),
+        (job.target.module, batch.target, target_loss, theirs_by_layer),
     )
     size = batch.size or len(next(_tensors(batch.target)))
     wanted = set(job.method.signals)
     for module, inputs, loss, layers in sides:
-        if module is job.source.module and wanted == {WEIGHT_GRADIENT}:
+        if not any(layers.values()):
             signals.append({})
             continue
         counter = _PassCounter()
         with counter:
-            seen = watch(_shapes_of(module), _unique(layers), _to_meta(inputs), counter.split(loss), wanted, size)
+            seen = watch(_shapes_of(module), layers, _to_meta(inputs), counter.split(loss), wanted, size)
         signals.append(seen)
         forward_flops += counter.forward
         backward_flops += counter.get_total_flops() - counter.forward if backward else 0
@@ -186,19 +188,34 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
             known[shapes] = len(match(*(torch.zeros(*shape, 1, device=job.target.device) for shape in shapes))[1])
         return known[shapes]
 
+    summed: set[tuple[int, ...]] = set()
     for pair in job.plan.pairs:
         for signal in wanted:
             ours = signals[0].get((pair.source.name, signal), [])
             theirs = signals[1].get((pair.target.name, signal), [])
             if signal == WEIGHT_GRADIENT:
                 matched[pair.target.name, signal] = sum(tensor.shape[0] * tensor.shape[1] for tensor in theirs)
-            elif len(ours) == len(theirs):
+            elif len(ours) == len(theirs) and (both := tuple(map(id, (*ours, *theirs)))) not in summed:
+                summed.add(both)
                 matched[pair.target.name, signal] = sum(map(paired, ours, theirs))
     tokens = [
         max((sum(tensor.shape[0] * tensor.shape[1] for tensor in calls) for calls in seen.values()), default=0)
         for seen in signals
     ]
     return Passes(forward_flops, backward_flops, size, (tokens[0], tokens[1]), matched)
+
+
+def _wanted(job: Job) -> tuple[dict[Layer, frozenset[str]], dict[Layer, frozenset[str]]]:
+    """The signals that are measured at each layer of the source and of the target: none where a map is fixed."""
+    ours: dict[Layer, frozenset[str]] = {}
+    theirs: dict[Layer, frozenset[str]] = {}
+    for pair in job.plan.pairs:
+        wanted = job.method.signals
+        wanted -= {INPUT, INPUT_GRADIENT} if pair.input_map is not None else set()
+        wanted -= {OUTPUT, OUTPUT_GRADIENT} if pair.output_map is not None else set()
+        ours[pair.source] = ours.get(pair.source, frozenset()) | (wanted - {WEIGHT_GRADIENT})
+        theirs[pair.target] = wanted
+    return ours, theirs
 
 
 class _PassCounter(FlopCounterMode):
@@ -241,7 +258,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
-
-
-def _unique(layers: list[Layer]) -> list[Layer]:
-    return list(dict.fromkeys(layers))

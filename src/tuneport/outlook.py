@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .cost import cost_of, statistics_bytes
+from .cost import cost_of
 from .pipeline import left_behind, not_transported_by
 from .preparation import Job
 from .task_vector import TaskVector
@@ -40,7 +40,7 @@ def expected(job: Job) -> dict[str, Any]:
         "not_transported": [asdict(item) for item in not_transported_by(job, _moved(job), ())],
         "left_behind": [asdict(item) for item in left_behind(job)],
         "expected": {
-            "statistics_bytes": statistics_bytes(job),
+            "statistics_bytes": cost["statistics_bytes"],
             "flops": passes,
             "alignment_flops": alignment,
             "seconds": round(seconds, 1),
