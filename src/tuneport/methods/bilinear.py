@@ -17,7 +17,7 @@ from torch import Tensor
 from ..alignment import Alignment
 from ..pairing import Kept, LayerPair, LoosePair
 from ..task_vector import Entry, LowRank, as_dense
-from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of
+from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of, spectrum_of
 
 CoordinateMap = Tensor | None
 
@@ -74,6 +74,8 @@ class BilinearAlignment(Method):
                     norm_source=norm_of(tau),
                     norm_target=norm_of(moved),
                     rank=moved.rank if isinstance(moved, LowRank) else None,
+                    spectrum_in=_spectrum(align_in, pair.source.in_features, pair.target.in_features),
+                    spectrum_out=_spectrum(align_out, pair.source.out_features, pair.target.out_features),
                 )
             )
         if self.loose == "pad":
@@ -94,6 +96,10 @@ class BilinearAlignment(Method):
                 alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
                 words = signal.replace("_", " ")
                 yield (alignment.matrix, alignment) if alignment.rank else f"the {words} at this layer is zero"
+
+
+def _spectrum(alignment: Alignment | None, *widths: int) -> tuple[float, ...] | None:
+    return spectrum_of(alignment.singular_values, min(widths)) if alignment is not None else None
 
 
 def _transport(tau: Entry, R_out: CoordinateMap, R_in: CoordinateMap, shape: tuple[int, int]) -> Entry:
