@@ -136,7 +136,7 @@ def _drift(comparison: Comparison, models: Sequence[Model], task: str, sampler: 
 
 
 def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int) -> Iterator[Point]:
-    """What a transfer and fine-tuning cost: the paper's estimate and the count, in FLOP, and seconds on this machine."""
+    """What a transfer and fine-tuning cost: FLOP by the paper's rule and as counted, and seconds on this machine."""
     source, target = models
     job = prepare(
         source,
