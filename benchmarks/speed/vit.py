@@ -84,7 +84,7 @@ class Setting:
 
     def tuneport(self, batches: list[Any]) -> dict[str, float]:
         from tuneport.alignment import Statistics
-        from tuneport.capture import match_tokens
+        from tuneport.tokens import match_tokens
         from tuneport.layers import TokenLayout
         from tuneport.pipeline import measure_job, prepare, problem_of
         from tuneport.task_vector import TaskVector

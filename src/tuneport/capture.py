@@ -117,19 +117,30 @@ def measure(
 
 
 def watch(
-    model: nn.Module, layers: Sequence[Layer], batch: Any, loss: Loss, signals: Collection[str], size: int | None = None
+    model: nn.Module,
+    layers: Iterable[Layer] | Mapping[Layer, Collection[str]],
+    batch: Any,
+    loss: Loss,
+    signals: Collection[str],
+    size: int | None = None,
 ) -> dict[tuple[str, str], list[Tensor]]:
     """Run one model once and return the raw signals (N, T, d) by (layer name, signal), a list entry per call.
 
-    For diagnostics and tests; `measure` never keeps signals.
+    For diagnostics and tests; `measure` never keeps signals. Layers that read one tensor get one copy of it. Layers
+    may come with signals of their own.
     """
     kept: dict[tuple[str, str], dict[int, Tensor]] = {}
+    copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def keep(layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
         del inputs
-        kept.setdefault((layer.name, signal), {})[call] = tensor.clone()
+        known = copies.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = copies[id(tensor)] = (weakref.ref(tensor), tensor.clone())
+        kept.setdefault((layer.name, signal), {})[call] = known[1]
 
-    wanted = {layer: frozenset(signals) for layer in layers}
+    own = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, signals)
+    wanted = {layer: frozenset(names) for layer, names in own.items()}
     with frozen(model):
         backward = bool(NEEDS_BACKWARD & set(signals))
         _run(model, batch, loss, wanted, keep, size or _first_dimension(batch), backward)

@@ -26,6 +26,7 @@ from . import __version__
 from .errors import TuneportError
 
 if TYPE_CHECKING:
+    from .preflight import Preflight
     from .preparation import Job
 
 app = typer.Typer(
@@ -139,6 +140,12 @@ def transfer(
     save_every: Annotated[
         float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)
     ] = 60.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")
+    ] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Score the target before and after, on the data's test split.")
+    ] = False,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -158,9 +165,11 @@ def transfer(
         if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
             raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
         check_truncation(rank, energy)
-        job = _prepare(locals(), scored=strength == "auto")
+        job = _prepare(locals(), scored=strength == "auto" or compare or evaluate)
         if as_ is OutputKind.adapter:
             pipeline.check_adapter(job, rank, energy)
+        test = pipeline.test_split(job, data) if evaluate else None
+        verdict = _compared(job) if compare else None
         with _progress("measuring", job.samples) as advance:
             record = pipeline.port(
                 job,
@@ -174,6 +183,8 @@ def transfer(
                 save_every=save_every,
                 progress=advance,
                 note=_note,
+                test=test,
+                verdict=verdict.record() if verdict is not None else None,
             )
     if json:
         _emit(to_json(record))
@@ -229,6 +240,68 @@ def plan(
         f"expected: {_bytes(cost['statistics_bytes'])} of statistics, {cost['flops'] / 1e9:.3g} GFLOP of model passes, "
         f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
     )
+    paper = cost["cost"]["paper"]
+    _say(
+        f"the paper's estimate: {paper['passes'] / 1e9:.3g} GFLOP of model passes, "
+        f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
+        f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
+    )
+
+
+@app.command(epilog="Example: tuneport compare old-base new-base --data cars/ --finetuned old-base-cars")
+def compare(
+    source: Annotated[str, typer.Argument(help="The old base model.")],
+    target: Annotated[str, typer.Argument(help="The new base model.")],
+    data: Annotated[str, typer.Option(help="Labelled calibration data; the training split is read.")],
+    finetuned: Annotated[
+        str | None,
+        typer.Option(help="The fine-tuned old base: its transfer is tried in memory. No verdict without it."),
+    ] = None,
+    method: MethodName = "bico",
+    samples: Samples = None,
+    seed: Seed = 0,
+    head: HeadName = None,
+    batch_size: BatchSize = 32,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """How alike two models are, layer by layer, and whether a transfer is likely to help. Writes nothing."""
+    from . import preflight
+    from .report import to_json
+
+    job = preflight.prepare_pair(
+        source,
+        target,
+        data,
+        finetuned=finetuned,
+        method=method,
+        samples=samples,
+        seed=seed,
+        head=head,
+        batch_size=batch_size,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    found = _compared(job, trial=finetuned is not None)
+    means = preflight.summary(found.similarity)
+    if json:
+        _emit(to_json({"source": source, "target": target, "samples": job.samples, "summary": means, **found.record()}))
+        return
+    table = Table(*preflight.LAYER_COLUMNS)
+    for row in preflight.layer_rows(found.similarity):
+        table.add_row(*map(escape, row))
+    out_console.print(table)
+    _say(f"verdict: {found.verdict.verdict}")
+    for reason in found.verdict.reasons:
+        _say(f"- {reason}")
+
+
+def _compared(job: Job, *, trial: bool = True) -> Preflight:
+    from . import preflight
+
+    with _progress("comparing", 0) as advance:
+        return preflight.compare(job, trial=trial, progress=advance)
 
 
 @app.command(epilog="Example: tuneport extract old-base old-base-cars -o cars.safetensors")

@@ -41,15 +41,18 @@ from .checkpoint import (
     open_checkpoint,
     read_json,
 )
-from .data import Dataset
+from .cost import cost_of
+from .data import Dataset, align_labels, read_data
 from .errors import CheckpointError, DataError, TuneportError, first_of
+from .evaluation import zero_shot
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
 from .methods import LayerRecord, Problem, Transfer
 from .output import check_new_file, check_new_folder, claimed, new_folder
+from .page import report_page
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions
-from .report import copy_companions, model_card, report_page, to_json, write_record
+from .report import copy_companions, model_card, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
 from .scaling import HOLD_OUT, ScaleChoice, Scaled, Score, choose_scale, fitting_samples
 from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
@@ -223,7 +226,7 @@ def run(
         "fingerprint": fingerprint(_conditions(job, scale)),
         "seconds_by_stage": {"measure": round(measured - started, 3), "transport": round(done - measured, 3)},
         "passes": dict(statistics.passes),
-        "layers": [asdict(layer) for layer in moved.records],
+        "layers": _layer_entries(job, moved.records),
         "not_transported": [asdict(item) for item in kept],
         "left_behind": [asdict(item) for item in left_behind(job)],
     }
@@ -234,6 +237,48 @@ def run(
             "candidates": [{"scale": value, **asdict(found)} for value, found in choice.scores.items()],
         }
     return Result(job.target, moved.task_vector, moved.records, kept, number, record)
+
+
+def _layer_entries(job: Job, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:
+    """The records of the layers, with where each stands and how wide its maps can be at most."""
+    pairs = {pair.target.name: pair for pair in job.plan.pairs}
+    entries = []
+    for record in records:
+        pair = pairs.get(record.target)
+        place: dict[str, Any] = {}
+        if pair is not None:
+            ours, theirs = pair.source, pair.target
+            place = {"role": theirs.role, "stack": theirs.stack, "block": theirs.block}
+            place["width_in"] = min(ours.in_features, theirs.in_features)
+            place["width_out"] = min(ours.out_features, theirs.out_features)
+        entries.append({**asdict(record), **place})
+    return entries
+
+
+def test_split(job: Job, data: str | Path | None) -> Dataset:
+    """The test split of a job's data, checked against the head that will score it."""
+    if data is None or job.target_head is None:
+        raise DataError("an accuracy needs labelled data and a head for it: pass --data.")
+    test = read_data(local(data, "dataset"), "test")
+    align_labels(test, job.target_head.classes)
+    return test
+
+
+def evaluate_result(job: Job, result: Result, test: Dataset, progress: Progress | None = None) -> dict[str, Any]:
+    """Zero-shot accuracy on `test` of the target as it was and with the skill, for the record."""
+    if job.target_head is None:
+        raise TuneportError(f"{job.target.name} was given no head, so there is no accuracy: pass --data with labels.")
+    before, after = (
+        zero_shot(job.target.with_module(module), job.target_head, test, progress=progress)
+        for module in (job.target.module, result.apply())
+    )
+    return {
+        "data": test.name,
+        "samples": before.samples,
+        "protocol": before.protocol,
+        "before": before.accuracy,
+        "after": after.accuracy,
+    }
 
 
 def port(
@@ -249,12 +294,15 @@ def port(
     save_every: float = SAVE_EVERY,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
+    test: Dataset | None = None,
+    verdict: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
 
     What is measured is saved every so many seconds in a hidden folder beside `out`, which a finished run
     removes. With `resume`, a run goes on from there and ends in the same files as if it had never stopped.
-    `note` gets a line where that is worth one.
+    `note` gets a line where that is worth one. Accuracy on `test`, before and after, goes into the record, and so
+    does the `verdict` of a pre-flight.
     """
     out, say = Path(out), note or (lambda _: None)
     conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
@@ -284,6 +332,12 @@ def port(
             if work.exists():
                 say("what was measured is kept; the same command with --resume goes on from it")
             raise
+        more: dict[str, Any] = {"cost": cost_of(job, result.record["samples"])}
+        if test is not None:
+            more["evaluation"] = evaluate_result(job, result, test)
+        if verdict is not None:
+            more |= verdict
+        result = replace(result, record={**result.record, **more})
         result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
         work.remove()
     if kind == "adapter":  # its record says more: ranks and what they cost
