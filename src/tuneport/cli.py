@@ -67,6 +67,9 @@ Seed = Annotated[int, typer.Option(help="Seed of the draw.", min=0, max=2**63 - 
 HeadName = Annotated[str | None, typer.Option(help="Zero-shot head: a name in the models' heads/ folder, or a file.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -123,6 +126,7 @@ def transfer(
     ] = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     resume: Annotated[
@@ -193,6 +197,7 @@ def plan(
     head: HeadName = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -450,7 +455,7 @@ def demo(
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
     from .preparation import prepare
 
-    names = ("method", "samples", "shots", "sampler", "seed", "head", "batch_size", "device", "trust_remote_code")
+    names = ("method", "samples", "shots", "sampler", "seed", "head", "max_tokens", "batch_size", "device")
     return prepare(
         options["source"],
         options["finetuned"],
@@ -459,6 +464,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
         scored=scored,
+        trust_remote_code=options["trust_remote_code"],
         **{name: options[name] for name in names},
     )
 

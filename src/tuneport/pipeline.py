@@ -33,7 +33,7 @@ from .adapter import (
     write_adapter,
 )
 from .alignment import Statistics
-from .capture import PairedBatch, Progress, frozen, measure
+from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure
 from .checkpoint import (
     check_finite,
     describe,
@@ -322,14 +322,27 @@ def split_samples(job: Job) -> tuple[Job, Job]:
             return job, job
         first, rest = np.split(job.batches.indices, [count])
         sides = (replace(job.batches, indices=first), replace(job.batches, indices=rest))
-        return tuple(replace(job, batches=side, samples=len(side.indices)) for side in sides)  # type: ignore[return-value]
+        return tuple(  # type: ignore[return-value]
+            replace(
+                job, batches=side, samples=len(side.indices), max_tokens=_share_of(job, len(side.indices), job.samples)
+            )
+            for side in sides
+        )
     batches = list(job.batches)
     if not batches:
         raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
     held_out = int(len(batches) * HOLD_OUT)
     if held_out == 0:
         return (whole := replace(job, batches=batches)), whole
-    return replace(job, batches=batches[:-held_out]), replace(job, batches=batches[-held_out:])
+    return tuple(  # type: ignore[return-value]
+        replace(job, batches=side, max_tokens=_share_of(job, len(side), len(batches)))
+        for side in (batches[:-held_out], batches[-held_out:])
+    )
+
+
+def _share_of(job: Job, part: int, whole: int) -> int | None:
+    """The part of the token limit that goes to a part of the samples."""
+    return None if job.max_tokens is None else max(job.max_tokens * part // whole, 1)
 
 
 def transfer_auto(
@@ -398,6 +411,8 @@ def measure_job(
     wanted = frozenset(job.method.signals if signals is None else signals)
     if not wanted:
         return Statistics()
+    if job.max_tokens is not None and not job.samples:
+        job = replace(job, batches=(batches := list(job.batches)), samples=count_samples(batches))
     assert job.source_loss is not None
     assert job.target_loss is not None
     earlier = work.load(stage, job.target.device) if work is not None else None
@@ -415,7 +430,16 @@ def measure_job(
         progress=progress,
         start=earlier,
         on_batch=work.keeper(stage) if work is not None else None,
+        limit=_token_limit(job),
     )
+
+
+def _token_limit(job: Job) -> TokenLimit | None:
+    """The limit of a job whose samples are counted."""
+    if job.max_tokens is None:
+        return None
+    seed = job.record.get("options", {}).get("seed", 0)
+    return TokenLimit(job.max_tokens, job.samples, seed, first=job.target.layout is not None)
 
 
 def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:

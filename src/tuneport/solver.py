@@ -321,8 +321,8 @@ def complete(found: Polar) -> CoordinateMap:
 def complete_thin(found: Polar) -> CoordinateMap:
     """`complete` where the rank r is far below both widths: the identity plus a correction of rank 2 r or so.
 
-    Outside W_A = span(U, E V) the completed map is the identity E itself, whose image is orthogonal to
-    W_B = span(E^T W_A, V); between W_A and W_B it is a problem of size 2 r x 3 r.
+    Outside W_A = span(U, E V) the completed map is the identity E itself, and what that reaches is orthogonal to
+    W_B = span(E^T W_A, V); from W_A to W_B it is a problem of size 2 r x 3 r.
     """
     if found.left.shape[0] > found.right.shape[0]:
         turned = complete_thin(found.T)
@@ -332,17 +332,24 @@ def complete_thin(found: Polar) -> CoordinateMap:
     if r == 0 or 3 * r > n:
         return complete(found)
     W_A = _orthonormal(torch.cat([U, V[:n]], dim=1))
-    padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))  # E^T W_A
-    W_B = _orthonormal(torch.cat([padded, V], dim=1))
-    u, v, same = W_A.T @ U, W_B.T @ V, padded.T @ W_B  # U, V and E in these coordinates
+    beyond = _orthonormal(V[n:])  # W_B is W_A, padded, beside this in the rows that E does not reach
+    p = W_A.shape[1]
+
+    def spread(columns: Tensor) -> Tensor:
+        return torch.cat([W_A @ columns[:p], beyond @ columns[p:]])
+
+    u, v = W_A.T @ U, torch.cat([W_A.T @ V[:n], beyond.T @ V[n:]])  # in the coordinates of W_A and W_B
     null = _null_of(u)
-    seen_left, seen_right = _nearest(null.T @ same, v)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(null.T, (0, len(v) - p)), v)
     seen_left = null @ seen_left
-    left, right = W_A, W_B @ (u @ v.T - same + seen_left @ seen_right.T).T
-    blind = len(u) - r - seen_left.shape[1]
+    core = u @ v.T + seen_left @ seen_right.T
+    core.diagonal().sub_(1.0)  # E itself
+    left, right = W_A, spread(core.T)
+    blind = p - r - seen_left.shape[1]
     if blind:
-        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), W_B @ torch.cat([v, seen_right], 1)
+        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), spread(torch.cat([v, seen_right], 1))
         left = torch.cat([left, _pivoted([(W_A, 1.0), (mapped_left, -1.0)], n, blind)], dim=1)
+        padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))
         free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E - what is mapped already
         right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
     return CoordinateMap(left, right, identity=True)
