@@ -9,9 +9,11 @@ thrown away for a plain SVD; if that fails too, the solver raises.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -98,7 +100,7 @@ def polar(C: Tensor, cut: float, route: str | None = None) -> Polar:
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route).T
     names = list(ROUTES)
-    for name in names[names.index(route or _choose(C)) :]:
+    for name in names[names.index(route or _choose(C, cut)) :]:
         found = ROUTES[name](C, cut)
         if found is None:
             continue
@@ -245,8 +247,11 @@ ROUTES: dict[str, Callable[[Tensor, float], Found | None]] = {  # from the most 
 }
 
 
-def _choose(C: Tensor) -> str:
-    return "svd" if len(C) <= SMALL else "eigh" if len(C) < LARGE else "qdwh"
+def _choose(C: Tensor, cut: float) -> str:
+    """The route for a shape; a coarse cut (of half-precision signals) as good as never leaves full rank."""
+    if len(C) <= SMALL:
+        return "svd"
+    return "qdwh" if len(C) >= LARGE and cut < 1e-6 else "eigh"
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
@@ -408,16 +413,25 @@ def side_by_side(
     ready = torch.cuda.current_stream(device)
 
     def run(task: Callable[[], T]) -> T:
-        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
-            stream.wait_stream(ready)
+        if getattr(_own, "device", None) != device:
+            _own.device, _own.stream = device, torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(_own.stream):
+            _own.stream.wait_stream(ready)
             result = task()
-            stream.synchronize()
+            _own.stream.synchronize()
         for tensor in tensors(result):
             tensor.record_stream(ready)
         return result
 
-    with ThreadPoolExecutor(min(STREAMS, len(tasks))) as pool:
-        return list(pool.map(run, tasks))
+    return list(_pool().map(run, tasks))
+
+
+_own = threading.local()  # a thread's stream: memory is cached per stream, so streams are kept
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(STREAMS)
 
 
 def rectangular_identity(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:
