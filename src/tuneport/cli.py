@@ -70,6 +70,9 @@ BatchSize = Annotated[int, typer.Option(help="Samples per pass through the model
 MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
 ]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="Memory that models, statistics and result may take together, such as 8GiB.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -127,6 +130,7 @@ def transfer(
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
     max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     resume: Annotated[
@@ -142,6 +146,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
     from .adapter import check_truncation
+    from .budget import format_bytes, plan_passes
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
@@ -157,7 +162,11 @@ def transfer(
         job = _prepare(locals(), scored=strength == "auto")
         if as_ is OutputKind.adapter:
             pipeline.check_adapter(job, rank, energy)
-        with _progress("measuring", job.samples) as advance:
+        passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+        if passes is not None:
+            runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
+            _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+        with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
             record = pipeline.port(
                 job,
                 out,
@@ -170,6 +179,7 @@ def transfer(
                 save_every=save_every,
                 progress=advance,
                 note=_note,
+                passes=passes,
             )
     if json:
         _emit(to_json(record))
@@ -198,6 +208,7 @@ def plan(
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
     max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -225,6 +236,9 @@ def plan(
         f"expected: {_bytes(cost['statistics_bytes'])} of statistics, {cost['flops'] / 1e9:.3g} GFLOP of model passes, "
         f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
     )
+    if "groups" in cost:
+        runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
+        _say(f"within the memory budget: {runs} over the calibration data, peak {_bytes(cost['peak_bytes'])}")
 
 
 @app.command(epilog="Example: tuneport extract old-base old-base-cars -o cars.safetensors")
@@ -453,6 +467,7 @@ def demo(
 
 
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
+    from .budget import parse_bytes
     from .preparation import prepare
 
     names = ("method", "samples", "shots", "sampler", "seed", "head", "max_tokens", "batch_size", "device")
@@ -464,6 +479,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
         scored=scored,
+        memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         trust_remote_code=options["trust_remote_code"],
         **{name: options[name] for name in names},
     )

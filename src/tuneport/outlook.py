@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .budget import plan_passes
 from .capture import NEEDS_BACKWARD
 from .pipeline import left_behind, not_transported_by
 from .preparation import Job, PairedBatches
@@ -23,7 +24,8 @@ def expected(job: Job) -> dict[str, Any]:
     2 M d_A d_B to accumulate, about 20 min(d)^2 max(d) to solve, and the two products of the transport. Seconds
     divide them by the speed of a small matrix product, so they are a rough guide.
     """
-    tokens = job.samples * _tokens_per_sample(job)
+    seen = job.samples * _tokens_per_sample(job)
+    tokens = min(seen, job.max_tokens or seen)
     statistics_bytes, alignment = 0, 0
     counted: set[tuple[str, int | None, str]] = set()
     for pair in job.plan.pairs:
@@ -40,7 +42,7 @@ def expected(job: Job) -> dict[str, Any]:
             wanted = names & job.method.signals
             if fixed is not None or not wanted or (wanted == {"input"} and shared in counted):
                 continue
-            statistics_bytes += 8 * ours * theirs
+            statistics_bytes += min(8 * ours * theirs, max(4 * tokens * (ours + theirs), 1))
             alignment += 2 * tokens * ours * theirs + 20 * min(ours, theirs) ** 2 * max(ours, theirs)
         counted.add(shared)
         alignment += 2 * source.out_features * target.out_features * source.in_features
@@ -49,7 +51,7 @@ def expected(job: Job) -> dict[str, Any]:
         sum(layer.in_features * layer.out_features for layer in model.layers) for model in (job.source, job.target)
     ]
     per_token = 0 if not job.method.signals else 6 if NEEDS_BACKWARD & job.method.signals else 2
-    passes = per_token * tokens * sum(weights)
+    passes = per_token * seen * sum(weights)
     seconds = passes / _speed(job, torch.float32) + alignment / _speed(job, torch.float64)
     return {
         "method": job.record["method"],
@@ -70,8 +72,17 @@ def expected(job: Job) -> dict[str, Any]:
             "flops": passes,
             "alignment_flops": alignment,
             "seconds": round(seconds, 1),
+            **_within(job),
         },
     }
+
+
+def _within(job: Job) -> dict[str, Any]:
+    """The division that a memory budget asks for, where there is one."""
+    if job.memory_budget is None:
+        return {}
+    found = plan_passes(job, job.memory_budget)
+    return {"peak_bytes": found.peak_bytes, "groups": [len(group) for group in found.groups]}
 
 
 def _moved(job: Job) -> TaskVector:

@@ -33,6 +33,7 @@ from .adapter import (
     write_adapter,
 )
 from .alignment import Statistics
+from .budget import Passes, in_groups, plan_passes
 from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure
 from .checkpoint import (
     check_finite,
@@ -191,38 +192,38 @@ def run(
     scale: float | Literal["auto"] = 1.0,
     progress: Progress | None = None,
     work: Work | None = None,
+    passes: Passes | None = None,
 ) -> Result:
     """Measure both models, align, and carry the task vector over.
 
     `work` keeps what is measured, and gives back what an earlier run under the same conditions has measured.
+    `passes` says which layers are measured together; a job with a memory budget makes its own.
     """
     started = time.perf_counter()
-    choice = None
-
-    def solve(statistics: Statistics) -> Transfer:
-        return job.method.transfer(problem_of(job, statistics))
-
+    choice, number = None, 0.0
+    if passes is None and job.memory_budget is not None:
+        passes = plan_passes(job, job.memory_budget)
+    clock = _Clock()
     if scale == "auto":
         fit, rest = split_samples(job)
-        part = measure_job(fit, progress=progress, work=work, stage="fit")
-        statistics = part if rest is fit else part + measure_job(rest, progress=progress, work=work, stage="rest")
-        measured = time.perf_counter()
-        moved, choice = transfer_auto(rest, solve, part, statistics, held_out=rest is not fit)
+        moved, choice, counted = _move_auto(fit, rest, passes, clock, progress, work)
         number = choice.scale
     else:
-        statistics, number = measure_job(job, progress=progress, work=work), scale
-        measured = time.perf_counter()
-        moved = solve(statistics)
+        moved, counted = _move(job, passes, clock, progress, work)
+        number = scale
     done = time.perf_counter()
     kept = not_transported_by(job, moved.task_vector, moved.kept)
     record = {
         **job.record,
         "scale": number,
-        "samples": statistics.samples,
+        "samples": counted.samples,
         "seconds": round(done - started, 3),
         "fingerprint": fingerprint(_conditions(job, scale)),
-        "seconds_by_stage": {"measure": round(measured - started, 3), "transport": round(done - measured, 3)},
-        "passes": dict(statistics.passes),
+        "seconds_by_stage": {
+            "measure": round(clock.measuring, 3),
+            "transport": round(done - started - clock.measuring, 3),
+        },
+        "passes": dict(counted.passes),
         "layers": [asdict(layer) for layer in moved.records],
         "not_transported": [asdict(item) for item in kept],
         "left_behind": [asdict(item) for item in left_behind(job)],
@@ -234,6 +235,80 @@ def run(
             "candidates": [{"scale": value, **asdict(found)} for value, found in choice.scores.items()],
         }
     return Result(job.target, moved.task_vector, moved.records, kept, number, record)
+
+
+@dataclass
+class _Clock:
+    """Seconds spent measuring."""
+
+    measuring: float = 0.0
+
+    def measure(self, job: Job, progress: Progress | None, work: Work | None, stage: str) -> Statistics:
+        started = time.perf_counter()
+        statistics = measure_job(job, progress=progress, work=work, stage=stage)
+        if job.target.device.type == "cuda":
+            torch.cuda.synchronize(job.target.device)
+        self.measuring += time.perf_counter() - started
+        return statistics
+
+
+def _solve(job: Job, statistics: Statistics) -> Transfer:
+    return job.method.transfer(problem_of(job, statistics))
+
+
+def _move(
+    job: Job, passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
+) -> tuple[Transfer, Statistics]:
+    """Measure and move, group by group; also the count of samples and passes, without sums."""
+    moved, counted = [], Statistics()
+    for index, group in enumerate(groups := in_groups(job, passes)):
+        statistics = clock.measure(group, progress, work, _stage("all", index, groups))
+        moved.append(_solve(group, statistics))
+        counted = _count(counted, statistics)
+    return _together(moved), counted
+
+
+def _move_auto(
+    fit: Job, rest: Job, passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
+) -> tuple[Transfer, ScaleChoice, Statistics]:
+    """As `_move`, with the scale chosen on the samples of `rest`."""
+    fits, rests = in_groups(fit, passes), in_groups(rest, passes)
+    moved: dict[str, list[Transfer]] = {"part": [], "whole": []}
+    counted = part = statistics = Statistics()
+    for index, (first, second) in enumerate(zip(fits, rests, strict=True)):
+        part = statistics = clock.measure(first, progress, work, _stage("fit", index, fits))
+        if rest is not fit:
+            statistics = part + clock.measure(second, progress, work, _stage("rest", index, fits))
+        counted = _count(counted, statistics)
+        if len(fits) > 1:
+            moved["part"].append(_solve(first, part))
+            moved["whole"].append(moved["part"][-1] if statistics is part else _solve(first, statistics))
+    if len(fits) == 1:
+        found = transfer_auto(rest, lambda given: _solve(fit, given), part, statistics, held_out=rest is not fit)
+    else:
+        done = {name: _together(parts) for name, parts in moved.items()}
+        part, statistics = Statistics(), Statistics() if rest is not fit else part
+        names = {id(part): "part", id(statistics): "whole"}
+        found = transfer_auto(rest, lambda given: done[names[id(given)]], part, statistics, held_out=rest is not fit)
+    return *found, counted
+
+
+def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
+    return name if len(groups) == 1 else f"{name}-{index}"
+
+
+def _count(counted: Statistics, more: Statistics) -> Statistics:
+    """The passes of both and the samples of one: groups see the same samples."""
+    passes = {name: counted.passes.get(name, 0) + count for name, count in more.passes.items()}
+    return Statistics(samples=more.samples, passes=passes)
+
+
+def _together(parts: Sequence[Transfer]) -> Transfer:
+    if len(parts) == 1:
+        return parts[0]
+    entries = {name: entry for part in parts for name, entry in part.task_vector.items()}
+    records = tuple(record for part in parts for record in part.records)
+    return Transfer(TaskVector(entries), records, tuple(item for part in parts for item in part.kept))
 
 
 def port(
@@ -249,6 +324,7 @@ def port(
     save_every: float = SAVE_EVERY,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
+    passes: Passes | None = None,
 ) -> dict[str, Any]:
     """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
 
@@ -279,7 +355,7 @@ def port(
             say(f"what an unfinished run for {out} has measured is dropped; --resume would have gone on from it")
             work.remove()
         try:
-            result = run(job, scale=scale, progress=progress, work=work)
+            result = run(job, scale=scale, progress=progress, work=work, passes=passes)
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same command with --resume goes on from it")

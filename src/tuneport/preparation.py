@@ -62,6 +62,7 @@ class Job:
     match: Match | None = None
     target_head: Head | None = None
     max_tokens: int | None = None
+    memory_budget: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -85,6 +86,7 @@ def prepare(
     exclude: Sequence[str] = (),
     completion: Completion = "svd",
     max_tokens: int | None = None,
+    memory_budget: int | None = None,
     batch_size: int = 32,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -95,16 +97,18 @@ def prepare(
 
     `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
     split; `head` names the zero-shot head; `loss(module, batch)`, or one for each model, replaces the
-    classification loss; `pairs`, `roles` and `depth_rule` override the pairing; `exclude` holds name
-    patterns of tensors to leave alone; `max_tokens` caps the tokens of all samples together that the maps are
-    made from. `extra_signals` prepares for methods that measure more, `scored` for a
-    scale that is chosen on labelled samples.
+    classification loss; `pairs`, `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of
+    tensors to leave alone; `max_tokens` caps the tokens of all samples together that the maps are made from, and
+    `memory_budget` the bytes that models, statistics and result may take. `extra_signals` prepares for methods that
+    measure more, `scored` for a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
     where = pick_device(device)
     if max_tokens is not None and max_tokens < 1:
         raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
+    if memory_budget is not None and memory_budget < 1:
+        raise TuneportError(f"memory_budget must be a number of bytes, got {memory_budget}.")
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
     if isinstance(data, (str, Path)):
@@ -159,6 +163,7 @@ def prepare(
             "head": head,
             "completion": completion,
             "max_tokens": max_tokens,
+            "memory_budget": memory_budget,
             "batch_size": batch_size,
             "exclude": list(exclude),
             "roles": dict(roles or {}),
@@ -187,6 +192,7 @@ def prepare(
         match,
         heads[1] if heads else None,
         max_tokens,
+        memory_budget,
         record,
     )
 
