@@ -46,6 +46,10 @@ class BilinearAlignment(Method):
         return True
 
     @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
 
