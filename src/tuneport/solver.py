@@ -410,6 +410,7 @@ def side_by_side(
     """
     if device is None or device.type != "cuda" or len(tasks) < 2:
         return [task() for task in tasks]
+    _load_linear_algebra(device)
     ready = torch.cuda.current_stream(device)
 
     def run(task: Callable[[], T]) -> T:
@@ -427,6 +428,12 @@ def side_by_side(
 
 
 _own = threading.local()  # a thread's stream: memory is cached per stream, so streams are kept
+
+
+@cache
+def _load_linear_algebra(device: torch.device) -> None:
+    """torch loads its GPU library at the first decomposition, and fails if two threads do so at once."""
+    torch.linalg.qr(torch.eye(2, device=device, dtype=torch.float64))
 
 
 @cache
