@@ -270,12 +270,11 @@ def test_padding_enters_no_statistic_of_an_encoder(names: tuple[str, str], tmp_p
     ("family", "names"), [("llama", ("gpt", "gpt")), ("llama", ("gpt", "t5")), ("t5", ("t5", "bert"))]
 )
 def test_padding_enters_no_statistic_of_a_writer(family: str, names: tuple[str, str], tmp_path: Path) -> None:
-    """The loss over tokens is computed in float32, so the gradients agree to its rounding only."""
     paths = folders(tmp_path, family, names)
     job = prepare(*paths, ROWS, samples=16, batch_size=16)
     plain = statistics(job)
-    assert_close(plain, statistics(job, (4, 6)), 1e-6)
-    assert_close(plain, statistics(prepare(*paths, ROWS, samples=16, batch_size=1)), 1e-6)
+    assert_close(plain, statistics(job, (4, 6)), 1e-12)
+    assert_close(plain, statistics(prepare(*paths, ROWS, samples=16, batch_size=1)), 1e-12)
 
 
 def test_the_report_of_a_transfer_states_the_coverage(tmp_path: Path) -> None:

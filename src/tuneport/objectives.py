@@ -112,10 +112,15 @@ def token_loss(model: Model) -> Loss:
     """Sum over the tokens to be predicted of their cross-entropy."""
 
     def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        logits, labels = next_tokens(model, module, batch)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
+        return token_cross_entropy(*next_tokens(model, module, batch))
 
     return loss
+
+
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over labels that are not to be ignored, of scores (N, T, vocabulary) against labels (N, T)."""
+    scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
 
 
 def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
