@@ -38,9 +38,7 @@ class Objective:
 
 def objective_of(dataset: Dataset, models: Sequence[Model], wanted: str | None = None) -> Objective:
     """The objective of that name, or the one that the data and both models allow; an error says what is missing."""
-    name = wanted or _usual(dataset, models)
-    if name not in OBJECTIVES:
-        raise TuneportError(unknown_name("loss", name, OBJECTIVES) + " Or pass MODULE:FUNCTION.")
+    name = check_objective(wanted or _usual(dataset, models))
     for model in models:
         if name in ("causal", "seq2seq") and model.generates != name:
             can = f"generates as {model.generates}" if model.generates else "writes no text"
@@ -51,6 +49,13 @@ def objective_of(dataset: Dataset, models: Sequence[Model], wanted: str | None =
     if name == "seq2seq" and answers_of(dataset) is None:
         raise DataError(f"the seq2seq loss needs what is to be written; {dataset} has no column target or label.")
     return OBJECTIVES[name]
+
+
+def check_objective(name: str) -> str:
+    """The name, or an error that lists what there is."""
+    if name not in OBJECTIVES:
+        raise TuneportError(unknown_name("loss", name, OBJECTIVES) + " Or pass MODULE:FUNCTION.")
+    return name
 
 
 def _usual(dataset: Dataset, models: Sequence[Model]) -> str:

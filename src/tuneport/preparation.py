@@ -36,7 +36,7 @@ from .families import Encoded, Head, Model, choose_head, describe_module, open_m
 from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
-from .objectives import Objective, forward_only, load_loss, objective_of, on_device
+from .objectives import Objective, check_objective, forward_only, load_loss, objective_of, on_device
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
@@ -100,6 +100,10 @@ def prepare(
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
+    loss_name = loss if isinstance(loss, str) else None
+    wanted = None if loss_name is None or ":" in loss_name else check_objective(loss_name)
+    if isinstance(loss, str):
+        loss = None if wanted else load_loss(loss)
     where = pick_device(device)
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
@@ -115,10 +119,6 @@ def prepare(
         raise DataError(f"no data at {data}: no such file or folder.")
     gradients = bool(NEEDS_BACKWARD & signals) or scored
     dataset, heads, indices, objective = None, None, None, None
-    loss_name = loss if isinstance(loss, str) else None
-    wanted = None if loss_name is None or ":" in loss_name else loss_name
-    if isinstance(loss, str):
-        loss = None if wanted else load_loss(loss)
     if (signals or scored) and isinstance(named, (str, Path, Dataset)):
         dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=False)
         _check_kind(dataset, ours, theirs)
