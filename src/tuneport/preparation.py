@@ -293,19 +293,33 @@ def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequ
 
 
 def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The fine-tuned tensors, where one of the two models stands inside a class with a head (`bert.` before names)."""
-    if any(name in finetuned for name in base):
+    """The fine-tuned tensors as the base calls them.
+
+    One of the two may stand inside a class with a head (`bert.` before names), or call the numbers of its norms
+    gamma and beta, as old files do.
+    """
+    prefix, removed = "", ""
+    if not any(name in finetuned for name in base):
+        removed = _outer_name(base, finetuned)
+        prefix = "" if removed else _outer_name(finetuned, base)
+    names = {}
+    for name in finetuned:
+        called = prefix + name.removeprefix(removed)
+        stem, _, last = called.rpartition(".")
+        other = f"{stem}.{_NORMS.get(last)}"
+        names[other if called not in base and other in base else called] = name
+    if all(called == name for called, name in names.items()):
         return finetuned
-    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in finetuned}
-    if (prefix := next((outer[name] for name in base if name in outer), None)) is not None:
-        names = {name.removeprefix(prefix): name for name in finetuned}
-    else:
-        outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in base}
-        prefix = next((outer[name] for name in finetuned if name in outer), None)
-        if prefix is None:
-            return finetuned
-        names = {prefix + name: name for name in finetuned}
     return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
+
+
+_NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
+
+
+def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
+    """What stands before the names of a bare model where it is part of another: `bert.`, or nothing."""
+    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in inside}
+    return next((outer[name] for name in bare if name in outer), "")
 
 
 def _open_adapter(finetuned: ModelLike | TaskVector) -> Adapter | None:
