@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -317,6 +318,38 @@ class TestHeads:
         for name in job.task_vector:
             wanted = moved[name.removeprefix(prefix)] - shared[name.removeprefix(prefix)]
             assert torch.equal(job.task_vector.dense(name), wanted), name
+
+    @pytest.mark.parametrize("old", ["base", "tuned", "both"])
+    def test_norms_of_old_files(self, old: str, tmp_path: Path) -> None:
+        """gamma and beta on one side, weight and bias on the other: one model all the same."""
+        ours = make("bert")
+        write(tmp_path / "base", ours)
+        write(tmp_path / "tuned", finetuned(describe_module(ours)))
+        for name in ("base", "tuned") if old == "both" else (old,):
+            edit_weights(tmp_path / name, to_old_names)
+        result = transfer(tmp_path / "base", tmp_path / "tuned", tmp_path / "base", method="naive")
+        stored = load_file(result.save(tmp_path / "out") / "model.safetensors")
+        assert set(stored) == set(load_file(tmp_path / "base" / "model.safetensors"))
+        wanted = load_file(tmp_path / "tuned" / "model.safetensors")
+        name = "bert.encoder.layer.1.output.dense.weight"
+        assert torch.allclose(stored[name], wanted[name], atol=1e-6)
+
+    def test_the_line_about_heads_says_what_to_exclude(self, tmp_path: Path) -> None:
+        """A base for pretraining and a classifier share no head: two patterns, and with them it works."""
+        write(tmp_path / "base", encoder("BertForMaskedLM"))
+        write(tmp_path / "tuned", encoder("BertForSequenceClassification", replace(SMALL, seed=3)))
+        folders = [tmp_path / name for name in ("base", "tuned", "base")]
+        with pytest.raises(CheckpointError) as caught:
+            prepare(*folders, method="naive")
+        told = re.findall(r'--exclude "(.*?)"', str(caught.value))
+        assert told == ["bert.pooler.*", "classifier.*", "cls.*"]
+        assert prepare(*folders, method="naive", exclude=told).plan.pairs
+
+
+def to_old_names(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if "LayerNorm" in name]:
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        tensors[old] = tensors.pop(name)
 
 
 def moved_folder(tmp_path: Path) -> Path:
