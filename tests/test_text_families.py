@@ -35,6 +35,9 @@ def answers(module: Any, batch: Batch, head: Tensor | None = None) -> Tensor:
     kind = type(module).__name__
     if kind == "T5ForConditionalGeneration":
         return module(**inputs, decoder_input_ids=labels).logits
+    if kind == "T5ForSequenceClassification":  # it looks for the end of the text
+        ended = torch.cat([inputs["input_ids"][:, :-1], torch.full_like(labels[:, :1], 1)], 1)
+        return module(input_ids=ended).logits
     if kind == "T5EncoderModel":
         assert head is not None
         return module(**inputs).last_hidden_state.mean(1) @ head

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from texts import LABELS, Size, make, t5_tokenizer, tokens, write, write_rows
+from texts import LABELS, SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, tokens, write, write_rows
 from tuneport import evaluation, transfer
 from tuneport.calibration import select
 from tuneport.cli import app
@@ -22,6 +24,8 @@ from tuneport.data import read_data
 from tuneport.errors import MethodError
 from tuneport.families import describe_module, open_model
 from tuneport.methods import METHODS
+from tuneport.preparation import prepare
+from tuneport.scaling import fitting_samples
 from twins import finetuned
 
 # --- the protocol of the paper's T5 table
@@ -222,3 +226,32 @@ def test_every_method_ports_a_text_model_or_says_why_not(method: str, family: st
         update = result.task_vector.dense(name)
         assert update.shape == parameters[name].shape
         assert torch.isfinite(update).all()
+
+
+@pytest.mark.parametrize("name", ["causal", "seq2seq", "contrastive"])
+def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp_path: Path) -> None:
+    """The best of the candidates on samples that made no map; its loss is the mean over those samples."""
+    words = {"causal": gpt_tokenizer, "seq2seq": t5_tokenizer, "contrastive": bert_tokenizer}[name]()
+    family = {"causal": "llama", "seq2seq": "t5", "contrastive": "bert"}[name]
+    source, target = make(family, vocab_size=len(words)), make(family, Size(seed=1), vocab_size=len(words))
+    moved = finetuned(describe_module(source))
+    if name == "contrastive":
+        source, moved, target = source.bert, moved.bert, target.bert
+    parts = {"source": source, "moved": moved, "target": target}
+    folders = [write(tmp_path / part, module, words) for part, module in parts.items()]
+    second = {"causal": "target", "seq2seq": "target", "contrastive": "text_pair"}[name]
+    rows = [{"text": one, second: two} for one, two in pairwise(SENTENCES * 2)]
+    result = transfer(*folders, write_rows(tmp_path / "rows.jsonl", rows), samples=30, scale="auto")
+    choice = result.record["scale_choice"]
+    assert result.record["options"]["loss"] == name
+    rest = 30 - fitting_samples(30)
+    assert (choice["held_out"], choice["samples"]) == (True, rest)
+    assert 0 < rest < 30
+    losses = {found["scale"]: found["loss"] for found in choice["candidates"]}
+    assert result.scale in losses
+    assert losses[result.scale] <= losses[0.0]
+    job = prepare(*folders, tmp_path / "rows.jsonl", samples=30)
+    held_out = replace(job.batches, indices=job.batches.indices[-rest:])
+    with torch.no_grad():
+        total = sum(float(job.target_loss(job.target.module, batch.target)) for batch in held_out)
+    assert losses[0.0] == pytest.approx(total / rest, rel=1e-5)
