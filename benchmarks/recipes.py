@@ -3,9 +3,9 @@
     python benchmarks/recipes.py --root ../shared --out runs/recipes [--device cuda] [--only width seeds] [--jobs 4]
 
 `--root` is the folder with zoo/ and data/images/ (and encoders/, for the text recipe). First all models that the
-recipes need are fine-tuned into OUT/models; then the recipes run, `--jobs` of them side by side, each in a process of
-its own and with its log beside its folder. A recipe that fails does not stop the others, and one whose folder is
-there is not run again. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
+recipes need are fine-tuned into --cache (OUT/models); then the recipes run, `--jobs` of them side by side, each in a
+process of its own, with its log beside its folder. A recipe that fails does not stop the others, and one whose folder
+is there is not run again. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
 run, and its numbers mean nothing. OUT/summary.md says what was done, when, and where the paper's order was not found.
 """
 
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from tuneport.bench import make_finetunes, read_recipe, run_recipe
+from tuneport.bench import make_finetunes, read_recipe, run_recipe, wanted_finetunes
 from tuneport.errors import TuneportError
 from tuneport.recipe import Comparison, Recipe
 
@@ -32,12 +32,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="the folder with zoo/ and data/images/")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="where fine-tuned models go, if not OUT/models")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="recipes by file name, without .toml")
     parser.add_argument("--jobs", type=int, default=1, help="recipes side by side")
+    parser.add_argument("--commit", help="of the code, where git cannot tell it")
+    parser.add_argument("--machine", help="in words, for the summary")
     parser.add_argument("--tiny", action="store_true", help="cut every recipe to a few samples")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # run this recipe in this process
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # run this recipe in this process,
+    parser.add_argument("--make", help=argparse.SUPPRESS)  # or make this model of it
     options = parser.parse_args()
+    options.cache = options.cache or options.out / "models"
     if options.one:
         return one(options)
     names = sorted(path.stem for path in RECIPES.glob("*.toml"))
@@ -84,39 +89,51 @@ def tiny(part: Comparison) -> Comparison:
 
 def prepare_models(options: argparse.Namespace, names: list[str]) -> dict[str, str]:
     """Fine-tune what the recipes need, each model once; what is wrong with a recipe, by its name."""
-    failed = {}
+    failed, wanted = {}, {}
     for name in names:
         if (options.out / name).exists():
             continue
         try:
-            make_finetunes(recipe_of(options, name), options.out / "models", stage=tell)
+            recipe = recipe_of(options, name)
         except TuneportError as error:
             failed[name] = f"{type(error).__name__}: {error}"
             tell(f"{name} failed: {failed[name]}")
+            continue
+        for part in recipe.comparisons.values():
+            for _, place, _ in wanted_finetunes(recipe.kind, part, options.cache):
+                wanted.setdefault(place.name, name)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        codes = dict(zip(wanted, pool.map(lambda model: start(options, wanted[model], model), wanted), strict=True))
+    failed |= {wanted[model]: f"fine-tuning {model} failed, see its log" for model, (code, _) in codes.items() if code}
     return failed
 
 
-def start(options: argparse.Namespace, name: str) -> tuple[int, float]:
-    """Run a recipe in a process of its own; its exit code and seconds."""
-    if (options.out / name).exists():
-        tell(f"{name}: done already")
+def start(options: argparse.Namespace, name: str, model: str | None = None) -> tuple[int, float]:
+    """Run a recipe, or make one of its models, in a process of its own; its exit code and seconds."""
+    label, place = (model, options.cache / model) if model else (name, options.out / name)
+    if place.exists():
+        tell(f"{label}: done already")
         return 0, 0.0
     started = time.time()
     words = [sys.executable, __file__, "--one", name, "--root", str(options.root), "--out", str(options.out)]
-    words += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
+    words += ["--cache", str(options.cache), "--device", options.device]
+    words += [*(["--tiny"] if options.tiny else []), *(["--make", model] if model else [])]
     threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
-    with (options.out / f"{name}.log").open("w") as log:
+    with (options.out / f"{label}.log").open("w") as log:
         code = subprocess.run(
             words, stdout=log, stderr=log, check=False, env={**os.environ, "OMP_NUM_THREADS": threads}
         ).returncode
-    tell(f"{name}: {'done' if code == 0 else 'failed, see its log'} in {time.time() - started:.0f} s")
+    tell(f"{label}: {'done' if code == 0 else 'failed, see its log'} in {time.time() - started:.0f} s")
     return code, time.time() - started
 
 
 def one(options: argparse.Namespace) -> int:
     try:
         recipe = recipe_of(options, options.one)
-        run_recipe(recipe, options.out / options.one, cache=options.out / "models", resume=True, stage=tell, note=tell)
+        if options.make:
+            make_finetunes(recipe, options.cache, only=options.make, stage=tell)
+        else:
+            run_recipe(recipe, options.out / options.one, cache=options.cache, resume=True, stage=tell, note=tell)
     except TuneportError as error:
         tell(f"{type(error).__name__}: {error}")
         return 1
@@ -144,7 +161,8 @@ def write_summary(
         "",
         f"- command: python benchmarks/recipes.py --root ../shared --out {options.out.name} --device {options.device} "
         f"--jobs {options.jobs}{flags}",
-        f"- commit: {commit.strip() or 'unknown'}",
+        f"- commit: {options.commit or commit.strip() or 'unknown'}",
+        *([f"- machine: {options.machine}"] if options.machine else []),
         f"- date: {time.strftime('%Y-%m-%d')}",
     ]
     (options.out / "summary.md").write_text("\n".join(text) + "\n", encoding="utf-8")

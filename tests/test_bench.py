@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from folders import LARGE, Zoo, build
-from tuneport import bench, cli, pipeline
+from tuneport import bench, cells, cli, pipeline
 from tuneport.alignment import Statistics
 from tuneport.bench import (
     Comparing,
@@ -80,7 +80,7 @@ class TestEqualTerms:
             given[statistics.samples] = statistics
             return plain(job, statistics)
 
-        monkeypatch.setattr(bench, "problem_of", problem_of)
+        monkeypatch.setattr(cells, "problem_of", problem_of)
         compare(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": []}))
         counts = {number for shots in (1, 3, 8) for number in (3 * shots, fitting_samples(3 * shots))}
         assert set(given) - {0} == counts
@@ -105,13 +105,13 @@ class TestEqualTerms:
 
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        plain = bench.measure_job
+        plain = cells.measure_job
 
         def counted(job: Any, **options: Any) -> Statistics:
             calls.append(len(job.batches.indices))
             return plain(job, **options)
 
-        monkeypatch.setattr(bench, "measure_job", counted)
+        monkeypatch.setattr(cells, "measure_job", counted)
         found = compare(make_comparison(settings | {"steps": []}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
@@ -291,7 +291,7 @@ class TestRecipes:
     def test_a_method_that_cannot_serve_the_pair_is_refused_before_work(
         self, zoo: Zoo, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(bench, "measure_job", lambda *_, **__: pytest.fail("measured"))
+        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("measured"))
         with pytest.raises(Exception, match="needs two models of one architecture"):
             compare(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
 
@@ -477,7 +477,7 @@ class TestCommand:
     ) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine.txt").write_text("mine")
-        monkeypatch.setattr(bench, "measure_job", lambda *_, **__: pytest.fail("worked"))
+        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("worked"))
         code, _, err = run(*self.options(settings), "--out", tmp_path / "out")
         assert code == 1
         assert "exists" in err

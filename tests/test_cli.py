@@ -25,7 +25,7 @@ from tuneport import __version__, capture, cli
 from tuneport.methods import METHODS
 from tuneport.output import claimed
 
-COMMANDS = ("transfer", "plan", "extract", "apply", "evaluate", "methods", "samplers", "demo", "bench")
+COMMANDS = ("transfer", "plan", "compare", "extract", "apply", "evaluate", "methods", "samplers", "demo", "bench")
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,44 @@ class TestPlan:
     def test_names_are_not_cut_in_a_narrow_window(self, run: Run, zoo: Zoo) -> None:
         done = run("plan", *options(zoo))
         assert "…" not in done.out
+
+
+class TestCompare:
+    def test_json(self, run: Run, zoo: Zoo, place: Path) -> None:
+        source, tuned, target = zoo.trio("clip_vision")
+        done = run("compare", source, target, "--data", zoo.data, "--finetuned", tuned, "--samples", 24, "--json")
+        found = done.json
+        assert found["samples"] == 24
+        assert found["verdict"]["verdict"] in ("likely to help", "uncertain", "unlikely to help")
+        assert found["verdict"]["trial"]["samples"] == 24
+        assert {item["signal"] for item in found["similarity"]} == set(found["summary"])
+        assert not list(place.iterdir()), "nothing is written"
+
+    def test_words(self, run: Run, zoo: Zoo) -> None:
+        source, _, target = zoo.trio("clip_vision")
+        done = run("compare", source, target, "--data", zoo.data, "--samples", 16)
+        assert done.code == 0
+        assert "verdict: uncertain" in done.out
+        assert "no fine-tune was given" in done.out
+
+    def test_a_transfer_with_verdict_and_accuracy(self, run: Run, zoo: Zoo, place: Path) -> None:
+        out = place / "checked"
+        record = run("transfer", *options(zoo, out=out), "--compare", "--evaluate", "--json").json
+        after = run("evaluate", out, "--data", zoo.data, "--json").json
+        before = run("evaluate", zoo["clip_vision-target"], "--data", zoo.data, "--json").json
+        found = record["evaluation"]
+        assert (found["before"], found["after"]) == (before["accuracy"], after["accuracy"])
+        assert record["verdict"]["verdict"] in (out / "report.html").read_text()
+
+    def test_too_few_samples(self, run: Run, zoo: Zoo) -> None:
+        source, _, target = zoo.trio("clip_vision")
+        done = run("compare", source, target, "--data", zoo.data, "--samples", 3)
+        assert_refused(done, 1, "at least 8 samples")
+
+    def test_accuracy_needs_data(self, run: Run, zoo: Zoo, place: Path) -> None:
+        given = ("--source", zoo["vit-base"], "--finetuned", zoo["vit-tuned"], "--target", zoo["vit-target"])
+        done = run("transfer", *given, "--method", "naive", "--out", place / "out", "--evaluate")
+        assert_refused(done, 1, "--data")
 
 
 class TestExtractAndApply:

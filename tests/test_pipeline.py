@@ -730,10 +730,9 @@ class TestPlan:
 
     def test_the_cost_by_hand(self, zoo: Zoo) -> None:
         layers = expected(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES))
-        weights = 0
-        for part in ("base", "target"):
-            module = load(zoo[f"vit-{part}"])
-            weights += sum(p.numel() for n, p in module.named_parameters() if p.ndim in (2, 4))
-        assert layers["expected"]["flops"] == 6 * SAMPLES * 10 * weights, "9 patches and a class token"
+        paper = layers["expected"]["cost"]["paper"]
+        weights = {part: sum(p.numel() for p in load(zoo[f"vit-{part}"]).parameters()) for part in ("base", "target")}
+        assert paper["passes"] == 6 * SAMPLES * (5 * weights["base"] + 10 * weights["target"]), "patches, class token"
+        assert 0 < layers["expected"]["flops"] < paper["passes"], "frozen weights need no gradients of their own"
         naive = expected(prepare(*zoo.trio("vit"), method="naive"))
         assert naive["expected"]["flops"] == naive["expected"]["statistics_bytes"] == 0

@@ -14,8 +14,10 @@ from safetensors import safe_open
 import tuneport
 from folders import Zoo, write_data
 from tuneport.data import read_data
+from tuneport.page import report_page
 from tuneport.pipeline import apply, extract, port, prepare, transfer
-from tuneport.report import model_card, report_page, to_json
+from tuneport.preflight import compare
+from tuneport.report import model_card, to_json
 from tuneport.task_vector import save_task_vector
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +45,14 @@ class TestSchema:
         assert stored == json.loads(to_json(record))
         valid(stored)
         assert (stored["command"], stored["as"]) == ("transfer", "model")
+
+    def test_transfer_with_verdict_and_accuracy(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
+        port(job, tmp_path / "out", test=read_data(zoo.data, "test"), verdict=compare(job).record())
+        stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+        valid(stored)
+        assert {"cost", "evaluation", "verdict", "similarity"} <= set(stored)
+        assert {"role", "block", "width_in", "spectrum_in"} <= set(stored["layers"][0])
 
     def test_transfer_to_a_task_vector(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         port(prepare(*zoo.trio("vit"), zoo.data, samples=24), tmp_path / "tau.safetensors", kind="task-vector")
@@ -148,4 +158,6 @@ class TestCard:
         assert "[a](javascript" not in outside_code
         assert "\x1b" not in card
         assert "\u2028" not in card
-        assert "<script>" not in page
+        assert page.count("<script>") == 1, "our own"
+        assert "alert(1)</script>" not in page
+        assert "&lt;script&gt;alert(1)" in page

@@ -26,6 +26,7 @@ from . import __version__
 from .errors import TuneportError
 
 if TYPE_CHECKING:
+    from .preflight import Preflight
     from .preparation import Job
 
 app = typer.Typer(
@@ -74,6 +75,12 @@ LossName = Annotated[
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
+]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="Memory that models, statistics and result may take together, such as 8GiB.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -131,6 +138,8 @@ def transfer(
     ] = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     resume: Annotated[
@@ -139,6 +148,12 @@ def transfer(
     save_every: Annotated[
         float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)
     ] = 60.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")
+    ] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Score the target before and after, on the data's test split.")
+    ] = False,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -146,6 +161,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
     from .adapter import check_truncation
+    from .budget import format_bytes, plan_passes
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
@@ -158,10 +174,16 @@ def transfer(
         if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
             raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
         check_truncation(rank, energy)
-        job = _prepare(locals(), scored=strength == "auto")
+        job = _prepare(locals(), scored=strength == "auto" or compare or evaluate)
         if as_ is OutputKind.adapter:
             pipeline.check_adapter(job, rank, energy)
-        with _progress("measuring", job.samples) as advance:
+        test = pipeline.test_split(job, data) if evaluate else None
+        verdict = _compared(job) if compare else None
+        passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+        if passes is not None:
+            runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
+            _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+        with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
             record = pipeline.port(
                 job,
                 out,
@@ -174,6 +196,9 @@ def transfer(
                 save_every=save_every,
                 progress=advance,
                 note=_note,
+                test=test,
+                verdict=verdict.record() if verdict is not None else None,
+                passes=passes,
             )
     if json:
         _emit(to_json(record))
@@ -202,6 +227,8 @@ def plan(
     loss: LossName = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -229,6 +256,71 @@ def plan(
         f"expected: {_bytes(cost['statistics_bytes'])} of statistics, {cost['flops'] / 1e9:.3g} GFLOP of model passes, "
         f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
     )
+    paper = cost["cost"]["paper"]
+    _say(
+        f"the paper's estimate: {paper['passes'] / 1e9:.3g} GFLOP of model passes, "
+        f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
+        f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
+    )
+    if "groups" in cost:
+        runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
+        _say(f"within the memory budget: {runs} over the calibration data, peak {_bytes(cost['peak_bytes'])}")
+
+
+@app.command(epilog="Example: tuneport compare old-base new-base --data cars/ --finetuned old-base-cars")
+def compare(
+    source: Annotated[str, typer.Argument(help="The old base model.")],
+    target: Annotated[str, typer.Argument(help="The new base model.")],
+    data: Annotated[str, typer.Option(help="Labelled calibration data; the training split is read.")],
+    finetuned: Annotated[
+        str | None,
+        typer.Option(help="The fine-tuned old base: its transfer is tried in memory. No verdict without it."),
+    ] = None,
+    method: MethodName = "bico",
+    samples: Samples = None,
+    seed: Seed = 0,
+    head: HeadName = None,
+    batch_size: BatchSize = 32,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """How alike two models are, layer by layer, and whether a transfer is likely to help. Writes nothing."""
+    from . import preflight
+    from .report import to_json
+
+    job = preflight.prepare_pair(
+        source,
+        target,
+        data,
+        finetuned=finetuned,
+        method=method,
+        samples=samples,
+        seed=seed,
+        head=head,
+        batch_size=batch_size,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    found = _compared(job, trial=finetuned is not None)
+    means = preflight.summary(found.similarity)
+    if json:
+        _emit(to_json({"source": source, "target": target, "samples": job.samples, "summary": means, **found.record()}))
+        return
+    table = Table(*preflight.LAYER_COLUMNS)
+    for row in preflight.layer_rows(found.similarity):
+        table.add_row(*map(escape, row))
+    out_console.print(table)
+    _say(f"verdict: {found.verdict.verdict}")
+    for reason in found.verdict.reasons:
+        _say(f"- {reason}")
+
+
+def _compared(job: Job, *, trial: bool = True) -> Preflight:
+    from . import preflight
+
+    with _progress("comparing", 0) as advance:
+        return preflight.compare(job, trial=trial, progress=advance)
 
 
 @app.command(epilog="Example: tuneport extract old-base old-base-cars -o cars.safetensors")
@@ -531,9 +623,10 @@ def demo(
 
 
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
+    from .budget import parse_bytes
     from .preparation import prepare
 
-    names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "batch_size", "device")
+    names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "max_tokens", "batch_size", "device")
     return prepare(
         options["source"],
         options["finetuned"],
@@ -542,6 +635,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
         scored=scored,
+        memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         trust_remote_code=options["trust_remote_code"],
         **{name: options[name] for name in names},
     )

@@ -11,13 +11,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .alignment import Completion, CrossCovariance, Statistics
-from .capture import INPUT, OUTPUT, OUTPUT_GRADIENT, Loss, PairedBatch, Progress, measure
+from .capture import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, Loss, PairedBatch, Progress, measure
 from .data import Dataset
 from .errors import TuneportError, first_of
 from .evaluation import encoded
@@ -57,7 +58,7 @@ class Similarity(CrossCovariance):
     def update(self, source: Tensor, target: Tensor) -> None:
         super().update(source, target)
         self._agreement.update(source, target)
-        X, Y = (signal.to(device=self.matrix.device, dtype=torch.float64) for signal in (source, target))
+        X, Y = (signal.to(device=self.source_energy.device, dtype=torch.float64) for signal in (source, target))
         if self._shift is None:
             if not len(X):
                 return
@@ -264,10 +265,12 @@ def _similarities(
     held_out: Mapping[tuple[str, str], Any] | None = None,
     completion: Completion = "svd",
 ) -> Iterator[LayerSimilarity]:
-    places = {pair.target.name: pair for pair in pairs}
-    for (name, signal), found in statistics.covariances.items():
-        assert isinstance(found, Similarity)
-        pair = places[name]
+    """In the order of the pairs, whatever the order in which signals came."""
+    for pair, signal in product(pairs, SIGNALS):
+        name = pair.target.name
+        found = statistics.covariances.get((name, signal))
+        if not isinstance(found, Similarity):
+            continue
         aligned = statistics.align(name, signal, completion) if after is not None else None
         yield LayerSimilarity(
             name,

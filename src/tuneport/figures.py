@@ -15,13 +15,13 @@ from typing import Any
 
 from .calibration import select
 from .capture import INPUT
+from .cost import cost_of
 from .diagnostics import activation_drift, by_block, layer_similarity, output_similarity
 from .errors import DataError
 from .families import Model, choose_head, open_model
 from .finetuning import Schedule, finetune
 from .methods import get_method
 from .objectives import OBJECTIVES, forward_only
-from .outlook import expected
 from .pairing import pair_layers
 from .pipeline import measure_job, problem_of, run
 from .preparation import PairedBatches, prepare
@@ -37,7 +37,7 @@ __all__ = ["FIGURES", "figure_cell", "write_figure"]
 Point = dict[str, Any]
 
 SHOWN = 256  # test images that outputs are compared on, unless the recipe says otherwise
-TIMED_STEPS = 5
+TIMED_STEPS = 6
 LABELS = {
     "similarity": ("block", "similarity"),
     "output-similarity": ("block", "cosine to the fine-tuned target"),
@@ -138,7 +138,7 @@ def _drift(comparison: Comparison, models: Sequence[Model], task: str, sampler: 
 
 
 def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int) -> Iterator[Point]:
-    """What BiCo and fine-tuning cost: the paper's estimates in FLOP, and seconds on this machine."""
+    """What a transfer and fine-tuning cost: FLOP by the paper's rule and as counted, and seconds on this machine."""
     source, target = models
     job = prepare(
         source,
@@ -152,27 +152,22 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
         head=comparison.heads.get(task),
         batch_size=comparison.batch_size,
     )
-    cost = expected(job)["expected"]
-    seconds = run(job).record["seconds_by_stage"]
-    sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in models]
+    cost, seconds = cost_of(job), run(job).record["seconds_by_stage"]
     steps = comparison.steps[0] if comparison.steps else 2000
     train = read_data(comparison.data[task], "train")
     head = choose_head(target, comparison.heads.get(task), train.name, train.classes, train.prompts, train.label_texts)
     few = train.subset(range(min(128, len(train))))
     list(finetune(target, head, few, Schedule(1)))  # to warm up
     started = time.perf_counter()
-    list(finetune(target, head, few, Schedule(1 + TIMED_STEPS)))
-    one = (time.perf_counter() - started) / (1 + TIMED_STEPS)
-    rows = {
-        "parameters of the source": sizes[0],
-        "parameters of the target": sizes[1],
-        "calibration by the paper's rule, 6 P_A + 6 P_B": 6 * sum(sizes),
-        f"fine-tuning by the paper's rule, {steps} steps of 16 P_B": 16 * steps * sizes[1],
-        "FLOP of the model passes for this plan": cost["flops"],
-        "FLOP of alignment for this plan": cost["alignment_flops"],
+    list(finetune(target, head, few, Schedule(TIMED_STEPS)))
+    one = (time.perf_counter() - started) / TIMED_STEPS
+    rows = {f"parameters of the {side}": count for side, count in cost["parameters"].items()}
+    rows |= {f"the paper's estimate, FLOP: {name.replace('_', ' ')}": flops for name, flops in cost["paper"].items()}
+    rows |= {f"counted for this plan, FLOP: {name}": flops for name, flops in (cost["counted"] or {}).items()}
+    rows |= {
         "seconds of measuring": seconds["measure"],
         "seconds of alignment and transport": seconds["transport"],
-        f"seconds of {steps} fine-tuning steps of {len(few)}, from {1 + TIMED_STEPS}": one * steps,
+        f"seconds of {steps} fine-tuning steps of {len(few)} samples, from {TIMED_STEPS}": one * steps,
     }
     for name, value in rows.items():
         yield {"plot": "cost", "series": name, "x": comparison.budgets[-1], "value": float(value)}

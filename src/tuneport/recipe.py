@@ -341,7 +341,7 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
     for task, reference in comparison.data.items():
         try:
             place = split_reference(reference)[1] if ":" in reference else Path(reference)
-            if not (place.exists() or looks_like_hub_id(reference)):
+            if not (os.path.exists(place) or looks_like_hub_id(reference)):
                 yield f"{reference} does not exist"
                 continue
             data = read_data(reference, "train")

@@ -1,4 +1,4 @@
-"""Turning a run record into what people read: the JSON file, the model card, the page. Renders, decides nothing.
+"""Turning a run record into what people read: the JSON file, the model card, rows of tables. Renders, decides nothing.
 
 A record is a plain dict of JSON values, made by the pipeline; everything here is a function of it.
 """
@@ -9,6 +9,7 @@ import html
 import json
 import math
 import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -217,65 +218,33 @@ def _span(text: Any) -> str:
     return "`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`"
 
 
-def report_page(record: Record) -> str:
-    """A self-contained HTML page about the run: opens offline, no scripts."""
-    rows = "".join(
-        f"<tr><th scope=row>{_e(label)}</th><td>{_e(text)}</td></tr>" for label, text in summary_rows(record)
-    )
-    head = "".join(f"<th scope=col>{_e(name)}</th>" for name in LAYER_COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{_e(cell)}</td>" for cell in row) + "</tr>" for row in layer_rows(record))
-    kept = "".join(
-        f"<tr><td>{_e(item['tensor'])}</td><td>{_e(item['reason'])}</td></tr>" for item in record["not_transported"]
-    )
-    title = f"{record['finetuned']['name']} ported to {record['target']['name']}"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_e(title)}</title><style>{_STYLE}</style></head><body><main>
-<h1>{_e(title)}</h1>
-<p>Source <code>{_e(record["source"]["name"])}</code>, target <code>{_e(record["target"]["name"])}</code>,
-method <code>{_e(record["method"])}</code>, tuneport {_e(record["tuneport"])}.</p>
-<table>{rows}</table>
-{_chart(record)}
-<h2>Layers</h2><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
-<h2>Not transported</h2><div class="wide"><table>
-<thead><tr><th scope=col>tensor</th><th scope=col>reason</th></tr></thead><tbody>{kept}</tbody></table></div>
-</main></body></html>
-"""
+def repeat_command(record: Record) -> str | None:
+    """The command line that does the same again; None for a run from Python on objects that have no path."""
+    places = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
+    if record.get("data", {}).get("name"):
+        places["data"] = record["data"].get("path")
+    options = record.get("options", {})
+    if not all(places.values()) or options.get("roles"):
+        return None
+    words: list[Any] = ["tuneport", "transfer"]
+    for key, path in places.items():
+        words += [f"--{key}", path]
+    words += ["--out", record.get("out", "OUT"), "--method", record["method"]]
+    words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
+    words += ["--scale", "auto" if "scale_choice" in record else f"{record['scale']:g}"]
+    for key in ("sampler", "seed", "head", "completion", "batch_size", "as", "rank", "energy"):
+        value = record.get("as") if key == "as" else options.get(key)
+        if value is not None and value != REPEATED_DEFAULTS.get(key):
+            words += [f"--{key.replace('_', '-')}", value]
+    for pattern in options.get("exclude", ()):
+        words += ["--exclude", pattern]
+    if options.get("samples") is None and "--samples" in words:
+        at = words.index("--samples")
+        del words[at : at + 2]
+    return shlex.join(str(word) for word in words)
 
 
-_STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0}
-main{max-width:72rem;margin:auto;padding:1rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .75rem .25rem 0;
-text-align:left;border-bottom:1px solid #8884}.wide{overflow-x:auto}svg{width:100%;height:auto;max-width:60rem}
-.in{fill:#3b7dd8}.out{fill:#d8743b}text{fill:currentColor;font-size:11px}"""
-
-
-def _chart(record: Record) -> str:
-    """Residuals per layer as two rows of bars: how far one orthogonal map is from explaining each layer."""
-    layers = record["layers"]
-    if not any(layer["residual_in"] is not None or layer["residual_out"] is not None for layer in layers):
-        return ""
-    width, height = 900, 120
-    step = width / max(len(layers), 1)
-    parts = []
-    for row, side in enumerate(("in", "out")):
-        base = (row + 1) * height
-        words = f"residual, {side}put side (0 = perfect, 1 = nothing aligned)"
-        parts.append(f'<text x="0" y="{row * height + 12}">{words}</text>')
-        for index, layer in enumerate(layers):
-            value = layer[f"residual_{side}"]
-            if value is None:
-                continue
-            tall = (height - 24) * value
-            label = _e(f"{layer['target']}: {value:.3f}")
-            parts.append(
-                f'<rect class="{side}" x="{index * step:.1f}" y="{base - tall:.1f}" width="{step * 0.8:.1f}" '
-                f'height="{tall:.1f}"><title>{label}</title></rect>'
-            )
-    return (
-        f'<h2>Alignment</h2><svg viewBox="0 0 {width} {2 * height}" role="img" '
-        f'aria-label="Alignment residual per layer; the numbers are in the table below">{"".join(parts)}</svg>'
-    )
+REPEATED_DEFAULTS = {"sampler": "random", "seed": 0, "completion": "svd", "batch_size": 32, "as": "model"}
 
 
 COLOURS = ("#3b7dd8", "#d8743b", "#3ba55d", "#a14bd1", "#c7a008", "#d13b6a", "#3bb8c4", "#7a7a7a", "#8c564b", "#000000")

@@ -129,15 +129,15 @@ def _label(result: Comparing, line: Line) -> str:
     return f"{line.method}, {line.sampler}" if several else line.method
 
 
-def beside_paper(result: Comparing, printed: Sequence[Printed]) -> list[dict[str, Any]]:
-    """Our means and gains at scale 1 beside the paper's, with the difference; by task where the tasks are the same.
+def beside_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
+    """Our means and gains at scale 1 beside the paper's, with the difference; by task where models are the same.
 
     The paper's means are those of its own cells. A method that reads no data has one number at every budget.
     """
     lines = [line for line in lines_of(result) if line.rule in ("-", "1")]
-    theirs = {(row.method, row.budget): row for row in printed}
+    theirs = {(row.method, row.budget): row for row in recipe.printed}
     table = []
-    for row in printed:
+    for row in recipe.printed:
         base = theirs.get(("target", row.budget)) or theirs.get(("target", 0))
         found = [
             line
@@ -148,7 +148,8 @@ def beside_paper(result: Comparing, printed: Sequence[Printed]) -> list[dict[str
         own = base_of(lines, row.budget)
         gain = None if line is None or line.mean is None or own is None else line.mean - own
         their_gain = None if base is None else row.true_mean - base.true_mean
-        shared = {} if line is None else {task: line.by_task[task] for task in row.values if task in line.by_task}
+        known = {} if line is None or recipe.small else line.by_task
+        shared = {task: known[task] for task in row.values if task in known}
         table.append(
             {
                 "method": row.method,
@@ -173,9 +174,9 @@ def _marks(row: Printed) -> Iterator[str]:
     yield from (f"{column}: {words}" for column, words in row.marks.items())
 
 
-def orders(result: Comparing, printed: Sequence[Printed]) -> list[dict[str, Any]]:
+def orders(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
     """The methods from best to worst at each budget, ours and the paper's, at scale 1."""
-    table = [row for row in beside_paper(result, printed) if row["ours"] is not None and row["budget"]]
+    table = [row for row in beside_paper(result, recipe) if row["ours"] is not None and row["budget"]]
     found = []
     for budget in dict.fromkeys(row["budget"] for row in table):
         rows = [row for row in table if row["budget"] == budget]
@@ -217,13 +218,13 @@ def grid(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _paper_part(result: Comparing, recipe: Recipe) -> list[str]:
-    table = beside_paper(result, recipe.printed)
+    table = beside_paper(result, recipe)
     text = ["", "## Beside the paper", ""]
     if recipe.small:
         text += ["Other models and other tasks: gains and the order of methods can be compared, accuracies cannot.", ""]
     columns, rows = paper_rows(table)
     text += grid(columns, rows)
-    for found in orders(result, recipe.printed):
+    for found in orders(result, recipe):
         words = "the same order" if found["same"] else "another order"
         ours, paper = (" > ".join(found[key]) for key in ("ours", "paper"))
         text += ["", f"At {found['budget']}: {words}. Ours: {ours}. The paper: {paper}."]
@@ -271,9 +272,9 @@ def write_tables(result: Comparing, folder: Path, recipe: Recipe | None = None) 
     record: dict[str, Any] = {"comparison": asdict(result.comparison), "about": result.about, "rows": rows}
     record["auto"] = auto_scale_summary(result)
     if recipe is not None and recipe.printed:
-        beside = beside_paper(result, recipe.printed)
+        beside = beside_paper(result, recipe)
         record["paper"] = {"where": recipe.where, "small": recipe.small, "rows": beside}
-        record["paper"]["orders"] = orders(result, recipe.printed)
+        record["paper"]["orders"] = orders(result, recipe)
         write_csv(folder / "paper.csv", *paper_rows(beside))
     (folder / "results.json").write_text(to_json(record) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(markdown(result, recipe), encoding="utf-8")

@@ -40,6 +40,7 @@ class LayerRecord:
     """What happened to one target layer. Ranks and residuals are None where no alignment was solved.
 
     `rank_in` and `rank_out` are those of the two maps; `rank` is that of the update, where it moved as factors.
+    `spectrum_in` and `spectrum_out` are singular values of the two cross-covariances (see `spectrum_of`).
     """
 
     target: str
@@ -51,6 +52,8 @@ class LayerRecord:
     norm_source: float = 0.0
     norm_target: float = 0.0
     rank: int | None = None
+    spectrum_in: tuple[float, ...] | None = None
+    spectrum_out: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,11 @@ class Method(ABC):
         return False
 
     @property
+    def by_layer(self) -> bool:
+        """Whether each pair is moved by itself, so that a transfer may be made in groups of them."""
+        return False
+
+    @property
     @abstractmethod
     def signals(self) -> frozenset[str]:
         """The names of the signals that must be measured."""
@@ -101,6 +109,19 @@ def matrix_of(layer: Layer, entry: Entry) -> Entry:
         return layer.matrix(entry)
     out, in_ = (entry.in_factor.T, entry.out_factor.T) if layer.transposed else (entry.out_factor, entry.in_factor)
     return LowRank(layer.vector(out), in_.flatten(1))
+
+
+def spectrum_of(singular_values: Tensor, width: int, points: int = 17) -> tuple[float, ...]:
+    """Singular values of a `width` wide matrix, of which the rest are zero, at evenly spaced places: the largest is 1.
+
+    >>> spectrum_of(torch.tensor([4.0, 2.0, 1.0]), 5, points=3)
+    (1.0, 0.25, 0.0)
+    """
+    values = torch.zeros(width, dtype=torch.float64)
+    values[: len(singular_values)] = singular_values[:width].double().cpu()
+    places = torch.linspace(0, width - 1, points, dtype=torch.float64).round().long()
+    relative = values[places] / values[0] if width and values[0] > 0 else values[places]
+    return tuple(float(f"{value:.4g}") for value in relative.tolist())
 
 
 def norm_of(matrix: Entry) -> float:

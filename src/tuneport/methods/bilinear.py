@@ -19,7 +19,7 @@ from ..alignment import Alignment
 from ..pairing import Kept, LayerPair, LoosePair
 from ..solver import CoordinateMap
 from ..task_vector import Entry, LowRank, as_dense
-from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of
+from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of, spectrum_of
 
 Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop
 
@@ -43,6 +43,10 @@ class BilinearAlignment(Method):
 
     @property
     def keeps_rank(self) -> bool:
+        return True
+
+    @property
+    def by_layer(self) -> bool:
         return True
 
     @property
@@ -76,6 +80,8 @@ class BilinearAlignment(Method):
                     norm_source=norm_of(tau),
                     norm_target=norm_of(moved),
                     rank=moved.rank if isinstance(moved, LowRank) else None,
+                    spectrum_in=_spectrum(align_in, pair.source.in_features, pair.target.in_features),
+                    spectrum_out=_spectrum(align_out, pair.source.out_features, pair.target.out_features),
                 )
             )
         if self.loose == "pad":
@@ -109,6 +115,12 @@ class BilinearAlignment(Method):
                 alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
                 words = signal.replace("_", " ")
                 yield (alignment.map, alignment) if alignment.rank else f"the {words} at this layer is zero"
+
+
+def _spectrum(alignment: Alignment | None, *widths: int) -> tuple[float, ...] | None:
+    """The singular values, thinned out; None where no map was solved, or by a route that needs none of them."""
+    values = alignment.singular_values if alignment is not None else None
+    return spectrum_of(values, min(widths)) if values is not None else None
 
 
 def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:

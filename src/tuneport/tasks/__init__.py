@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..data import Dataset, Split
@@ -48,7 +49,7 @@ def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
     A path that exists is always itself, whatever marks its name has.
     """
     name, mark, place = str(reference).partition(":")
-    if Path(reference).exists() or not mark or "/" in name or "\\" in name or len(name) < 2:
+    if os.path.exists(reference) or not mark or "/" in name or "\\" in name or len(name) < 2:
         return None, local(reference, "dataset")
     return get_task(name), Path(place).expanduser()
 

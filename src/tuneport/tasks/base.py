@@ -8,6 +8,7 @@ each class for that in the same way.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +65,7 @@ class Task:
         Besides its own layouts, a task reads whatever `read_data` reads (an image folder, .npz, tables).
         """
         place = Path(place)
-        if not place.exists():
+        if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
         wanted: Literal["train", "test"] = "test" if split == "test" else "train"
         found = self._find(place, wanted, labelled)

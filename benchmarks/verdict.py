@@ -1,0 +1,224 @@
+"""Does the pre-flight verdict foretell the gain? Every pair and task of the zoo, BiCo at scale 1, N = 100.
+
+    python benchmarks/verdict.py --shared ../shared --runs runs-verdict
+    python benchmarks/verdict.py --runs runs-verdict --write benchmarks/results/verdict.md
+
+The first command runs `tuneport.preflight.compare` for each cell on the calibration samples that the transfers of
+zoo-n100.json drew (the same seed), and keeps a file per cell. The second holds them against the real gains of
+zoo-n100.json: rank correlations of every candidate feature, the verdicts, and thresholds chosen anew with each pair
+and each task left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from zoo import PAIRS
+
+from tuneport.preflight import LIKELY, UNCERTAIN, UNLIKELY, Trial, compare, judge, prepare_pair, summary, try_transfer
+
+RESULTS = Path(__file__).parent / "results"
+HARM = 0.5  # points: less than that is neither a gain nor a loss
+Cell = dict[str, Any]
+
+
+def run(options: argparse.Namespace) -> None:
+    """One comparison per cell; finished cells are not done again."""
+    options.runs.mkdir(parents=True, exist_ok=True)
+    zoo, images = options.shared / "zoo", options.shared / "data" / "images"
+    for seed in options.seeds:
+        for (source, target), tasks in PAIRS.items():
+            for task in tasks:
+                file = options.runs / f"{source}-{target}-{task}-{seed}.json"
+                if file.exists():
+                    continue
+                started = time.perf_counter()
+                tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
+                job = prepare_pair(zoo / source, zoo / target, data, finetuned=tuned, head=task, samples=100, seed=seed)
+                cell: Cell = {"pair": f"{source}-{target}", "task": task, "seed": seed}
+                if options.trial_only:
+                    cell["trial"] = asdict(try_transfer(job))
+                else:
+                    found = compare(job)
+                    assert found.trial is not None
+                    cell |= {"trial": asdict(found.trial), "similarity": summary(found.similarity)}
+                cell["seconds"] = round(time.perf_counter() - started, 1)
+                file.write_text(json.dumps(cell) + "\n")
+                print(file.name, cell["seconds"], "s", flush=True)
+
+
+def load(options: argparse.Namespace) -> list[Cell]:
+    """The cells with their real gains at the same seed, and averaged over the seeds of zoo-n100.json."""
+    rows = json.loads((RESULTS / "zoo-n100.json").read_text())
+    targets = {(row["pair"], row["task"]): row["accuracy"] for row in rows if row["method"] == "target"}
+    gains: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row["method"] == "bico" and row["scale_rule"] == "1":
+            key = (row["pair"], row["task"])
+            gains.setdefault(key, {})[row["seed"]] = row["accuracy"] - targets[key]
+    cells = [json.loads(file.read_text()) for file in sorted(options.runs.glob("*.json"))]
+    for cell in cells:
+        of_cell = gains[cell["pair"], cell["task"]]
+        cell["gain"] = of_cell[cell["seed"]]
+        cell["mean_gain"] = sum(of_cell.values()) / len(of_cell)
+        cell["trial"] = Trial(**cell["trial"])
+    return cells
+
+
+FEATURES: dict[str, Callable[[Cell], float]] = {
+    "trial: change of accuracy": lambda cell: cell["trial"].gain,
+    "trial: turned right against wrong (lean)": lambda cell: cell["trial"].lean,
+    "trial: share of samples whose loss falls": lambda cell: cell["trial"].loss_falls,
+    "trial: change of mean loss": lambda cell: cell["trial"].loss_before - cell["trial"].loss_after,
+    "room: errors of the target on the samples": lambda cell: 100 - cell["trial"].accuracy_before,
+}
+for _signal in ("input", "output", "output_gradient"):
+    for _name in ("cka", "cka_debiased", "cosine_after", "cosine_held_out"):
+        FEATURES[f"{_signal.replace('_', ' ')}: {_name.replace('_', ' ')}"] = lambda cell, s=_signal, n=_name: (
+            cell.get("similarity", {}).get(s, {}).get(n, math.nan)
+        )
+
+
+def rank_correlation(cells: list[Cell], feature: Callable[[Cell], float], gain: str) -> tuple[float, int]:
+    """Spearman's rho and the number of cells that have the feature."""
+    known = [(feature(cell), cell[gain]) for cell in cells if math.isfinite(feature(cell))]
+    if len(known) < 3:
+        return math.nan, len(known)
+    return float(spearmanr(*zip(*known, strict=True)).statistic), len(known)
+
+
+def within_tasks(cells: list[Cell], feature: Callable[[Cell], float]) -> float:
+    """Spearman's rho after taking each task's mean away from both sides: does it tell pairs apart at all?"""
+    known = [cell for cell in cells if math.isfinite(feature(cell))]
+    sides: list[tuple[float, float]] = []
+    for task in {cell["task"] for cell in known}:
+        group = [(feature(cell), cell["gain"]) for cell in known if cell["task"] == task]
+        means = [sum(side) / len(group) for side in zip(*group, strict=True)]
+        sides += [(x - means[0], y - means[1]) for x, y in group]
+    return float(spearmanr(*zip(*sides, strict=True)).statistic) if len(sides) >= 3 else math.nan
+
+
+def says(trial: Trial, falls: float, wrong: float) -> str:
+    """The rule of tuneport.preflight.judge with other thresholds."""
+    assert trial.gain is not None
+    assert trial.lean is not None
+    if trial.lean <= wrong or trial.loss_falls < 0.5:
+        return UNLIKELY
+    return LIKELY if trial.gain > 0 and trial.loss_falls >= falls else UNCERTAIN
+
+
+def right(word: str, gain: float) -> int:
+    """1 for a true word, -1 for a false one, 0 for "uncertain"."""
+    if word == UNCERTAIN:
+        return 0
+    return 1 if (gain > HARM if word == LIKELY else gain < HARM) else -1
+
+
+def left_out(cells: list[Cell], by: str) -> Counter[str]:
+    """Verdicts on each group with thresholds chosen on all others: true, false and uncertain ones."""
+    counts: Counter[str] = Counter()
+    grid = [(falls, wrong) for falls in (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9) for wrong in (-0.25, -0.5, -1, -1.5, -2)]
+    for group in sorted({cell[by] for cell in cells}):
+        others = [cell for cell in cells if cell[by] != group]
+        best = max(grid, key=lambda pair: sum(right(says(cell["trial"], *pair), cell["gain"]) for cell in others))
+        for cell in cells:
+            if cell[by] == group:
+                word = {1: "true", -1: "false", 0: "uncertain"}[right(says(cell["trial"], *best), cell["gain"])]
+                counts[word] += 1
+    return counts
+
+
+def write(options: argparse.Namespace) -> None:
+    cells = load(options)
+    lines = ["# Does the pre-flight verdict foretell the gain?", "", __doc__.split("\n\n")[0].strip(), ""]
+    lines += [
+        f"{len(cells)} cells. Gain: test accuracy of the ported target minus that of the target, in points, with the "
+        "same seed. Trial: calibration samples only, by cross-fitting.",
+        "",
+        "| pair | task | seed | real gain | mean of 3 seeds | trial, points | right / wrong | loss falls | verdict | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    counts: Counter[tuple[str, int]] = Counter()
+    for cell in sorted(cells, key=lambda item: (item["pair"], item["task"], item["seed"])):
+        trial = cell["trial"]
+        word = judge(trial).verdict
+        mark = right(word, cell["gain"])
+        counts[word, mark] += 1
+        lines.append(
+            f"| {cell['pair'].replace('-', ' to ')} | {cell['task']} | {cell['seed']} | {cell['gain']:+.1f} "
+            f"| {cell['mean_gain']:+.1f} | {trial.gain:+.1f} | {trial.turned_right} / {trial.turned_wrong} "
+            f"| {100 * trial.loss_falls:.0f} % | {word} | {'' if mark >= 0 else '**false**'} |"
+        )
+    lines += ["", "## Verdicts", "", "| verdict | cells | true | false |", "|---|---|---|---|"]
+    for word in (LIKELY, UNCERTAIN, UNLIKELY):
+        total = sum(count for (name, _), count in counts.items() if name == word)
+        told = ("–", "–") if word == UNCERTAIN else (counts[word, 1], counts[word, -1])
+        lines.append(f"| {word} | {total} | {told[0]} | {told[1]} |")
+    lines += ["", f"A gain above {HARM} points counts as help, one below it as none."]
+    lines += ["", "Thresholds chosen without the cells they are tried on:", ""]
+    lines += ["| left out | true | false | uncertain |", "|---|---|---|---|"]
+    for by in ("pair", "task"):
+        found = left_out(cells, by)
+        lines.append(f"| one {by} at a time | {found['true']} | {found['false']} | {found['uncertain']} |")
+    helped = sum(cell["gain"] > HARM for cell in cells)
+    lines += ["", f'Saying "likely" to everything would be true in {helped} of {len(cells)} cells.']
+    lines += [
+        "",
+        "## Rank correlation with the real gain (Spearman)",
+        "",
+        "Within tasks: each task's mean is taken away first, so that only differences between pairs (and seeds) count.",
+        "",
+        "| feature | cells | same seed | mean of 3 seeds | within tasks |",
+        "|---|---|---|---|---|",
+    ]
+    for name, feature in FEATURES.items():
+        rho, count = rank_correlation(cells, feature, "gain")
+        lines.append(
+            f"| {name} | {count} | {rho:+.2f} | {rank_correlation(cells, feature, 'mean_gain')[0]:+.2f} "
+            f"| {within_tasks(cells, feature):+.2f} |"
+        )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    lines += [
+        "",
+        "- commands: those at the head of `benchmarks/verdict.py`",
+        f"- machine: {platform.machine()}, CPU, torch {torch.__version__}",
+        f"- commit: {commit.strip()}",
+        f"- date: {datetime.now(timezone.utc).date()}",
+    ]
+    options.write.write_text("\n".join(lines) + "\n")
+    rows = [{**cell, "trial": asdict(cell["trial"])} for cell in cells]
+    options.write.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(options.write.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/images/")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--runs", type=Path, required=True, help="where the file of each cell is, or goes")
+    parser.add_argument("--trial-only", action="store_true", help="leave the layer-by-layer likeness out")
+    parser.add_argument("--write", type=Path, help="write the tables of the runs to this file")
+    options = parser.parse_args()
+    if options.write is not None:
+        write(options)
+    elif options.shared is None:
+        parser.error("give --shared to run, or --write to put runs into tables")
+    else:
+        run(options)
+
+
+if __name__ == "__main__":
+    main()
