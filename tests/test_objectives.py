@@ -282,7 +282,7 @@ def test_an_own_loss_through_the_command_line(own: str, encoders: dict[str, Path
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert record["options"]["loss"] == f"{own}:loss"
-    assert sys.modules[own].calls == [6, 6, 6, 6, 4, 4]  # source and target, batch by batch
+    assert sys.modules[own].calls[:6] == [6, 6, 6, 6, 4, 4]  # source and target, batch by batch
     own_way = open_model(tmp_path / "out").tensors
     plain = CliRunner().invoke(app, arguments(encoders, False, tmp_path / "plain", "--data", str(encoders["labels"])))
     assert json.loads(plain.stdout)["options"]["loss"] == "classification"
