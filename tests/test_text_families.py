@@ -85,7 +85,8 @@ def test_a_twin_answers_like_the_finetuned_source(family: str, turn: bool) -> No
     with torch.no_grad():
         before, wanted = answers(module, test, head), answers(moved, test, head)
         assert float((answers(target, test, heads[id(target)]) - before).abs().max()) < 2e-5  # the twin is one
-    result = transfer(module, moved, target, tokens(512), loss=loss_with(heads))
+    count = 512 if family == "t5-encoder" else 256  # a mean over tokens leaves small gradients
+    result = transfer(module, moved, target, tokens(count), loss=loss_with(heads))
     with torch.no_grad():
         found = answers(result.apply(), test, heads[id(target)])
     difference, shift = float((found - wanted).abs().max()), float((before - wanted).abs().max())
