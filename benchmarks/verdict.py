@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from scipy.stats import spearmanr
+from zoo import PAIRS
 
 from tuneport.preflight import LIKELY, UNCERTAIN, UNLIKELY, Trial, compare, judge, prepare_pair, summary, try_transfer
-from zoo import PAIRS
 
 RESULTS = Path(__file__).parent / "results"
 HARM = 0.5  # points: less than that is neither a gain nor a loss
@@ -36,26 +36,26 @@ Cell = dict[str, Any]
 
 
 def run(options: argparse.Namespace) -> None:
-    """One comparison per cell; finished cells are not done again."""
+    """One comparison per cell; what a cell's file holds already is not done again."""
     options.runs.mkdir(parents=True, exist_ok=True)
     zoo, images = options.shared / "zoo", options.shared / "data" / "images"
     for seed in options.seeds:
         for (source, target), tasks in PAIRS.items():
             for task in tasks:
                 file = options.runs / f"{source}-{target}-{task}-{seed}.json"
-                if file.exists():
+                cell: Cell = json.loads(file.read_text()) if file.exists() else {}
+                wanted = {"trial"} if options.trial_only else {"trial", "similarity"}
+                if wanted <= set(cell):
                     continue
                 started = time.perf_counter()
                 tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
                 job = prepare_pair(zoo / source, zoo / target, data, finetuned=tuned, head=task, samples=100, seed=seed)
-                cell: Cell = {"pair": f"{source}-{target}", "task": task, "seed": seed}
-                if options.trial_only:
+                cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed}
+                if "trial" not in cell:
                     cell["trial"] = asdict(try_transfer(job))
-                else:
-                    found = compare(job)
-                    assert found.trial is not None
-                    cell |= {"trial": asdict(found.trial), "similarity": summary(found.similarity)}
-                cell["seconds"] = round(time.perf_counter() - started, 1)
+                if "similarity" in wanted:
+                    cell["similarity"] = summary(compare(job, trial=False).similarity)
+                cell["seconds"] = round(cell.get("seconds", 0.0) + time.perf_counter() - started, 1)
                 file.write_text(json.dumps(cell) + "\n")
                 print(file.name, cell["seconds"], "s", flush=True)
 

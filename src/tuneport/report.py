@@ -229,7 +229,7 @@ def repeat_command(record: Record) -> str | None:
     words: list[Any] = ["tuneport", "transfer"]
     for key, path in places.items():
         words += [f"--{key}", path]
-    words += ["--out", record.get("out", "OUT"), "--method", record["method"]]
+    words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
     words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
     words += ["--scale", "auto" if "scale_choice" in record else f"{record['scale']:g}"]
     for key in ("sampler", "seed", "head", "completion", "batch_size", "as", "rank", "energy"):
