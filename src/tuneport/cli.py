@@ -145,6 +145,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
     from .adapter import check_truncation
+    from .evaluation import read_test_split
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
@@ -160,7 +161,7 @@ def transfer(
         job = _prepare(locals(), scored=strength == "auto" or compare or evaluate)
         if as_ is OutputKind.adapter:
             pipeline.check_adapter(job, rank, energy)
-        test = pipeline.test_split(job, data) if evaluate else None
+        test = read_test_split(data, job.target_head) if evaluate else None
         verdict = _compared(job) if compare else None
         with _progress("measuring", job.samples) as advance:
             record = pipeline.port(

@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from .cost import cost_of
 from .data import Dataset, read_data
 from .errors import TuneportError
-from .evaluation import zero_shot
+from .evaluation import before_and_after, zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
 from .methods import METHODS
 from .output import check_new_folder, new_folder
-from .pipeline import Result, evaluate_result, measure_job, problem_of, run
+from .pipeline import Result, measure_job, problem_of, run
 from .preparation import prepare
 from .report import copy_companions, write_record
 
@@ -74,7 +74,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             rows.append((f"target, ported by {name}", accuracy(ported.apply())))
             report("porting", index + 1, len(PORTED))
         best = run(job)
-        more = {"cost": cost_of(job), "evaluation": evaluate_result(job, best, test)}
+        more = {"cost": cost_of(job), "evaluation": before_and_after(large, best.apply(), heads[id(large)], test)}
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         reference = _finetuned(large, heads[id(large)], train, "fine-tuning the target", report)
         rows.append((f"target, fine-tuned on all {len(train)} images", accuracy(reference)))
