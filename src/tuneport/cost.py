@@ -147,10 +147,10 @@ def _passes(job: Job) -> Passes | None:
 
 
 def _first_batch(job: Job) -> PairedBatch | None:
-    """One sample of drawn data, or the first of given batches where reading it does not use it up."""
+    """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
     batches = job.batches
     if isinstance(batches, PairedBatches):
-        batches = replace(batches, indices=batches.indices[:1])
+        batches = replace(batches, indices=batches.indices[: batches.size])
     elif iter(batches) is batches:
         return None
     first = next(iter(batches), None)
