@@ -145,8 +145,8 @@ def write(options: argparse.Namespace) -> None:
     cells = load(options)
     lines = ["# Does the pre-flight verdict foretell the gain?", ""]
     lines += [
-        f"{len(cells)} cells of the zoo, BiCo at scale 1, N = 100. Gain: test accuracy of the ported target minus that of "
-        "the target, in points, with the same seed. Trial: calibration samples only, by cross-fitting.",
+        f"{len(cells)} cells of the zoo, BiCo at scale 1, N = 100. Gain: test accuracy of the ported target minus that "
+        "of the target, in points, with the same seed. Trial: calibration samples only, by cross-fitting.",
         "",
         "| pair | task | seed | real gain | mean of 3 seeds | trial, points | right / wrong | loss falls | verdict | |",
         "|---|---|---|---|---|---|---|---|---|---|",
