@@ -90,7 +90,7 @@ LIKENESS = {
 def similarity_section(similarity: Sequence[Mapping[str, Any]]) -> str:
     """CKA and cosines: means over the layers of each block as curves and as a table, for each signal."""
     pictures, totals, rows = [], [], []
-    for signal in dict.fromkeys(item["signal"] for item in similarity):
+    for signal in sorted({str(item["signal"]) for item in similarity}):
         words = str(signal).replace("_", " ")
         items = [item for item in similarity if item["signal"] == signal]
         blocks = sorted({item["block"] for item in items if item["block"] is not None})
