@@ -116,6 +116,15 @@ def test_models_that_look_at_numbers_are_left_uncounted() -> None:
     assert len(list(once.batches)) == len(batches)
 
 
+def test_the_paper_needs_no_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES)
+    expected = cost_of(job)
+    monkeypatch.setattr("tuneport.cost._count", lambda *_: 1 / 0)
+    found = cost_of(job)
+    assert found["counted"] is None
+    assert (found["paper"], found["tokens"]) == (expected["paper"], expected["tokens"])
+
+
 def test_models_keep_their_weights(zoo: Zoo) -> None:
     job = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
     before = {name: tensor.clone() for name, tensor in job.target.module.state_dict().items()}

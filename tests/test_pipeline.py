@@ -426,9 +426,9 @@ class Page(HTMLParser):
         self.outside: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.outside += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag == "script":
-            self.outside.append("script")
+        self.outside += [
+            value or "" for name, value in attrs if name in ("src", "href") and not f"{value}".startswith("#")
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 

@@ -162,6 +162,7 @@ def transfer(
     from . import pipeline
     from .adapter import check_truncation
     from .budget import format_bytes, plan_passes
+    from .evaluation import read_test_split
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
@@ -177,7 +178,7 @@ def transfer(
         job = _prepare(locals(), scored=strength == "auto" or compare or evaluate)
         if as_ is OutputKind.adapter:
             pipeline.check_adapter(job, rank, energy)
-        test = pipeline.test_split(job, data) if evaluate else None
+        test = read_test_split(data, job.target_head) if evaluate else None
         verdict = _compared(job) if compare else None
         passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
         if passes is not None:

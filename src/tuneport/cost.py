@@ -64,13 +64,13 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
     samples = job.samples if samples is None else samples
     passes = _passes(job) if job.method.signals and samples else None
     scale = samples / passes.samples if passes is not None else 0.0
-    tokens = [round(count * scale) for count in passes.tokens] if passes is not None else [0, 0]
+    tokens = [round(count * scale) for count in passes.tokens] if passes is not None else _likely_tokens(job, samples)
     sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
     return {
         "parameters": dict(zip(("source", "target"), sizes, strict=True)),
         "tokens": dict(zip(("source", "target"), tokens, strict=True)),
         "paper": _paper(job, sizes, tokens),
-        "statistics_bytes": sum(8 * ours * theirs for _, signal, ours, theirs in _maps(job, passes)),
+        "statistics_bytes": sum(8 * ours * theirs for _, _, ours, theirs in _maps(job, passes)),
         "counted": _counted(job, passes, scale) if passes is not None or not job.method.signals else None,
     }
 
@@ -147,14 +147,28 @@ def _passes(job: Job) -> Passes | None:
 
 
 def _first_batch(job: Job) -> PairedBatch | None:
-    """One sample of drawn data, or the first of given batches where reading it does not use it up."""
+    """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
     batches = job.batches
     if isinstance(batches, PairedBatches):
-        batches = replace(batches, indices=batches.indices[:1])
+        batches = replace(batches, indices=batches.indices[: batches.size])
     elif iter(batches) is batches:
         return None
     first = next(iter(batches), None)
     return first if first is None or isinstance(first, PairedBatch) else PairedBatch(first, first)
+
+
+def _likely_tokens(job: Job, samples: int) -> list[int]:
+    """Tokens of each model by what their families know of the inputs, else one per sample; none if none is measured."""
+    if not job.method.signals:
+        return [0, 0]
+    if not isinstance(job.batches, PairedBatches):
+        return [samples, samples]
+    first = next(iter(replace(job.batches, indices=job.batches.indices[:1])))
+    layouts = [
+        model.layout(batch[0]) if model.layout is not None else None
+        for model, batch in ((job.source, first.source), (job.target, first.target))
+    ]
+    return [samples * (found.prefix + found.grid[0] * found.grid[1] if found else 1) for found in layouts]
 
 
 def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -> Passes:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
+from .cost import cost_of
 from .data import Dataset, read_data
 from .errors import TuneportError
-from .evaluation import zero_shot
+from .evaluation import before_and_after, zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
 from .methods import METHODS
@@ -73,7 +74,8 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             rows.append((f"target, ported by {name}", accuracy(ported.apply())))
             report("porting", index + 1, len(PORTED))
         best = run(job)
-        best.save(folder / "large-mirrored")
+        more = {"cost": cost_of(job), "evaluation": before_and_after(large, best.apply(), heads[id(large)], test)}
+        replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         reference = _finetuned(large, heads[id(large)], train, "fine-tuning the target", report)
         rows.append((f"target, fine-tuned on all {len(train)} images", accuracy(reference)))
         table = [{"model": name, "accuracy": value} for name, value in rows]

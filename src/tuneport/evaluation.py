@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .calibration import batches
 from .data import Dataset, align_labels, worded
 from .errors import DataError, TuneportError, unknown_name
 from .families import Head, Model
 from .objectives import UNLABELLED, next_tokens, objective_of, on_device, token_cross_entropy
+from .tasks import read_data
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity"]
 PROTOCOLS: tuple[Protocol, ...] = ("zero-shot", "linear-probe", "perplexity")
@@ -45,6 +47,27 @@ def zero_shot(
         if progress is not None:
             progress(len(labels))
     return Evaluation(100.0 * right / len(data), len(data), "zero-shot")
+
+
+def before_and_after(model: Model, changed: nn.Module, head: Head, test: Dataset) -> dict[str, Any]:
+    """Zero-shot accuracy of a model as it is and with a changed module, as plain values for a run record."""
+    before, after = (zero_shot(model.with_module(module), head, test) for module in (model.module, changed))
+    return {
+        "data": test.name,
+        "samples": before.samples,
+        "protocol": before.protocol,
+        "before": before.accuracy,
+        "after": after.accuracy,
+    }
+
+
+def read_test_split(data: str | Path | None, head: Head | None) -> Dataset:
+    """The test split of the data, checked against the head that will score it."""
+    if data is None or head is None:
+        raise DataError("an accuracy needs labelled data and a head for it: pass --data.")
+    test = read_data(data, "test")
+    align_labels(test, head.classes)
+    return test
 
 
 def linear_probe(

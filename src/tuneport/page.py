@@ -90,7 +90,7 @@ LIKENESS = {
 def similarity_section(similarity: Sequence[Mapping[str, Any]]) -> str:
     """CKA and cosines: means over the layers of each block as curves and as a table, for each signal."""
     pictures, totals, rows = [], [], []
-    for signal in dict.fromkeys(item["signal"] for item in similarity):
+    for signal in sorted({str(item["signal"]) for item in similarity}):
         words = str(signal).replace("_", " ")
         items = [item for item in similarity if item["signal"] == signal]
         blocks = sorted({item["block"] for item in items if item["block"] is not None})
@@ -208,17 +208,17 @@ def _layer_pictures(layers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _heat(title: str, layers: Sequence[Mapping[str, Any]], value: Any, better: str, high: float = 1.0) -> str:
-    """Blocks as rows, roles as columns; layers outside the blocks have a row each, with one cell."""
+    """Blocks as rows, roles as columns; layers outside the blocks have a row each, with one wide cell."""
     roles = list(dict.fromkeys(str(item["role"]) for item in layers if item.get("block") is not None))
     columns = roles or ["value"]
-    rows: dict[str, list[Number]] = defaultdict(lambda: [None] * len(columns))
+    rows: dict[str, Any] = defaultdict(lambda: [None] * len(columns))
     found = False
     stacks = {item.get("stack") for item in layers if item.get("block") is not None}
     for item in layers:
         number = value(item)
         found = found or number is not None
         if item.get("block") is None:
-            rows[str(item.get("role", item["target"]))][0] = number
+            rows |= {str(item.get("role", item["target"])): number} if number is not None else {}
         else:
             label = f"{item['stack']} {item['block']}" if len(stacks) > 1 else str(item["block"])
             rows[label][roles.index(str(item["role"]))] = number

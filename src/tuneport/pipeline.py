@@ -43,9 +43,9 @@ from .checkpoint import (
     read_json,
 )
 from .cost import cost_of
-from .data import Dataset, align_labels, read_data
+from .data import Dataset
 from .errors import CheckpointError, DataError, TuneportError, first_of
-from .evaluation import zero_shot
+from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
 from .methods import LayerRecord, Problem, Transfer
@@ -256,32 +256,6 @@ def _layer_entries(job: Job, records: Iterable[LayerRecord]) -> list[dict[str, A
     return entries
 
 
-def test_split(job: Job, data: str | Path | None) -> Dataset:
-    """The test split of a job's data, checked against the head that will score it."""
-    if data is None or job.target_head is None:
-        raise DataError("an accuracy needs labelled data and a head for it: pass --data.")
-    test = read_data(local(data, "dataset"), "test")
-    align_labels(test, job.target_head.classes)
-    return test
-
-
-def evaluate_result(job: Job, result: Result, test: Dataset, progress: Progress | None = None) -> dict[str, Any]:
-    """Zero-shot accuracy on `test` of the target as it was and with the skill, for the record."""
-    if job.target_head is None:
-        raise TuneportError(f"{job.target.name} was given no head, so there is no accuracy: pass --data with labels.")
-    before, after = (
-        zero_shot(job.target.with_module(module), job.target_head, test, progress=progress)
-        for module in (job.target.module, result.apply())
-    )
-    return {
-        "data": test.name,
-        "samples": before.samples,
-        "protocol": before.protocol,
-        "before": before.accuracy,
-        "after": after.accuracy,
-    }
-
-
 @dataclass
 class _Clock:
     """Seconds spent measuring."""
@@ -410,7 +384,8 @@ def port(
             raise
         more: dict[str, Any] = {"cost": cost_of(job, result.record["samples"])}
         if test is not None:
-            more["evaluation"] = evaluate_result(job, result, test)
+            assert job.target_head is not None
+            more["evaluation"] = before_and_after(job.target, result.apply(), job.target_head, test)
         if verdict is not None:
             more |= verdict
         result = replace(result, record={**result.record, **more})

@@ -18,16 +18,25 @@ Number = float | int | None
 def heat_map(
     title: str,
     columns: Sequence[str],
-    rows: Mapping[str, Sequence[Number]],
+    rows: Mapping[str, Sequence[Number] | float],
     *,
     low: float = 0.0,
     high: float = 1.0,
     better: str = "",
 ) -> str:
-    """A table of numbers whose cells are coloured from `low` to `high`; None is an empty cell."""
+    """A table of numbers whose cells are coloured from `low` to `high`; None is an empty cell.
+
+    A row that is one number belongs to no column and spans them all.
+    """
     head = "".join(f"<th scope=col>{escaped(name)}</th>" for name in columns)
     body = "".join(
-        f"<tr><th scope=row>{escaped(label)}</th>{''.join(_cell(value, low, high) for value in values)}</tr>"
+        f"<tr><th scope=row>{escaped(label)}</th>"
+        + (
+            _cell(values, low, high, len(columns))
+            if isinstance(values, (int, float))
+            else "".join(_cell(value, low, high) for value in values)
+        )
+        + "</tr>"
         for label, values in rows.items()
     )
     note = f" <small>{escaped(better)}</small>" if better else ""
@@ -38,11 +47,12 @@ def heat_map(
     )
 
 
-def _cell(value: Number, low: float, high: float) -> str:
+def _cell(value: Number, low: float, high: float, columns: int = 1) -> str:
     if value is None or not math.isfinite(value):
         return "<td></td>"
     share = min(max((value - low) / ((high - low) or 1.0), 0.0), 1.0)
-    return f'<td style="--v:{100 * share:.0f}%">{value:.2f}</td>'
+    span = f" colspan={columns}" if columns > 1 else ""
+    return f'<td{span} style="--v:{100 * share:.0f}%">{value:.2f}</td>'
 
 
 def curves(

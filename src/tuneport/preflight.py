@@ -204,7 +204,7 @@ def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]
                 found.setdefault(item.signal, {}).setdefault(name, []).append(number)
     return {
         signal: {name: statistics.fmean(numbers) for name, numbers in values.items()}
-        for signal, values in found.items()
+        for signal, values in sorted(found.items())
     }
 
 

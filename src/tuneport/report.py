@@ -101,6 +101,13 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
         cost = f"at most {100 * lost:.2g} % of a layer's energy lost" if lost > 0 else "nothing lost"
         rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
+    if "verdict" in record:
+        rows.append(("verdict", record["verdict"]["verdict"]))
+    if "evaluation" in record:
+        found = record["evaluation"]
+        rows.append(
+            ("accuracy", f"{found['before']:.2f} % before, {found['after']:.2f} % after ({found['data']}, test)")
+        )
     rows.append(("time", f"{record['seconds']:.1f} s"))
     return rows
 
@@ -229,7 +236,7 @@ def repeat_command(record: Record) -> str | None:
     words: list[Any] = ["tuneport", "transfer"]
     for key, path in places.items():
         words += [f"--{key}", path]
-    words += ["--out", record.get("out", "OUT"), "--method", record["method"]]
+    words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
     words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
     words += ["--scale", "auto" if "scale_choice" in record else f"{record['scale']:g}"]
     for key in ("sampler", "seed", "head", "completion", "batch_size", "as", "rank", "energy"):
