@@ -25,15 +25,14 @@ from tuneport.capture import (
     SIGNALS,
     WEIGHT_GRADIENT,
     PairedBatch,
-    TokenLayout,
     frozen,
-    match_tokens,
     measure,
     watch,
 )
 from tuneport.errors import CaptureError
-from tuneport.layers import Layer, find_layers
+from tuneport.layers import Layer, TokenLayout, find_layers
 from tuneport.pairing import LayerPair, pair_layers
+from tuneport.tokens import match_tokens
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 

@@ -277,7 +277,7 @@ def _check_models(recipe: Recipe) -> None:
                 test = read_data(part.data[task], "test")
                 if part.protocol == "zero-shot":
                     for model in models:
-                        about = (test.name, test.classes, test.prompts)
+                        about = (test.name, test.classes, test.prompts, test.label_texts)
                         align_labels(test, choose_head(model, part.heads.get(task), *about).classes)
             except TuneportError as error:
                 problems.append(f"{task}: {error}")

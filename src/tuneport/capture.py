@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from .alignment import CrossCovariance, Statistics, WeightGradient
 from .errors import CaptureError, first_of
-from .layers import Layer, TokenLayout
+from .layers import Layer
 from .pairing import LayerPair
+from .tokens import Match, match_tokens
 
 INPUT = "input"
 OUTPUT = "output"
@@ -36,7 +37,6 @@ SIGNALS = (INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT)
 NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Match = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[int], None]
 OnBatch = Callable[[Statistics], None]
 MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
@@ -44,12 +44,16 @@ MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
 
 @dataclass(frozen=True)
 class PairedBatch:
-    """The same samples as each model wants them; `match` pairs their tokens where the default cannot."""
+    """The same samples as each model wants them; `match` pairs their tokens where the default cannot.
+
+    `rows` is the number of sequences in the batch, where it is not the number of samples (pairs of texts).
+    """
 
     source: Any
     target: Any
     size: int | None = None
     match: Match | None = None
+    rows: int | None = None
 
 
 def measure(
@@ -95,10 +99,11 @@ def measure(
         for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
             size = paired.size or _first_dimension(paired.target)
+            rows = paired.rows or size
             accumulator.start(paired.match)
             if any(accumulator.source_layers.values()):
-                _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, size, backward)
-            _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, size, backward)
+                _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, rows, backward)
+            _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, rows, backward)
             accumulator.finish(index)
             samples += size
             passes += 1
@@ -156,50 +161,6 @@ def frozen(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for parameter, flag in required.items():
             parameter.requires_grad_(flag)
-
-
-def match_tokens(source: TokenLayout | None, target: TokenLayout | None) -> Match:
-    """Pair tokens of two sequences: one by one where counts agree, else class token kept and grid resized.
-
-    The source's patch grid is resized bilinearly (2-D) to the target's; special tokens that only one model
-    has are left out. Layers that see no special token (patch embeddings) or one pooled token need no grid.
-    """
-
-    def match(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:  # (N, T_A, d_A), (N, T_B, d_B)
-        if len(ours) != len(theirs):
-            raise CaptureError(f"source and target saw {len(ours)} and {len(theirs)} samples in one batch.")
-        tokens = ours.shape[1], theirs.shape[1]
-        same_grid = source is None or target is None or source == target
-        if tokens[0] == tokens[1] and (same_grid or tokens[0] == 1):
-            return ours.flatten(0, 1), theirs.flatten(0, 1)
-        special = _special_tokens(tokens, source, target)
-        if source is None or target is None or special is None:
-            raise CaptureError(
-                f"the source has {tokens[0]} tokens per sample and the target {tokens[1]}; give their token layouts "
-                "(match_tokens(TokenLayout(...), TokenLayout(...))) or a match of your own."
-            )
-        common = min(special)
-        grid = ours[:, special[0] :].unflatten(1, source.grid).permute(0, 3, 1, 2)
-        if source.grid != target.grid:
-            exact = grid.to(torch.promote_types(grid.dtype, torch.float32))
-            grid = F.interpolate(exact, size=target.grid, mode="bilinear", align_corners=False).to(ours.dtype)
-        ours = torch.cat([ours[:, :common], grid.flatten(2).transpose(1, 2)], dim=1)
-        theirs = torch.cat([theirs[:, :common], theirs[:, special[1] :]], dim=1)
-        return ours.flatten(0, 1), theirs.flatten(0, 1)
-
-    return match
-
-
-def _special_tokens(
-    tokens: tuple[int, int], source: TokenLayout | None, target: TokenLayout | None
-) -> tuple[int, int] | None:
-    counts = []
-    for count, layout in zip(tokens, (source, target), strict=True):
-        special = count - math.prod(layout.grid) if layout is not None else -1
-        if layout is None or special not in (0, layout.prefix):
-            return None
-        counts.append(special)
-    return counts[0], counts[1]
 
 
 class _Accumulator:

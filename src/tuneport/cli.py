@@ -69,6 +69,10 @@ Shots = Annotated[int | None, typer.Option(help="Calibration samples per class, 
 SamplerName = Annotated[str, typer.Option(help="How samples are drawn; see 'tuneport samplers'.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draw.", min=0, max=2**63 - 1)]
 HeadName = Annotated[str | None, typer.Option(help="Zero-shot head: a name in the models' heads/ folder, or a file.")]
+LossName = Annotated[
+    str | None,
+    typer.Option(help="classification, contrastive, causal, seq2seq or MODULE:FUNCTION; else by the data."),
+]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
@@ -120,6 +124,7 @@ def transfer(
         str, typer.Option(help="Strength of the transfer: a number, or auto (chosen on calibration samples).")
     ] = "1.0",
     head: HeadName = None,
+    loss: LossName = None,
     as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
     rank: Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)] = None,
     energy: Annotated[
@@ -205,6 +210,7 @@ def plan(
     sampler: SamplerName = "random",
     seed: Seed = 0,
     head: HeadName = None,
+    loss: LossName = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
     batch_size: BatchSize = 32,
@@ -353,7 +359,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A model folder.")],
     data: Annotated[str, typer.Option(help="Labelled data; the test split is scored.")],
     head: HeadName = None,
-    protocol: Annotated[str, typer.Option(help="zero-shot or linear-probe.")] = "zero-shot",
+    protocol: Annotated[str, typer.Option(help="zero-shot, linear-probe or perplexity.")] = "zero-shot",
     samples: Annotated[int | None, typer.Option(help="Linear probe: training samples (all unless given).")] = None,
     seed: Seed = 0,
     batch_size: BatchSize = 128,
@@ -372,15 +378,18 @@ def evaluate(
     from .tasks import read_data
 
     chosen = evaluation.check_protocol(protocol)
-    if samples is not None and chosen == "zero-shot":
-        raise TuneportError("--samples goes with --protocol linear-probe; zero-shot scores the whole test split.")
-    test = read_data(data, "test")
+    if samples is not None and chosen != "linear-probe":
+        raise TuneportError(f"--samples goes with --protocol linear-probe; {chosen} scores the whole test split.")
+    test = read_data(data, "test", labelled=chosen != "perplexity")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
-        scorer = choose_head(opened, head, test.name, test.classes, test.prompts)
+        scorer = choose_head(opened, head, test.name, test.classes, test.prompts, test.label_texts)
         align_labels(test, scorer.classes)
         with _progress("evaluating", len(test)) as advance:
             result = evaluation.zero_shot(opened, scorer, test, batch_size=batch_size, progress=advance)
+    elif chosen == "perplexity":
+        with _progress("evaluating", len(test)) as advance:
+            result = evaluation.perplexity(opened, test, batch_size=min(batch_size, 32), progress=advance)
     else:
         train = read_data(data, "train")
         if samples is not None:
@@ -388,7 +397,10 @@ def evaluate(
         with _progress("evaluating", len(train) + len(test)) as advance:
             result = evaluation.linear_probe(opened, train, test, batch_size=batch_size, progress=advance)
     if json:
-        _emit(json_module.dumps({"model": model, "data": data, "head": head, **asdict(result)}))
+        found = {key: value for key, value in asdict(result).items() if value is not None}
+        _emit(json_module.dumps({"model": model, "data": data, "head": head, **found}))
+    elif result.perplexity is not None:
+        _say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples")
     else:
         _say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
 
@@ -594,7 +606,7 @@ def demo(
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
     from .preparation import prepare
 
-    names = ("method", "samples", "shots", "sampler", "seed", "head", "batch_size", "device", "trust_remote_code")
+    names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "batch_size", "device")
     return prepare(
         options["source"],
         options["finetuned"],
@@ -603,6 +615,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
         scored=scored,
+        trust_remote_code=options["trust_remote_code"],
         **{name: options[name] for name in names},
     )
 

@@ -21,9 +21,10 @@ from .errors import DataError
 from .families import Model, choose_head, open_model
 from .finetuning import Schedule, finetune
 from .methods import get_method
+from .objectives import OBJECTIVES, forward_only
 from .pairing import pair_layers
 from .pipeline import measure_job, problem_of, run
-from .preparation import PairedBatches, forward_only, prepare
+from .preparation import PairedBatches, prepare
 from .recipe import FIGURES, Comparison, Recipe
 from .report import bars, chart, to_json
 from .scaling import Scaled
@@ -60,7 +61,8 @@ def _similarity(comparison: Comparison, models: Sequence[Model], task: str, samp
     count = comparison.budgets[-1]
     both = select(data, samples=min(2 * count, len(data)), sampler=sampler, seed=seed)
     batches, held_out = (
-        PairedBatches(source, target, data, rows, None, comparison.batch_size) for rows in (both[:count], both[count:])
+        PairedBatches(source, target, data, rows, None, comparison.batch_size, OBJECTIVES["classification"])
+        for rows in (both[:count], both[count:])
     )
     found = layer_similarity(
         source.module,
@@ -153,7 +155,7 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
     cost, seconds = cost_of(job), run(job).record["seconds_by_stage"]
     steps = comparison.steps[0] if comparison.steps else 2000
     train = read_data(comparison.data[task], "train")
-    head = choose_head(target, comparison.heads.get(task), train.name, train.classes, train.prompts)
+    head = choose_head(target, comparison.heads.get(task), train.name, train.classes, train.prompts, train.label_texts)
     few = train.subset(range(min(128, len(train))))
     list(finetune(target, head, few, Schedule(1)))  # to warm up
     started = time.perf_counter()

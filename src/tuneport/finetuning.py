@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,7 +99,7 @@ def batch_reader(model: Model, data: Dataset) -> Callable[[Tensor], tuple[dict[s
     one, _ = next(encoded(model, data.subset([0]), 1))
     if len(data) * sum(value.nbytes for value in one.values()) <= KEPT_BYTES:
         inputs, labels = prepared(model, data)
-        return lambda rows: ({key: value[rows] for key, value in inputs.items()}, labels[rows])
+        return lambda rows: (rows_of(inputs, rows), labels[rows])
 
     def read(rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         batch, found = next(encoded(model, data.subset(rows.numpy()), len(rows)))
@@ -111,8 +111,25 @@ def batch_reader(model: Model, data: Dataset) -> Callable[[Tensor], tuple[dict[s
 def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
     """All samples as the model wants them, on its device, with their labels."""
     parts = list(encoded(model, data, 256))
-    inputs = {key: torch.cat([batch[key] for batch, _ in parts]) for key in parts[0][0]}
+    inputs = {key: _stacked([batch[key] for batch, _ in parts]) for key in parts[0][0]}
     return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Batches one above the other; those of shorter texts are filled up with zeros, which their mask hides."""
+    if parts[0].ndim != 2:
+        return torch.cat(list(parts))
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, longest - part.shape[1])) for part in parts])
+
+
+def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Tensor]:
+    """Some samples of prepared inputs; of texts, no more tokens than the longest of them has."""
+    batch = {key: value[rows] for key, value in inputs.items()}
+    if "attention_mask" not in batch:
+        return batch
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {key: value[:, :longest] if value.ndim == 2 else value for key, value in batch.items()}
 
 
 def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:

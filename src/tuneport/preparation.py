@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,30 +18,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .adapter import Adapter, is_adapter, open_adapter, task_vector_of, transposed_weights
 from .alignment import Completion
-from .calibration import batches as sample_batches
 from .calibration import select
-from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, match_tokens
+from .capture import NEEDS_BACKWARD, Loss, PairedBatch
 from .checkpoint import (
     check_finite,
     describe,
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, files_of
+from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
-from .families import Head, Model, choose_head, describe_module, open_model, open_stored
+from .families import Encoded, Head, Model, choose_head, describe_module, open_model, open_stored
 from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
+from .objectives import Objective, forward_only, load_loss, objective_of, on_device
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
 from .tasks import read_data, split_reference
+from .tokens import Coverage, Match, coverage, match_spans, match_tokens
 
 ModelLike = Model | nn.Module | str | Path
 
@@ -77,7 +77,7 @@ def prepare(
     sampler: str = "random",
     seed: int = 0,
     head: str | None = None,
-    loss: Loss | tuple[Loss, Loss] | None = None,
+    loss: str | Loss | tuple[Loss, Loss] | None = None,
     match: Match | None = None,
     pairs: Sequence[LayerPair] | None = None,
     roles: Mapping[str, str | None] | None = None,
@@ -93,10 +93,10 @@ def prepare(
     """Open everything, pair the layers and draw the samples: a Job in which nothing is left to go wrong.
 
     `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
-    split; `head` names the zero-shot head; `loss(module, batch)`, or one for each model, replaces the
-    classification loss; `pairs`, `roles` and `depth_rule` override the pairing; `exclude` holds name
-    patterns of tensors to leave alone. `extra_signals` prepares for methods that measure more, `scored` for a
-    scale that is chosen on labelled samples.
+    split; `head` names the zero-shot head; `loss` is the name of an objective, MODULE:FUNCTION, an own
+    `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
+    `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone.
+    `extra_signals` prepares for methods that measure more, `scored` for a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
@@ -114,12 +114,19 @@ def prepare(
     if isinstance(data, (str, Path)) and not Path(data).exists():
         raise DataError(f"no data at {data}: no such file or folder.")
     gradients = bool(NEEDS_BACKWARD & signals) or scored
-    dataset, heads, indices = None, None, None
+    dataset, heads, indices, objective = None, None, None, None
+    loss_name = loss if isinstance(loss, str) else None
+    wanted = None if loss_name is None or ":" in loss_name else loss_name
+    if isinstance(loss, str):
+        loss = None if wanted else load_loss(loss)
     if (signals or scored) and isinstance(named, (str, Path, Dataset)):
-        labelled = gradients and loss is None
-        dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=labelled)
-        if loss is None and gradients:
-            about = (dataset.name, dataset.classes, dataset.prompts)
+        dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=False)
+        _check_kind(dataset, ours, theirs)
+        objective = objective_of(dataset, (ours, theirs), wanted)
+        if loss is None and gradients and objective.name == "classification":
+            if not isinstance(named, Dataset):
+                dataset = read_data(named, "train")  # says what is missing where there are no labels
+            about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
             heads = tuple(choose_head(model, head, *about) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
@@ -131,9 +138,8 @@ def prepare(
     if signals or scored:
         if data is None:
             raise DataError(f"method {name} needs calibration data: pass --data, or batches with a loss in Python.")
-        losses = _losses(ours, theirs, heads, loss, gradients)
+        losses = _losses(ours, theirs, objective, heads, loss, gradients)
         if dataset is not None:
-            _check_kind(dataset, ours, theirs)
             indices = select(
                 dataset,
                 samples=samples,
@@ -143,7 +149,8 @@ def prepare(
                 features=lambda chosen: features(theirs, chosen),
             )
             count = len(indices)
-            batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size)
+            assert objective is not None
+            batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size, objective)
         else:
             assert not isinstance(data, (str, Path, Dataset))
             batches = data
@@ -157,6 +164,7 @@ def prepare(
             "sampler": sampler,
             "seed": seed,
             "head": head,
+            "loss": loss_name or (objective.name if objective is not None and gradients and loss is None else None),
             "completion": completion,
             "batch_size": batch_size,
             "exclude": list(exclude),
@@ -170,6 +178,8 @@ def prepare(
         "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
+    if isinstance(batches, PairedBatches) and (found := batches.coverage()) is not None:
+        record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
     if adapter and (note := _base_note(adapter, ours)):
         record["notes"] = [note]
     return Job(
@@ -199,43 +209,42 @@ class PairedBatches:
     indices: np.ndarray[Any, np.dtype[np.int64]]
     heads: tuple[Head, ...] | None
     size: int
+    objective: Objective
 
     def __iter__(self) -> Iterator[PairedBatch]:
-        sides = (self.source, self.target)
+        for ours, theirs in self._encoded():
+            batches = [on_device(side, model.device) for model, side in zip(self._sides, (ours, theirs), strict=True)]
+            if ours.spans and theirs.spans:
+                match = match_spans(ours.spans, theirs.spans)
+            else:
+                layouts = [
+                    model.layout(batch) if model.layout is not None else None
+                    for model, (batch, _) in zip(self._sides, batches, strict=True)
+                ]
+                match = match_tokens(*layouts)
+            rows = len(next(iter(theirs.inputs.values())))
+            size = len(theirs.labels) if theirs.labels is not None else rows
+            yield PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows)
+
+    def coverage(self) -> Coverage | None:
+        """How well the tokens of both models meet on all samples; None where they are not texts."""
+        if self.source.reader is None or self.target.reader is None:
+            return None
+        return sum((coverage(ours.spans, theirs.spans) for ours, theirs in self._encoded()), Coverage())
+
+    @property
+    def _sides(self) -> tuple[Model, Model]:
+        return self.source, self.target
+
+    def _encoded(self) -> Iterator[tuple[Encoded, Encoded]]:
         chosen = [align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)]
-        streams = [sample_batches(data, self.indices, self.size) for data in chosen]
-        for (inputs, source_labels), (_, target_labels) in zip(*streams, strict=True):
-            batches = []
-            for model, labels in zip(sides, (source_labels, target_labels), strict=True):
-                assert model.encode is not None
-                encoded = {key: value.to(model.device) for key, value in model.encode(inputs).items()}
-                batches.append((encoded, labels.to(model.device)))
-            layouts = [
-                model.layout(batch) if model.layout is not None else None
-                for model, (batch, _) in zip(sides, batches, strict=True)
-            ]
-            yield PairedBatch(batches[0], batches[1], size=len(inputs), match=match_tokens(*layouts))
-
-
-def classification_loss(model: Model, head: Head) -> Loss:
-    """Sum over samples of the cross-entropy of the head's class scores."""
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        inputs, labels = batch
-        return F.cross_entropy(head.scores(model, module, inputs), labels, reduction="sum")
-
-    return loss
-
-
-def forward_only(model: Model) -> Loss:
-    """Run the model for its activations; the number means nothing."""
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        forward = model.logits or model.features
-        assert forward is not None
-        return forward(module, batch[0]).sum()
-
-    return loss
+        for start in range(0, len(self.indices), self.size):
+            rows = self.indices[start : start + self.size]
+            ours, theirs = (
+                self.objective.encode(model, worded(data.subset(rows)) if model.prompted else data.subset(rows))
+                for model, data in zip(self._sides, chosen, strict=True)
+            )
+            yield ours, theirs
 
 
 def pick_device(name: str) -> torch.device:
@@ -276,10 +285,29 @@ def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequ
             tensors = open_stored(finetuned).tensors
         else:
             tensors = (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
+        tensors = _under_names_of(source.tensors, tensors)
         vector = TaskVector.between(source.tensors, tensors, exclude)
         check_finite(tensors, list(vector))
     named = vector.rename({name: live[name] for name in vector if name in live})
     return _known(source, named)
+
+
+def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The fine-tuned tensors, where one of the two models stands inside a class with a head (`bert.` before names)."""
+    if any(name in finetuned for name in base):
+        return finetuned
+    first = next(iter(base), "")
+    for name in finetuned:
+        if name.endswith(f".{first}"):
+            prefix = name.removesuffix(first)
+            names = {other.removeprefix(prefix): other for other in finetuned}
+            break
+        if first.endswith(f".{name}"):
+            names = {first.removesuffix(name) + other: other for other in finetuned}
+            break
+    else:
+        return finetuned
+    return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
 
 
 def _open_adapter(finetuned: ModelLike | TaskVector) -> Adapter | None:
@@ -390,6 +418,7 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
 def _losses(
     source: Model,
     target: Model,
+    objective: Objective | None,
     heads: tuple[Head, ...] | None,
     loss: Loss | tuple[Loss, Loss] | None,
     gradients: bool,
@@ -398,8 +427,9 @@ def _losses(
         return loss
     if loss is not None:
         return loss, loss
-    if heads is not None:
-        return classification_loss(source, heads[0]), classification_loss(target, heads[1])
+    if objective is not None and (heads is not None or objective.name != "classification"):
+        ours, theirs = heads or (None, None)
+        return objective.loss(source, ours), objective.loss(target, theirs)
     for model in (source, target):
         if gradients or (model.features is None and model.logits is None):
             known = model.features is not None

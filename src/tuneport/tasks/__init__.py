@@ -10,17 +10,28 @@ from ..data import read_data as read_plain
 from ..errors import DataError, unknown_name
 from ..hub import local
 from .base import Layout, Task, TaskSplit, plain_name
+from .text import AGNEWS, CUSTREV, MNLI, QNLI, QQP, RTE, SNLI, SST2, SUBJ, TREC6
 from .vision import CARS, DTD, EUROSAT, GTSRB, MNIST, RESISC45, SUN397, SVHN
 
 TASKS: dict[str, Task] = {
+    "agnews": AGNEWS,
     "cars": CARS,
+    "custrev": CUSTREV,
     "dtd": DTD,
     "eurosat": EUROSAT,
     "gtsrb": GTSRB,
     "mnist": MNIST,
+    "mnli": MNLI,
+    "qnli": QNLI,
+    "qqp": QQP,
     "resisc45": RESISC45,
+    "rte": RTE,
+    "snli": SNLI,
+    "sst2": SST2,
+    "subj": SUBJ,
     "sun397": SUN397,
     "svhn": SVHN,
+    "trec6": TREC6,
 }
 
 

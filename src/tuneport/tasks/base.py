@@ -47,7 +47,7 @@ class Task:
 
     `prompts` are templates: with `{}` for the class name (images, for a zero-shot head), or with `{text}` and
     `{text_pair}` (texts, for a model that reads a prompt). `label_texts` are the words that a text-to-text
-    model writes, one per class. `aliases` are other names of the task's folder or file.
+    model writes and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file.
     """
 
     name: str
@@ -70,6 +70,8 @@ class Task:
         wanted: Literal["train", "test"] = "test" if split == "test" else "train"
         found = self._find(place, wanted, labelled)
         data = replace(self._named(found), name=self.name, prompts=self.prompts)
+        if data.classes == self.classes:
+            data = replace(data, label_texts=self.label_texts)
         if found.split == "all":
             train, test = _parted(data, TEST_SHARE)
             data = replace(data.subset(test if split == "test" else train), split=wanted)
