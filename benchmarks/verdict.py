@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from scipy.stats import spearmanr
+from zoo import PAIRS
 
 from tuneport.preflight import LIKELY, UNCERTAIN, UNLIKELY, Trial, compare, judge, prepare_pair, summary, try_transfer
-from zoo import PAIRS
 
 RESULTS = Path(__file__).parent / "results"
 HARM = 0.5  # points: less than that is neither a gain nor a loss

@@ -67,6 +67,31 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def stages(job: Any, device: torch.device) -> dict[str, float]:
+    """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
+    from tuneport.alignment import Statistics
+    from tuneport.pipeline import measure_job, problem_of
+
+    spent = [0.0]
+
+    class Timed(Statistics):
+        def solve(self, keys: Any, completion: Any = "svd") -> None:
+            begun = now(device)
+            super().solve(keys, completion)
+            spent[0] += now(device) - begun
+
+    started = now(device)
+    found = measure_job(job)
+    measured = now(device)
+    print(f"measured in {measured - started:.2f} s", file=sys.stderr, flush=True)
+    timed = Timed(found.covariances, found.weight_gradients, found.samples, found.passes)
+    moved = job.method.transfer(problem_of(job, timed))
+    done = now(device)
+    if len(moved.records) != len(job.plan.pairs):
+        raise SystemExit(f"{len(job.plan.pairs) - len(moved.records)} layers were not moved")
+    return {"measure": measured - started, "solve": spent[0], "transport": done - measured - spent[0]}
+
+
 def in_own_process(script: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one part of a benchmark in a process of its own and return the JSON object of its last line."""
     done = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=False)

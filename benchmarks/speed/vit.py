@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import in_own_process, now, peak_memory, publish, table
+from record import in_own_process, now, peak_memory, publish, stages, table
 from reference import reference_transfer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,11 +83,10 @@ class Setting:
                 model.zero_grad(set_to_none=True)
 
     def tuneport(self, batches: list[Any]) -> dict[str, float]:
-        from tuneport.alignment import Statistics
-        from tuneport.capture import match_tokens
         from tuneport.layers import TokenLayout
-        from tuneport.pipeline import measure_job, prepare, problem_of
+        from tuneport.preparation import prepare
         from tuneport.task_vector import TaskVector
+        from tuneport.tokens import match_tokens
 
         layouts = [TokenLayout(1, grid) for grid in self.grids]
         job = prepare(
@@ -99,24 +98,7 @@ class Setting:
             match=match_tokens(*layouts),
             device=str(self.device),
         )
-        spent = [0.0]
-
-        class Timed(Statistics):
-            def solve(self, keys: Any, completion: Any = "svd") -> None:
-                begun = now(device)
-                super().solve(keys, completion)
-                spent[0] += now(device) - begun
-
-        device = self.device
-        started = now(device)
-        found = measure_job(job)
-        measured = now(device)
-        moved = job.method.transfer(
-            problem_of(job, Timed(found.covariances, found.weight_gradients, found.samples, found.passes))
-        )
-        done = now(device)
-        assert len(moved.records) == len(job.plan.pairs)
-        return {"measure": measured - started, "solve": spent[0], "transport": done - measured - spent[0]}
+        return stages(job, self.device)
 
     def reference(self, batches: list[Any]) -> dict[str, float]:
         seconds: dict[str, float] = {}
@@ -131,11 +113,12 @@ class Setting:
         with peak_memory(self.device) as peak:
             started = now(self.device)
             if contender in ("bare", "frozen"):
-                stages = self.bare(self.batches, frozen=contender == "frozen") or {}
+                self.bare(self.batches, frozen=contender == "frozen")
+                spent = {}
             else:
-                stages = getattr(self, contender)(self.batches)
+                spent = getattr(self, contender)(self.batches)
             seconds = now(self.device) - started
-        return {"contender": contender, "seconds": seconds, "stages": stages, "peak_bytes": peak.bytes}
+        return {"contender": contender, "seconds": seconds, "stages": spent, "peak_bytes": peak.bytes}
 
 
 def main() -> None:

@@ -75,6 +75,12 @@ LossName = Annotated[
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
+]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="Memory that models, statistics and result may take together, such as 8GiB.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -132,6 +138,8 @@ def transfer(
     ] = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     resume: Annotated[
@@ -153,6 +161,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
     from .adapter import check_truncation
+    from .budget import format_bytes, plan_passes
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
@@ -170,7 +179,11 @@ def transfer(
             pipeline.check_adapter(job, rank, energy)
         test = pipeline.test_split(job, data) if evaluate else None
         verdict = _compared(job) if compare else None
-        with _progress("measuring", job.samples) as advance:
+        passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+        if passes is not None:
+            runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
+            _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+        with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
             record = pipeline.port(
                 job,
                 out,
@@ -185,6 +198,7 @@ def transfer(
                 note=_note,
                 test=test,
                 verdict=verdict.record() if verdict is not None else None,
+                passes=passes,
             )
     if json:
         _emit(to_json(record))
@@ -213,6 +227,8 @@ def plan(
     loss: LossName = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -246,6 +262,9 @@ def plan(
         f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
         f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
     )
+    if "groups" in cost:
+        runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
+        _say(f"within the memory budget: {runs} over the calibration data, peak {_bytes(cost['peak_bytes'])}")
 
 
 @app.command(epilog="Example: tuneport compare old-base new-base --data cars/ --finetuned old-base-cars")
@@ -604,9 +623,10 @@ def demo(
 
 
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
+    from .budget import parse_bytes
     from .preparation import prepare
 
-    names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "batch_size", "device")
+    names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "max_tokens", "batch_size", "device")
     return prepare(
         options["source"],
         options["finetuned"],
@@ -615,6 +635,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
         scored=scored,
+        memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         trust_remote_code=options["trust_remote_code"],
         **{name: options[name] for name in names},
     )

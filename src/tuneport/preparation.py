@@ -62,6 +62,8 @@ class Job:
     target_loss: Loss | None = None
     match: Match | None = None
     target_head: Head | None = None
+    max_tokens: int | None = None
+    memory_budget: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,6 +86,8 @@ def prepare(
     depth_rule: DepthRule = nearest_block,
     exclude: Sequence[str] = (),
     completion: Completion = "svd",
+    max_tokens: int | None = None,
+    memory_budget: int | None = None,
     batch_size: int = 32,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -95,12 +99,18 @@ def prepare(
     `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
     split; `head` names the zero-shot head; `loss` is the name of an objective, MODULE:FUNCTION, an own
     `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
-    `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone.
-    `extra_signals` prepares for methods that measure more, `scored` for a scale that is chosen on labelled samples.
+    `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
+    `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
+    that models, statistics and result may take. `extra_signals` prepares for methods that measure more, `scored` for
+    a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
     where = pick_device(device)
+    if max_tokens is not None and max_tokens < 1:
+        raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
+    if memory_budget is not None and memory_budget < 1:
+        raise TuneportError(f"memory_budget must be a number of bytes, got {memory_budget}.")
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
     named = data  # TASK:PATH, of which the rest of the house sees the path
@@ -166,6 +176,8 @@ def prepare(
             "head": head,
             "loss": loss_name or (objective.name if objective is not None and gradients and loss is None else None),
             "completion": completion,
+            "max_tokens": max_tokens,
+            "memory_budget": memory_budget,
             "batch_size": batch_size,
             "exclude": list(exclude),
             "roles": dict(roles or {}),
@@ -195,6 +207,8 @@ def prepare(
         losses[1],
         match,
         heads[1] if heads else None,
+        max_tokens,
+        memory_budget,
         record,
     )
 
@@ -296,17 +310,15 @@ def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor])
     """The fine-tuned tensors, where one of the two models stands inside a class with a head (`bert.` before names)."""
     if any(name in finetuned for name in base):
         return finetuned
-    first = next(iter(base), "")
-    for name in finetuned:
-        if name.endswith(f".{first}"):
-            prefix = name.removesuffix(first)
-            names = {other.removeprefix(prefix): other for other in finetuned}
-            break
-        if first.endswith(f".{name}"):
-            names = {first.removesuffix(name) + other: other for other in finetuned}
-            break
+    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in finetuned}
+    if (prefix := next((outer[name] for name in base if name in outer), None)) is not None:
+        names = {name.removeprefix(prefix): name for name in finetuned}
     else:
-        return finetuned
+        outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in base}
+        prefix = next((outer[name] for name in finetuned if name in outer), None)
+        if prefix is None:
+            return finetuned
+        names = {prefix + name: name for name in finetuned}
     return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
 
 

@@ -9,9 +9,11 @@ thrown away for a plain SVD; if that fails too, the solver raises.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -98,7 +100,7 @@ def polar(C: Tensor, cut: float, route: str | None = None) -> Polar:
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route).T
     names = list(ROUTES)
-    for name in names[names.index(route or _choose(C)) :]:
+    for name in names[names.index(route or _choose(C, cut)) :]:
         found = ROUTES[name](C, cut)
         if found is None:
             continue
@@ -245,8 +247,11 @@ ROUTES: dict[str, Callable[[Tensor, float], Found | None]] = {  # from the most 
 }
 
 
-def _choose(C: Tensor) -> str:
-    return "svd" if len(C) <= SMALL else "eigh" if len(C) < LARGE else "qdwh"
+def _choose(C: Tensor, cut: float) -> str:
+    """The route for a shape; a coarse cut (of half-precision signals) as good as never leaves full rank."""
+    if len(C) <= SMALL:
+        return "svd"
+    return "qdwh" if len(C) >= LARGE and cut < 1e-6 else "eigh"
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
@@ -321,8 +326,8 @@ def complete(found: Polar) -> CoordinateMap:
 def complete_thin(found: Polar) -> CoordinateMap:
     """`complete` where the rank r is far below both widths: the identity plus a correction of rank 2 r or so.
 
-    Outside W_A = span(U, E V) the completed map is the identity E itself, whose image is orthogonal to
-    W_B = span(E^T W_A, V); between W_A and W_B it is a problem of size 2 r x 3 r.
+    Outside W_A = span(U, E V) the completed map is the identity E itself, and what that reaches is orthogonal to
+    W_B = span(E^T W_A, V); from W_A to W_B it is a problem of size 2 r x 3 r.
     """
     if found.left.shape[0] > found.right.shape[0]:
         turned = complete_thin(found.T)
@@ -332,17 +337,24 @@ def complete_thin(found: Polar) -> CoordinateMap:
     if r == 0 or 3 * r > n:
         return complete(found)
     W_A = _orthonormal(torch.cat([U, V[:n]], dim=1))
-    padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))  # E^T W_A
-    W_B = _orthonormal(torch.cat([padded, V], dim=1))
-    u, v, same = W_A.T @ U, W_B.T @ V, padded.T @ W_B  # U, V and E in these coordinates
+    beyond = _orthonormal(V[n:])  # W_B is W_A, padded, beside this in the rows that E does not reach
+    p = W_A.shape[1]
+
+    def spread(columns: Tensor) -> Tensor:
+        return torch.cat([W_A @ columns[:p], beyond @ columns[p:]])
+
+    u, v = W_A.T @ U, torch.cat([W_A.T @ V[:n], beyond.T @ V[n:]])  # in the coordinates of W_A and W_B
     null = _null_of(u)
-    seen_left, seen_right = _nearest(null.T @ same, v)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(null.T, (0, len(v) - p)), v)
     seen_left = null @ seen_left
-    left, right = W_A, W_B @ (u @ v.T - same + seen_left @ seen_right.T).T
-    blind = len(u) - r - seen_left.shape[1]
+    core = u @ v.T + seen_left @ seen_right.T
+    core.diagonal().sub_(1.0)  # E itself
+    left, right = W_A, spread(core.T)
+    blind = p - r - seen_left.shape[1]
     if blind:
-        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), W_B @ torch.cat([v, seen_right], 1)
+        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), spread(torch.cat([v, seen_right], 1))
         left = torch.cat([left, _pivoted([(W_A, 1.0), (mapped_left, -1.0)], n, blind)], dim=1)
+        padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))
         free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E - what is mapped already
         right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
     return CoordinateMap(left, right, identity=True)
@@ -398,19 +410,35 @@ def side_by_side(
     """
     if device is None or device.type != "cuda" or len(tasks) < 2:
         return [task() for task in tasks]
+    _load_linear_algebra(device)
     ready = torch.cuda.current_stream(device)
 
     def run(task: Callable[[], T]) -> T:
-        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):
-            stream.wait_stream(ready)
+        if getattr(_own, "device", None) != device:
+            _own.device, _own.stream = device, torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(_own.stream):
+            _own.stream.wait_stream(ready)
             result = task()
-            stream.synchronize()
+            _own.stream.synchronize()
         for tensor in tensors(result):
             tensor.record_stream(ready)
         return result
 
-    with ThreadPoolExecutor(min(STREAMS, len(tasks))) as pool:
-        return list(pool.map(run, tasks))
+    return list(_pool().map(run, tasks))
+
+
+_own = threading.local()  # a thread's stream: memory is cached per stream, so streams are kept
+
+
+@cache
+def _load_linear_algebra(device: torch.device) -> None:
+    """torch loads its GPU library at the first decomposition, and fails if two threads do so at once."""
+    torch.linalg.qr(torch.eye(2, device=device, dtype=torch.float64))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(STREAMS)
 
 
 def rectangular_identity(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:

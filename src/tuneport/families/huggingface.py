@@ -38,8 +38,9 @@ class HuggingFace(Family):
         with quiet():
             module = _load(folder, stored, device, trust_remote_code)
         check_finite(stored)
-        model = self._model(module, str(reference), stored, folder, trust_remote_code)
-        lost = [name for name in model.file_names.values() if name not in stored]
+        names = _traced(module, _file_names(module), stored)
+        model = self._model(module, str(reference), stored, names, folder, trust_remote_code)
+        lost = [name for name in names.values() if name not in stored]
         if lost:
             raise CheckpointError(
                 f"{len(lost)} tensors of {type(module).__name__} cannot be traced to the files of {folder}: "
@@ -59,16 +60,22 @@ class HuggingFace(Family):
         tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         names = _file_names(module)
         stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
-        return self._model(module, type(module).__name__, stored, None, False)
+        return self._model(module, type(module).__name__, stored, names, None, False)
 
     def _model(
-        self, module: nn.Module, name: str, stored: Mapping[str, Tensor], folder: Path | None, trust_remote_code: bool
+        self,
+        module: nn.Module,
+        name: str,
+        stored: Mapping[str, Tensor],
+        file_names: Mapping[str, str],
+        folder: Path | None,
+        trust_remote_code: bool,
     ) -> Model:
         model = Model(
             name=name,
             module=module,
             tensors=stored,
-            file_names=_file_names(module),
+            file_names=file_names,
             layers=(),
             loose=(),
             folder=folder,
@@ -96,15 +103,16 @@ def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_c
             f"{', '.join(HEADS)}. See docs/add-a-family.md."
         )
     _check_size(kind, folder, stored)
-    module, wrong = _build(kind, folder, trust_remote_code)
-    if wrong and is_text:
+    module, missing, misshapen = _build(kind, folder, trust_remote_code)
+    if missing and not misshapen and is_text:
         # encoders are often stored without the head, or the pooler, that their config.json names
         base = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
         for options in ({}, {"add_pooling_layer": False}):
-            other, left = _build(base, folder, trust_remote_code, **options)
-            if not left:
-                module, wrong = other, left
+            other, *left = _build(base, folder, trust_remote_code, **options)
+            if not any(left):
+                module, missing = other, []
                 break
+    wrong = [*missing, *misshapen]
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors of {name} are missing or misshapen in {folder}: {first_of(wrong)}. "
@@ -114,8 +122,8 @@ def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_c
     return model.to(device).eval()
 
 
-def _build(kind: Any, folder: Path, trust_remote_code: bool, **options: Any) -> tuple[Any, list[str]]:
-    """A module with the folder's weights, and the tensors that are missing or misshapen there."""
+def _build(kind: Any, folder: Path, trust_remote_code: bool, **options: Any) -> tuple[Any, list[str], list[str]]:
+    """A module with the folder's weights, the tensors that are missing there, and those that are misshapen."""
     try:
         module, info = kind.from_pretrained(
             folder,
@@ -128,12 +136,12 @@ def _build(kind: Any, folder: Path, trust_remote_code: bool, **options: Any) -> 
         )
     except TypeError as error:
         if options:
-            return None, [str(error)]
+            return None, [str(error)], []
         raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {_line(error)}") from error
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {_line(error)}") from error
     misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
-    return module, sorted({*info["missing_keys"], *misshapen})
+    return module, sorted(info["missing_keys"]), sorted(misshapen)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -200,3 +208,10 @@ def _file_names(module: nn.Module) -> dict[str, str]:
     live = {(tensor.data_ptr(), tensor.shape): name for name, tensor in state.items()}
     back = {live[key]: name for name, tensor in saved.items() if (key := (tensor.data_ptr(), tensor.shape)) in live}
     return {name: back.get(name, name) for name, _ in module.named_parameters()}
+
+
+def _traced(module: Any, names: dict[str, str], stored: Checkpoint) -> dict[str, str]:
+    """The same names where the files keep a bare model as the inside of one with a head: `bert.` before each."""
+    inside = {name: f"{module.base_model_prefix}.{file}" for name, file in names.items()}
+    bare = not any(file in stored for file in names.values())
+    return inside if bare and all(file in stored for file in inside.values()) else names

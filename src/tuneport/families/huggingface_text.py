@@ -61,7 +61,7 @@ class Parts:
 def text_class(name: str, model_type: str) -> Parts | None:
     """What a class of that name and model type is; None where it is not known."""
     head = next((head for head in HEADS if name.endswith(head)), None)
-    if head is None or model_type not in KINDS or (head == "ForCausalLM" and KINDS[model_type] == ENCODER):
+    if head is None or model_type not in KINDS or (head in WRITERS and KINDS[model_type] == ENCODER):
         return None
     return Parts(KINDS[model_type], head)
 

@@ -57,7 +57,7 @@ class Reader:
     def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:
         """For a causal model: predict each whole text, or only the target that is appended to it."""
         starts = [_joined(text) for text in texts]
-        ends = ["" if targets is None else target for target in targets or [""] * len(starts)]
+        ends = [""] * len(starts) if targets is None else targets
         glue = [
             " " if end and start and not start[-1].isspace() else "" for start, end in zip(starts, ends, strict=True)
         ]
@@ -104,6 +104,9 @@ class Reader:
             )
         except Exception as error:
             raise CheckpointError(f"the tokenizer cannot read the texts: {first_line(error)}") from error
+        bare = [row for row, count in enumerate(found["attention_mask"].sum(1).tolist()) if count == 0]
+        if bare:
+            raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
         inputs = {name: found[name] for name in self.names if name in found}
         rows = [
             _spans(text, found["offset_mapping"][row].tolist(), found.sequence_ids(row), found["attention_mask"][row])
@@ -131,10 +134,6 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
             ) from error
 
 
-def _continued(start: str, end: str) -> str:
-    return f"{start} {end}" if start and end and not start[-1].isspace() else start + end
-
-
 def _joined(text: Text) -> str:
     return text if isinstance(text, str) else "\n".join(text)
 
@@ -143,13 +142,11 @@ def _spans(text: Text, offsets: list[list[int]], parts: Sequence[int | None], ma
     """Begin and end of each token of one sample: a unit for the special tokens before, between and after the texts."""
     starts: list[float] = []
     measures: list[list[float]] = []
-    at = 1.0
+    gaps = [0.0]
     for piece in [text] if isinstance(text, str) else text:
-        measure = [0.0, *accumulate(BLANK if letter.isspace() else 1.0 for letter in piece)]
-        starts.append(at)
-        measures.append(measure)
-        at += measure[-1] + 1.0
-    gaps = [0.0, *(start + measure[-1] for start, measure in zip(starts, measures, strict=True))]
+        starts.append(gaps[-1] + 1.0)
+        measures.append([0.0, *accumulate(BLANK if letter.isspace() else 1.0 for letter in piece)])
+        gaps.append(starts[-1] + measures[-1][-1])
     real = [bool(one) for one in mask.tolist()]
     seen = [index for index, part in enumerate(parts) if part is not None and real[index]]
     spans = [[PADDING, PADDING] for _ in offsets]

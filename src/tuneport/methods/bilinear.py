@@ -46,6 +46,10 @@ class BilinearAlignment(Method):
         return True
 
     @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
 
@@ -114,6 +118,7 @@ class BilinearAlignment(Method):
 
 
 def _spectrum(alignment: Alignment | None, *widths: int) -> tuple[float, ...] | None:
+    """The singular values, thinned out; None where no map was solved, or by a route that needs none of them."""
     values = alignment.singular_values if alignment is not None else None
     return spectrum_of(values, min(widths)) if values is not None else None
 
