@@ -558,8 +558,8 @@ def _print_results(out: Path, json: bool) -> None:
 
 
 def _progress_line(text: str) -> None:
-    """One line on stderr."""
-    err_console.print(_harmless(text) if not text.startswith(" ") else "  " + _harmless(text).strip(), markup=False)
+    """One line on stderr as it is."""
+    err_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _by_task(option: str, given: list[str] | None) -> dict[str, str]:
