@@ -41,7 +41,7 @@ __all__ = [
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
-HELD = 2**30  # bytes of solved maps that are remembered
+HELD = 2**28  # bytes of solved maps that are remembered
 
 
 class CrossCovariance:
@@ -115,7 +115,7 @@ class CrossCovariance:
 
     def few_tokens(self) -> tuple[Tensor, Tensor] | None:
         """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
-        if not self.rows or 3 * self.tokens > min(self.shape):
+        if not self.rows or 5 * self.tokens > 4 * min(self.shape):
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
@@ -206,7 +206,8 @@ def procrustes(
         rtol = rank_cut(streamed.signal_dtype, streamed.dtype, max(streamed.shape))
     elif rtol is None:
         rtol = rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
-    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol)
+    most = streamed.tokens if streamed is not None else None
+    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=most)
     if completion == "none":
         mapping = CoordinateMap(found.left, found.right)
     else:

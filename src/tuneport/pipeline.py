@@ -265,6 +265,7 @@ def _move(
         statistics = clock.measure(group, progress, work, _stage("all", index, groups))
         moved.append(_solve(group, statistics))
         counted = _count(counted, statistics)
+        del statistics  # before the next group's are made
     return _together(moved), counted
 
 
@@ -283,6 +284,7 @@ def _move_auto(
         if len(fits) > 1:
             moved["part"].append(_solve(first, part))
             moved["whole"].append(moved["part"][-1] if statistics is part else _solve(first, statistics))
+            part = statistics = Statistics()  # before the next group's are made
     if len(fits) == 1:
         found = transfer_auto(rest, lambda given: _solve(fit, given), part, statistics, held_out=rest is not fit)
     else:

@@ -91,16 +91,16 @@ class Found(NamedTuple):
     values: Tensor | None  # the singular values of C
 
 
-def polar(C: Tensor, cut: float, route: str | None = None) -> Polar:
+def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None = None) -> Polar:
     """The polar factor of C on the directions whose singular value exceeds `cut` times the largest.
 
     `route` is one of ROUTES; None chooses. Where it cannot serve, or its result is not certified, the next one of
-    ROUTES does. C must be float64 and finite. Trap: `left` and `right` mean something only together.
+    ROUTES does. `most` is the largest rank that C can have, where known. C must be float64 and finite. Trap: `left` and `right` mean something only together.
     """
     if C.shape[0] > C.shape[1]:
-        return polar(C.T, cut, route).T
+        return polar(C.T, cut, route, most=most).T
     names = list(ROUTES)
-    for name in names[names.index(route or _choose(C, cut)) :]:
+    for name in names[names.index(route or _choose(C, cut, most)) :]:
         found = ROUTES[name](C, cut)
         if found is None:
             continue
@@ -247,11 +247,12 @@ ROUTES: dict[str, Callable[[Tensor, float], Found | None]] = {  # from the most 
 }
 
 
-def _choose(C: Tensor, cut: float) -> str:
+def _choose(C: Tensor, cut: float, most: int | None) -> str:
     """The route for a shape; a coarse cut (of half-precision signals) as good as never leaves full rank."""
     if len(C) <= SMALL:
         return "svd"
-    return "qdwh" if len(C) >= LARGE and cut < 1e-6 else "eigh"
+    full = cut < 1e-6 and (most is None or most >= len(C))
+    return "qdwh" if full and len(C) >= LARGE else "eigh"
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
