@@ -49,6 +49,7 @@ bench: setup
 	$(BIN)/python benchmarks/speed/llama.py --samples 8 --length 64 --max-tokens 64 --out $(BENCH)
 	$(BIN)/python benchmarks/speed/scaling.py --out $(BENCH)
 	$(BIN)/python benchmarks/speed/budget.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/processes.py --out $(BENCH)
 
 clean:
 	rm -rf $(VENV) $(FAMILIES) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis tuneport-demo

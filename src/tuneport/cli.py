@@ -147,40 +147,45 @@ def transfer(
     from . import pipeline
     from .adapter import check_truncation
     from .budget import format_bytes, plan_passes
+    from .distributed import processes
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
 
     check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
-    with claimed(out):
-        check_new(out, overwrite or resume, inputs=inputs)
-        strength = pipeline.check_scale(scale)
-        if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
-            raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
-        check_truncation(rank, energy)
-        job = _prepare(locals(), scored=strength == "auto")
-        if as_ is OutputKind.adapter:
-            pipeline.check_adapter(job, rank, energy)
-        passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
-        if passes is not None:
-            runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
-            _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
-        with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
-            record = pipeline.port(
-                job,
-                out,
-                scale=strength,
-                kind=as_.value,
-                rank=rank,
-                energy=energy,
-                overwrite=overwrite,
-                resume=resume,
-                save_every=save_every,
-                progress=advance,
-                note=_note,
-                passes=passes,
-            )
+    with processes(device) as here:
+        if not here.first:  # the first process checks, writes and speaks
+            pipeline.run(_prepare(locals()), scale=pipeline.check_scale(scale))
+            return
+        with claimed(out):
+            check_new(out, overwrite or resume, inputs=inputs)
+            strength = pipeline.check_scale(scale)
+            if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
+                raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
+            check_truncation(rank, energy)
+            job = _prepare(locals(), scored=strength == "auto")
+            if as_ is OutputKind.adapter:
+                pipeline.check_adapter(job, rank, energy)
+            passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+            if passes is not None:
+                runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
+                _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+            with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
+                record = pipeline.port(
+                    job,
+                    out,
+                    scale=strength,
+                    kind=as_.value,
+                    rank=rank,
+                    energy=energy,
+                    overwrite=overwrite,
+                    resume=resume,
+                    save_every=save_every,
+                    progress=advance,
+                    note=_note,
+                    passes=passes,
+                )
     if json:
         _emit(to_json(record))
         return
