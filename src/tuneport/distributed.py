@@ -94,27 +94,27 @@ def reduced(statistics: Statistics, plan: Plan) -> Statistics:
     if here.size == 1:
         return statistics
     owners = _owners(plan, here)
-    keys = sorted(statistics.covariances)
+    distinct: dict[int, tuple[str, CrossCovariance]] = {}  # in an order that all processes share
+    for key in sorted(statistics.covariances):
+        distinct.setdefault(id(statistics.covariances[key]), (key[0], statistics.covariances[key]))
+    facts = [_facts(covariance) for _, covariance in distinct.values()]
+    keys = (sorted(statistics.covariances), sorted(statistics.weight_gradients), len(facts))
     everyone: list[Any] = [None] * here.size
-    dist.all_gather_object(everyone, [keys, sorted(statistics.weight_gradients), statistics.samples])
-    if any(other[:2] != everyone[0][:2] for other in everyone):
+    dist.all_gather_object(everyone, (keys, statistics.samples, facts))
+    if any(other[0] != keys for other in everyone):
         raise TuneportError("the processes have measured different layers; give every process batches of one kind.")
-    sums: dict[int, CrossCovariance | None] = {}
-    covariances = {}
-    for key in keys:
-        own = statistics.covariances[key]
-        if id(own) not in sums:
-            sums[id(own)] = _reduced(own, owners[key[0]], here)
-        total = sums[id(own)]
-        if total is not None and owners[key[0]] == here.rank:
-            covariances[key] = total
+    sums = {}
+    for index, (layer, covariance) in enumerate(distinct.values()):
+        total = _reduced(covariance, owners[layer], [other[2][index] for other in everyone])
+        if owners[layer] == here.rank:
+            sums[id(covariance)] = total
+    covariances = {key: sums[id(own)] for key, own in statistics.covariances.items() if id(own) in sums}
     gradients = {}
     for name in sorted(statistics.weight_gradients):
         gradient = _reduced_gradient(statistics.weight_gradients[name], owners[name])
         if owners[name] == here.rank:
             gradients[name] = gradient
-    ordered = {key: covariances[key] for key in statistics.covariances if key in covariances}
-    return Statistics(ordered, gradients, sum(other[2] for other in everyone), dict(statistics.passes))
+    return Statistics(covariances, gradients, sum(other[1] for other in everyone), dict(statistics.passes))
 
 
 def moved_by_all(problem: Problem, transfer: Callable[[Problem], Transfer]) -> Transfer:
@@ -152,47 +152,46 @@ def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
     return owners
 
 
-def _reduced(own: CrossCovariance, owner: int, here: Ranks) -> CrossCovariance | None:
-    everyone: list[Any] = [None] * here.size
-    lengths = None if own.rows is None else [len(source) for source, _ in own.rows]
-    facts = (own.tokens, str(own.signal_dtype), float(own.source_energy), float(own.target_energy), lengths)
-    dist.all_gather_object(everyone, facts)
+def _facts(own: CrossCovariance) -> dict[str, Any]:
+    """What the others must know of a covariance."""
+    return {
+        "tokens": own.tokens,
+        "dtype": own.signal_dtype,
+        "energies": (float(own.source_energy), float(own.target_energy)),
+        "rows": None if own.rows is None else sum(len(source) for source, _ in own.rows),
+        "nbytes": own.nbytes,
+    }
+
+
+def _reduced(own: CrossCovariance, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
+    """The covariance over all processes, right in the one that owns it; tokens stay tokens while they are few."""
     total = CrossCovariance(*own.shape, device=own.device, dtype=own.dtype)
-    total.tokens = sum(other[0] for other in everyone)
-    total.source_energy += sum(other[2] for other in everyone)
-    total.target_energy += sum(other[3] for other in everyone)
-    total.signal_dtype = max(
-        (getattr(torch, other[1].removeprefix("torch.")) for other in everyone), key=lambda d: torch.finfo(d).eps
-    )
-    held = own.nbytes if own.rows is not None else 0
-    rows = own.rows
-    fits = 2 * held * here.size <= own.shape[0] * own.shape[1] * own.dtype.itemsize
-    votes: list[Any] = [None] * here.size
-    dist.all_gather_object(votes, rows is not None and fits)
-    if all(votes) and rows is not None:
-        total.rows = _gathered(rows, [other[4] for other in everyone], own)
+    total.tokens = sum(other["tokens"] for other in facts)
+    total.source_energy += sum(other["energies"][0] for other in facts)
+    total.target_energy += sum(other["energies"][1] for other in facts)
+    total.signal_dtype = max((other["dtype"] for other in facts), key=lambda dtype: torch.finfo(dtype).eps)
+    room = own.shape[0] * own.shape[1] * own.dtype.itemsize
+    kept = all(other["rows"] for other in facts) and 2 * sum(other["nbytes"] for other in facts) <= room
+    if kept and own.rows is not None:
+        total.rows = _gathered(own.rows, [other["rows"] for other in facts], own)
     else:
         matrix = own.matrix.clone()
         dist.reduce(matrix, owner)
         total.matrix = matrix
-    return total if owner == here.rank else None
+    return total
 
 
 def _gathered(
-    rows: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[list[int]], own: CrossCovariance
+    rows: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], own: CrossCovariance
 ) -> list[tuple[Tensor, Tensor]]:
     """The kept tokens of all processes, in their order."""
-    longest = max(sum(parts) for parts in lengths)
     sides = []
     for side, width in enumerate(own.shape):
-        mine = torch.zeros(longest, width, device=own.device, dtype=rows[0][side].dtype)
-        at = 0
-        for pair in rows:
-            mine[at : at + len(pair[side])] = pair[side]
-            at += len(pair[side])
+        mine = torch.cat([pair[side] for pair in rows])
+        mine = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine), width)])
         parts = [torch.empty_like(mine) for _ in lengths]
         dist.all_gather(parts, mine)
-        sides.append([part[: sum(counts)].clone() for part, counts in zip(parts, lengths, strict=True)])
+        sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True)])
     return list(zip(sides[0], sides[1], strict=True))
 
 
