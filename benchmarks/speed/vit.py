@@ -169,7 +169,8 @@ def main() -> None:
     data = {"options": {k: str(v) for k, v in vars(options).items() if k != "only"}, "rows": rows}
     blocks = f"-depth{options.depth}" if options.depth else ""
     name = f"vit-{options.shapes}{blocks}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
-    title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{f', {options.depth} blocks' if options.depth else ''}\n\n"
+    only = f", {options.depth} blocks" if options.depth else ""
+    title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{only}\n\n"
     publish(name, options.out, title + table(head, lines), data, torch.device(options.device))
 
 
