@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .alignment import HELD, CrossCovariance, Statistics
+from .alignment import HELD, PIECE, CrossCovariance, Statistics
 from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure
 from .errors import TuneportError
 from .pairing import LayerPair
@@ -157,7 +157,7 @@ class _Cost:
                 kept_inputs += signals
             else:
                 kept_gradients += signals
-            widest = max(widest, 8 * rows * sum(covariance.shape))
+            widest = max(widest, 8 * min(rows, PIECE) * sum(covariance.shape))
             mapped, working = _solving(covariance, self._tokens(covariance))
             maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
             work = max(work, working)
