@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 FAMILIES := .venv-families
 FAMILIES_STAMP := $(FAMILIES)/.installed
 
-.PHONY: setup demo test test-families lint docs clean
+.PHONY: setup demo test test-families lint docs bench clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,17 @@ lint: setup
 
 docs: setup
 	$(BIN)/mkdocs build --strict --quiet
+
+BENCH ?= bench-results
+
+bench: setup
+	$(BIN)/python benchmarks/speed/solvers.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/accumulation.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/vit.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/llama.py --samples 8 --length 64 --max-tokens 64 --out $(BENCH)
+	$(BIN)/python benchmarks/speed/scaling.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/budget.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/processes.py --out $(BENCH)
 
 clean:
 	rm -rf $(VENV) $(FAMILIES) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis tuneport-demo
