@@ -32,8 +32,8 @@ test-families: $(FAMILIES_STAMP)
 	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/families
 
 lint: setup
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

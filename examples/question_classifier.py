@@ -73,7 +73,7 @@ def main() -> None:
         rows.append((name, "as it is", accuracy(target.module)))
         few = train.subset(select(train, samples=options.samples, sampler="class_balanced", seed=99))
         schedules = [Schedule(steps, batch_size=32, learning_rate=rate) for rate in (2e-5, 1e-4) for steps in (20, 60)]
-        best = max(schedules, key=lambda schedule: accuracy(tune(target, head, few, schedule), validation))  # noqa: B023
+        best = max(schedules, key=lambda schedule: accuracy(tune(target, head, few, schedule), validation))
         for seed in range(options.seeds):
             for method in ("naive", "theseus", "bico"):
                 result = tuneport.transfer(

@@ -131,8 +131,8 @@ def main() -> None:
 
 def table(rows: list[Any], wanted: Tensor, options: argparse.Namespace) -> str:
     lines = [
-        f"{SAMPLES} calibration pairs, {options.seeds} draws of them (mean ± deviation); {len(wanted)} pairs of held-out "
-        f"texts. In the source their cosine changes by {float(wanted.mean()):+.3f} on average.",
+        f"{SAMPLES} calibration pairs, {options.seeds} draws of them (mean ± deviation); {len(wanted)} pairs of "
+        f"held-out texts. In the source their cosine changes by {float(wanted.mean()):+.3f} on average.",
         "",
         "| target | method | correlation of the changes with the source's | mean change |",
         "|---|---|---|---|",
