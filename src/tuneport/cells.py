@@ -191,6 +191,7 @@ def _largest_job(
         scored=True,
         sampler="class_balanced" if looks else sampler,
         head=comparison.heads.get(task),
+        exclude=comparison.exclude,
         batch_size=comparison.batch_size,
         **drawn,
     )

@@ -104,6 +104,7 @@ def _outputs(comparison: Comparison, models: Sequence[Model], task: str, sampler
         sampler=sampler,
         seed=seed,
         head=comparison.heads.get(task),
+        exclude=comparison.exclude,
         batch_size=comparison.batch_size,
     )
     measured = measure_job(job, signals=signals)
@@ -150,6 +151,7 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
         sampler=sampler,
         seed=seed,
         head=comparison.heads.get(task),
+        exclude=comparison.exclude,
         batch_size=comparison.batch_size,
     )
     cost, seconds = cost_of(job), run(job).record["seconds_by_stage"]

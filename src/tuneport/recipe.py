@@ -54,6 +54,7 @@ class Comparison:
     samples: Sequence[int] = ()
     shots: Sequence[int] = ()
     samplers: Sequence[str] = ("random",)
+    exclude: Sequence[str] = ()
     seeds: Sequence[int] = (0,)
     scales: Sequence[str] = ("1", "auto")
     steps: Sequence[int] = ()
@@ -121,6 +122,7 @@ _LISTS: dict[str, type] = {
     "samples": int,
     "shots": int,
     "samplers": str,
+    "exclude": str,
     "seeds": int,
     "scales": str,
     "steps": int,
