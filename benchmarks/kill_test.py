@@ -36,7 +36,7 @@ def make_inputs(root: Path) -> list[str]:
 
     np.savez(root / "digits.npz", **mirrored_digits())
     (root / "tuned").mkdir()
-    copy_companions(MODELS / "small", root / "tuned", None)
+    copy_companions(MODELS / "small", root / "tuned")
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)

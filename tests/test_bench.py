@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from folders import LARGE, Zoo, build
-from tuneport import bench, cli, pipeline
+from tuneport import bench, cells, cli, pipeline
 from tuneport.alignment import Statistics
 from tuneport.bench import (
     Comparing,
     Comparison,
     Row,
     auto_scale_summary,
-    check,
     compare,
     load,
     make_comparison,
@@ -34,6 +33,7 @@ from tuneport.bench import (
 )
 from tuneport.errors import DataError
 from tuneport.families import open_model
+from tuneport.finetuning import Schedule
 from tuneport.pipeline import measure_job, prepare
 from tuneport.scaling import fitting_samples
 
@@ -80,7 +80,7 @@ class TestEqualTerms:
             given[statistics.samples] = statistics
             return plain(job, statistics)
 
-        monkeypatch.setattr(bench, "problem_of", problem_of)
+        monkeypatch.setattr(cells, "problem_of", problem_of)
         compare(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": []}))
         counts = {number for shots in (1, 3, 8) for number in (3 * shots, fitting_samples(3 * shots))}
         assert set(given) - {0} == counts
@@ -105,13 +105,13 @@ class TestEqualTerms:
 
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        plain = bench.measure_job
+        plain = cells.measure_job
 
         def counted(job: Any, **options: Any) -> Statistics:
             calls.append(len(job.batches.indices))
             return plain(job, **options)
 
-        monkeypatch.setattr(bench, "measure_job", counted)
+        monkeypatch.setattr(cells, "measure_job", counted)
         found = compare(make_comparison(settings | {"steps": []}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
@@ -209,7 +209,7 @@ def toml(settings: dict[str, Any]) -> str:
     plain = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items() if not isinstance(value, dict))
     tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
     return plain + "".join(
-        f"[{key}]\n" + "".join(f"{task} = {json.dumps(path)}\n" for task, path in table.items())
+        f"[{key}]\n" + "".join(f"{task} = {json.dumps(item)}\n" for task, item in table.items())
         for key, table in tables.items()
     )
 
@@ -217,14 +217,16 @@ def toml(settings: dict[str, Any]) -> str:
 class TestRecipes:
     def test_round_trip(self, settings: dict[str, Any], tmp_path: Path) -> None:
         (tmp_path / "recipe.toml").write_text(toml(settings))
-        assert read_recipe(tmp_path / "recipe.toml") == make_comparison(settings)
+        assert read_recipe(tmp_path / "recipe.toml").comparison == make_comparison(settings)
 
     def test_every_setting_can_be_given(self, settings: dict[str, Any], tmp_path: Path) -> None:
-        changed = {"sampler": "class_balanced", "scales": ["0.5"], "batch_size": 8, "heads": {"animals": "animals"}}
-        full = settings | changed | {"reference": {"animals": settings["target"]}, "samples": []}
+        changed = {"samplers": ["class_balanced"], "scales": ["0.5"], "batch_size": 8, "heads": {"animals": "animals"}}
+        more = {"stated": {"animals": 50.0}, "protocol": "linear-probe", "source_rows": True, "test_samples": 9}
+        tuning = {"checkpoint_every": 1, "finetune": asdict(Schedule(3, warmup=1))}
+        full = settings | changed | more | tuning | {"reference": {"animals": settings["target"]}, "samples": []}
         assert set(full) == {item.name for item in fields(Comparison)}
         (tmp_path / "recipe.toml").write_text(toml(full))
-        found = read_recipe(tmp_path / "recipe.toml")
+        found = read_recipe(tmp_path / "recipe.toml").comparison
         assert {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(found).items()} == full
 
     def test_an_unknown_key_names_the_nearest(self, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ class TestRecipes:
 
     def test_budgets_are_needed(self, settings: dict[str, Any]) -> None:
         with pytest.raises(DataError, match="give budgets as samples or as shots, one of the two"):
-            check(replace(make_comparison(settings), shots=()))
+            make_comparison(settings | {"shots": []})
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -289,7 +291,7 @@ class TestRecipes:
     def test_a_method_that_cannot_serve_the_pair_is_refused_before_work(
         self, zoo: Zoo, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(bench, "measure_job", lambda *_, **__: pytest.fail("measured"))
+        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("measured"))
         with pytest.raises(Exception, match="needs two models of one architecture"):
             compare(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
 
@@ -475,7 +477,7 @@ class TestCommand:
     ) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine.txt").write_text("mine")
-        monkeypatch.setattr(bench, "compare", lambda *_, **__: pytest.fail("worked"))
+        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("worked"))
         code, _, err = run(*self.options(settings), "--out", tmp_path / "out")
         assert code == 1
         assert "exists" in err

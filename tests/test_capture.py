@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from toy import MATRICES, ToyViT, batches, loss, plan
+from tuneport.alignment import Statistics
 from tuneport.capture import (
     INPUT,
     INPUT_GRADIENT,
@@ -25,15 +26,15 @@ from tuneport.capture import (
     SIGNALS,
     WEIGHT_GRADIENT,
     PairedBatch,
-    TokenLayout,
+    TokenLimit,
     frozen,
-    match_tokens,
     measure,
     watch,
 )
 from tuneport.errors import CaptureError
-from tuneport.layers import Layer, find_layers
+from tuneport.layers import Layer, TokenLayout, find_layers
 from tuneport.pairing import LayerPair, pair_layers
+from tuneport.tokens import match_tokens
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 
@@ -763,3 +764,47 @@ def test_only_named_matrices_are_watched() -> None:
     signals = watch(model, with_proj, batches(4)[0], loss, BICO)
     assert {name for name, _ in signals} == {layer.name for layer in with_proj}
     assert {name for name, _ in watch(model, without, batches(4)[0], loss, BICO)} == {layer.name for layer in without}
+
+
+def test_a_token_limit_draws_a_share_of_each_sample() -> None:
+    limit = TokenLimit(10, 4, seed=3)
+    shares = [limit.rows(sample, 1, 9) for sample in range(4)]
+    assert [len(share) for share in shares if share is not None] == [2, 3, 2, 3]
+    assert all(share is not None and share.tolist() == sorted(set(share.tolist())) for share in shares)
+    together = limit.rows(1, 2, 18)  # the batches do not matter
+    assert shares[1] is not None
+    assert shares[2] is not None
+    assert together is not None
+    assert together.tolist() == [*shares[1].tolist(), *(9 + shares[2]).tolist()]
+    assert limit.rows(0, 4, 8) is None  # there are no more than that
+    assert len(limit.rows(0, 4, 13)) == 10  # type: ignore[arg-type]  # samples of different lengths
+    other = TokenLimit(10, 4, seed=4).rows(1, 2, 18)
+    assert other is not None
+    assert other.tolist() != together.tolist()
+    first = TokenLimit(8, 4, first=True).rows(0, 4, 40)
+    assert first is not None
+    assert set(range(0, 40, 10)) <= set(first.tolist())
+
+
+def test_limited_covariances_are_those_of_the_drawn_tokens() -> None:
+    source, target, limit = ToyViT(), ToyViT(), TokenLimit(20, 12, seed=1)
+    pairs = plan(source, target).pairs
+
+    def measured(size: int) -> Statistics:
+        samples = batches(count=12, batch=size)
+        return measure(source, target, pairs, samples, signals=BICO, source_loss=loss, target_loss=loss, limit=limit)
+
+    whole, parts = measured(12), measured(5)
+    for key in whole:
+        assert whole.covariances[key].tokens == parts.covariances[key].tokens <= 20
+        torch.testing.assert_close(whole.covariances[key].matrix, parts.covariances[key].matrix)
+    pair = next(pair for pair in pairs if pair.target.role == "fc1")
+    [batch] = batches(count=12, batch=12)
+    sides = ((source, pair.source), (target, pair.target))
+    ours, theirs = (
+        watch(model, [layer], batch, loss, [INPUT])[layer.name, INPUT][0].flatten(0, 1) for model, layer in sides
+    )
+    rows = limit.rows(0, 12, len(ours))
+    assert rows is not None
+    expected = ours[rows].double().T @ theirs[rows].double()
+    torch.testing.assert_close(whole.covariances[pair.target.name, INPUT].matrix, expected)

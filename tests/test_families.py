@@ -24,7 +24,7 @@ from tuneport.checkpoint import open_checkpoint
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.families import choose_head, describe_any, describe_module, open_model, open_stored, place_of, read_head
 from tuneport.families.base import PROMPTS
-from tuneport.families.huggingface import _quiet
+from tuneport.families.libraries import quiet as _quiet
 from tuneport.layers import TokenLayout
 
 

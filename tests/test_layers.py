@@ -89,7 +89,7 @@ EXPECTED: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]], set[str]
     ),
     "vit": (vit, {"vit.layers": VIT_ROLES}, {"patch", "classifier"}),
     "dinov2": (dinov2, {"dinov2.encoder.layer": VIT_ROLES}, {"patch", "classifier"}),
-    "bert": (bert, {"encoder.layer": VIT_ROLES}, {"pooler.dense"}),
+    "bert": (bert, {"encoder.layer": VIT_ROLES}, {"pooler"}),
     "t5": (
         t5,
         {

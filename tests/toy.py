@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tuneport.alignment import Completion
-from tuneport.capture import PairedBatch, TokenLayout, match_tokens, measure
-from tuneport.layers import find_layers, find_loose
+from tuneport.capture import PairedBatch, measure
+from tuneport.layers import TokenLayout, find_layers, find_loose
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers
 from tuneport.task_vector import TaskVector
+from tuneport.tokens import match_tokens
 
 
 class Attention(nn.Module):

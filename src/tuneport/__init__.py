@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .alignment import Alignment, procrustes
     from .capture import measure
     from .checkpoint import open_checkpoint
-    from .data import read_data
     from .errors import TuneportError
     from .evaluation import linear_probe, zero_shot
     from .families import choose_head, open_model
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from .pipeline import Result, transfer
     from .preparation import Job, prepare
     from .task_vector import TaskVector, load_task_vector
+    from .tasks import read_data
 
 _HOME = {
     "alignment": ("Alignment", "procrustes"),
     "capture": ("measure",),
     "checkpoint": ("open_checkpoint",),
-    "data": ("read_data",),
     "errors": ("TuneportError",),
     "evaluation": ("linear_probe", "zero_shot"),
     "families": ("choose_head", "open_model"),
@@ -38,6 +37,7 @@ _HOME = {
     "pipeline": ("Result", "transfer"),
     "preparation": ("Job", "prepare"),
     "task_vector": ("TaskVector", "load_task_vector"),
+    "tasks": ("read_data",),
 }
 
 __all__ = [

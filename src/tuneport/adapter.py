@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .alignment import thin_svd
 from .checkpoint import check_finite, describe, open_checkpoint, read_json, write_checkpoint
 from .errors import CheckpointError, TuneportError, first_of
+from .solver import thin_svd
 from .task_vector import Entry, EntrySpec, Lazy, LowRank, TaskVector
 
 CONFIG = "adapter_config.json"

@@ -7,21 +7,48 @@ how much of it the data determine (rank) and how well it fits (residual).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .errors import MethodError, TuneportError
+from .solver import (
+    Certificate,
+    CoordinateMap,
+    complete,
+    complete_thin,
+    polar,
+    polar_of_factors,
+    rectangular_identity,
+    side_by_side,
+)
+
+__all__ = [
+    "COMPLETIONS",
+    "Alignment",
+    "Completion",
+    "CrossCovariance",
+    "Statistics",
+    "WeightGradient",
+    "procrustes",
+    "rank_cut",
+    "rectangular_identity",
+]
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
+HELD = 2**30  # bytes of solved maps that are remembered
 
 
 class CrossCovariance:
     """Streaming `C = X_A^T X_B` over paired tokens (the matrix of eqs. 6 and 7), uncentred.
+
+    While the tokens take less than half the memory of C, they are kept as they came; then they are summed up, to
+    the same bits as if they had been summed from the start.
 
     >>> covariance = CrossCovariance(2, 3)
     >>> covariance.update(torch.ones(5, 2), torch.ones(5, 3))
@@ -37,35 +64,79 @@ class CrossCovariance:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        self.matrix = torch.zeros(source_width, target_width, device=device, dtype=dtype)
+        self.shape = (source_width, target_width)
+        self.dtype = dtype
+        self.rows: list[tuple[Tensor, Tensor]] | None = []  # what was given, until it is summed up
         self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.tokens = 0
         self.signal_dtype = torch.float64
+        self._sum: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.source_energy.device
+
+    @property
+    def matrix(self) -> Tensor:
+        """C (d_A, d_B); made anew each time while the tokens are kept."""
+        return self._total() if self._sum is None else self._sum
+
+    @matrix.setter
+    def matrix(self, value: Tensor) -> None:
+        self._sum, self.rows = value, None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory held now."""
+        if self.rows is None:
+            return self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return sum(part.numel() * part.element_size() for pair in self.rows for part in pair)
 
     def update(self, source: Tensor, target: Tensor) -> None:
         """Add the tokens of one batch: source (M, d_A) and target (M, d_B), row i of both the same token."""
-        wanted = f"(M, {self.matrix.shape[0]}) and (M, {self.matrix.shape[1]})"
-        if source.shape[1:] != self.matrix.shape[:1] or target.shape[1:] != self.matrix.shape[1:]:
+        wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]})"
+        if source.shape[1:] != self.shape[:1] or target.shape[1:] != self.shape[1:]:
             raise TuneportError(f"signals must be {wanted}, got {tuple(source.shape)} and {tuple(target.shape)}")
         if len(source) != len(target):
             raise TuneportError(f"signals must be paired token by token, got {len(source)} and {len(target)} tokens")
         self.signal_dtype = _coarser(self.signal_dtype, _coarser(source.dtype, target.dtype))
-        source = source.to(device=self.matrix.device, dtype=self.matrix.dtype)
-        target = target.to(device=self.matrix.device, dtype=self.matrix.dtype)
-        self.matrix.addmm_(source.T, target)
-        self.source_energy += source.square().sum()
-        self.target_energy += target.square().sum()
+        source, target = source.to(self.device), target.to(self.device)
+        self.source_energy += _energy(source)
+        self.target_energy += _energy(target)
         self.tokens += len(source)
+        more = source.numel() * source.element_size() + target.numel() * target.element_size()
+        if self.rows is not None and 2 * (self.nbytes + more) > self.shape[0] * self.shape[1] * self.dtype.itemsize:
+            self.matrix = self._total()
+        if self.rows is not None:
+            self.rows.append((source.clone(), target.clone()))
+        else:
+            self.matrix.addmm_(source.to(self.dtype).T, target.to(self.dtype))
+
+    def few_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
+        if not self.rows or 3 * self.tokens > min(self.shape):
+            return None
+        return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
+
+    def _total(self) -> Tensor:
+        total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
+        for source, target in self.rows or ():
+            total.addmm_(source.to(self.dtype).T, target.to(self.dtype))
+        return total
 
     def __add__(self, other: CrossCovariance) -> CrossCovariance:
         """The statistic of both sets of tokens together."""
-        total = CrossCovariance(*self.matrix.shape, device=self.matrix.device, dtype=self.matrix.dtype)
-        total.matrix = self.matrix + other.matrix
+        total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
         total.source_energy = self.source_energy + other.source_energy
         total.target_energy = self.target_energy + other.target_energy
         total.tokens = self.tokens + other.tokens
         total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
+        room = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        if self.rows is not None and other.rows is not None and 2 * (self.nbytes + other.nbytes) <= room:
+            total.rows = [*self.rows, *other.rows]
+        else:
+            total.matrix = self.matrix + other.matrix
         return total
 
 
@@ -73,16 +144,24 @@ class CrossCovariance:
 class Alignment:
     """An orthogonal map from source to target coordinates, with its evidence.
 
-    `matrix` is R (d_A, d_B): `x_A R` stands in target coordinates. `rank` directions are determined by the
-    data, the rest comes from the completion. `residual` is sqrt(1 - s^2) with s = <X_A R, X_B> / (|X_A| |X_B|)
-    in [0, 1], over all tokens and features: 0 when one orthogonal map and one scale explain everything, 1 when
-    nothing does; None where only C was given.
+    `map` is R (d_A, d_B) as factors, `matrix` R itself: `x_A R` stands in target coordinates. `rank` directions
+    are determined by the data, the rest comes from the completion. `residual` is sqrt(1 - s^2) with
+    s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1], over all tokens and features: 0 when one orthogonal map and one
+    scale explain everything, 1 when nothing does; None where only C was given. `route` and `certificate` say how
+    the map was found and how well it holds; `singular_values` of C are there where that route finds them.
     """
 
-    matrix: Tensor
+    map: CoordinateMap
     rank: int
     residual: float | None
-    singular_values: Tensor
+    singular_values: Tensor | None
+    route: str
+    certificate: Certificate
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """R itself (d_A, d_B), made when first looked at; `map` applies it without."""
+        return self.map.dense()
 
 
 def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> float:
@@ -116,88 +195,34 @@ def procrustes(
     """
     if completion not in COMPLETIONS:
         raise MethodError(f"The 'completion' of procrustes must be one of {COMPLETIONS}, got {completion!r} instead.")
-    streamed = isinstance(covariance, CrossCovariance)
-    C = covariance.matrix if isinstance(covariance, CrossCovariance) else covariance
-    if C.ndim != 2:
-        raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C.shape)}")
-    if not bool(torch.isfinite(C).all()):
+    streamed = covariance if isinstance(covariance, CrossCovariance) else None
+    few = streamed.few_tokens() if streamed is not None else None
+    C = few or (covariance.matrix if isinstance(covariance, CrossCovariance) else covariance,)
+    if C[0].ndim != 2:
+        raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C[0].shape)}")
+    if not all(bool(torch.isfinite(part).all()) for part in C):
         raise TuneportError("the cross-covariance holds NaN or Inf: check the models and the calibration data")
-    if rtol is None:
-        signal_dtype = covariance.signal_dtype if isinstance(covariance, CrossCovariance) else torch.float64
-        rtol = rank_cut(signal_dtype, C.dtype, max(C.shape))
-    tokens = covariance.tokens if isinstance(covariance, CrossCovariance) else None
-    U, S, Vh = _svd_of_sum(C.double(), tokens)
-    rank = int((rtol * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
-    R = U[:, :rank] @ Vh[:rank]
-    if completion == "svd" and rank < min(C.shape):
-        R = R + _null_isometry(U[:, :rank], Vh[:rank], min(C.shape) - rank)
+    if rtol is None and streamed is not None:
+        rtol = rank_cut(streamed.signal_dtype, streamed.dtype, max(streamed.shape))
+    elif rtol is None:
+        rtol = rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
+    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol)
+    if completion == "none":
+        mapping = CoordinateMap(found.left, found.right)
+    else:
+        mapping = complete_thin(found) if few else complete(found)
     residual = None
-    if streamed:
-        assert isinstance(covariance, CrossCovariance)
-        energy = float(covariance.source_energy * covariance.target_energy) ** 0.5
-        cosine = min(float(S[:rank].sum()) / energy, 1.0) if energy > 0 else 0.0
+    if streamed is not None:
+        energy = float(streamed.source_energy * streamed.target_energy) ** 0.5
+        cosine = min(float(found.total) / energy, 1.0) if energy > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
-    return Alignment(matrix=R, rank=rank, residual=residual, singular_values=S)
+    return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
 
 
-def rectangular_identity(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:
-    """The map that "no alignment" means: the identity, zero-padded or cropped at the end of each axis."""
-    return torch.eye(rows, columns, device=device, dtype=torch.float64)
-
-
-def _null_isometry(U: Tensor, Vh: Tensor, missing: int) -> Tensor:
-    """The isometry between the complements of span(U) and span(V) that is nearest to the identity."""
-    E = rectangular_identity(U.shape[0], Vh.shape[1], U.device)
-    E = E - U @ (U.T @ E)
-    E = E - (E @ Vh.T) @ Vh
-    left, S, right = thin_svd(E)
-    good = int((S[:missing] > 1e-8).sum())
-    filled = left[:, :good] @ right[:good]
-    if good < missing:  # the identity itself is blind here: pair the remaining directions in order
-        left_rest = _complement(torch.cat([U, left[:, :good]], dim=1), missing - good)
-        right_rest = _complement(torch.cat([Vh.T, right[:good].T], dim=1), missing - good)
-        filled = filled + left_rest @ right_rest.T
-    return filled
-
-
-def _complement(basis: Tensor, count: int) -> Tensor:
-    """`count` orthonormal columns orthogonal to `basis`, which depend on its span only, not on its columns.
-
-    A pivoted Cholesky factorisation of the projector on the complement; the pivot is the first index near
-    the largest, since among equals rounding would choose.
-    """
-    rest = torch.eye(len(basis), device=basis.device, dtype=basis.dtype) - basis @ basis.T
-    columns = basis.new_zeros(len(basis), count)
-    for index in range(count):
-        weight = rest.diagonal()
-        pivot = int((weight > 0.55 * weight.max()).nonzero()[0])
-        columns[:, index] = rest[:, pivot] / weight[pivot].sqrt()
-        rest = rest - torch.outer(columns[:, index], columns[:, index])
-    return columns
-
-
-def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD; on a failure to converge (seen on accelerators) once more on the CPU."""
-    try:
-        U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
-    except RuntimeError:  # torch.linalg.LinAlgError is one
-        U, S, Vh = (part.to(matrix.device) for part in torch.linalg.svd(matrix.cpu(), full_matrices=False))
-    return U, S, Vh
-
-
-def _svd_of_sum(C: Tensor, tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD of a sum over tokens, whose rank is at most their number: with few tokens, inside the range of C.
-
-    A product with a few more random (seeded) columns than C can have rank spans its range to rounding, so the
-    small problem has the same singular values and vectors.
-    """
-    if tokens is None or 3 * tokens + 48 > min(C.shape):
-        return thin_svd(C)
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(C.shape[1], tokens + 16, generator=generator, dtype=torch.float64).to(C.device)
-    Q = torch.linalg.qr(C @ probe).Q
-    U, S, Vh = thin_svd(Q.T @ C)
-    return Q @ U, S, Vh
+def _energy(signal: Tensor) -> Tensor:
+    """|X|^2, summed in float64."""
+    norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
+    return norm.square()
 
 
 def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
@@ -273,9 +298,23 @@ class Statistics:
         return Statistics(covariances, gradients, self.samples + other.samples, passes)
 
     def align(self, layer: str, signal: str, completion: Completion = "svd") -> Alignment:
-        """The Procrustes map of one signal at one target layer, solved once and remembered."""
-        covariance = self.covariances[layer, signal]
-        key = (id(covariance), completion)
-        if key not in self._solved:
-            self._solved[key] = procrustes(covariance, completion=completion)
-        return self._solved[key]
+        """The Procrustes map of one signal at one target layer, solved once and remembered while there is room."""
+        self.solve([(layer, signal)], completion)
+        return self._solved[id(self.covariances[layer, signal]), completion]
+
+    def solve(self, keys: Iterable[tuple[str, str]], completion: Completion = "svd") -> None:
+        """Solve the maps of several layers and signals, side by side where that is faster; `align` then gives them.
+
+        Maps solved earlier are forgotten, oldest first, when all together take more than HELD bytes.
+        """
+        wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
+        known = {key: self._solved.pop(key) for key in [*wanted] if key in self._solved}
+        wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
+        tasks = [partial(procrustes, covariance, completion=completion) for covariance in wanted.values()]
+        device = next((covariance.device for covariance in wanted.values()), None)
+        found = side_by_side(tasks, device, lambda alignment: (alignment.map.left, alignment.map.right))
+        asked = {**known, **dict(zip(wanted, found, strict=True))}
+        held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *asked.values()))
+        while self._solved and held > HELD:
+            held -= self._solved.pop(next(iter(self._solved))).map.nbytes
+        self._solved.update(asked)

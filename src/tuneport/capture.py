@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from .alignment import CrossCovariance, Statistics, WeightGradient
 from .errors import CaptureError, first_of
-from .layers import Layer, TokenLayout
+from .layers import Layer
 from .pairing import LayerPair
+from .tokens import Match, match_tokens
 
 INPUT = "input"
 OUTPUT = "output"
@@ -36,7 +38,6 @@ SIGNALS = (INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT)
 NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Match = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Progress = Callable[[int], None]
 OnBatch = Callable[[Statistics], None]
 MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
@@ -44,12 +45,56 @@ MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
 
 @dataclass(frozen=True)
 class PairedBatch:
-    """The same samples as each model wants them; `match` pairs their tokens where the default cannot."""
+    """The same samples as each model wants them; `match` pairs their tokens where the default cannot.
+
+    `rows` is the number of sequences in the batch, where it is not the number of samples (pairs of texts).
+    """
 
     source: Any
     target: Any
     size: int | None = None
     match: Match | None = None
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """How many tokens of all samples together are looked at: a share of each sample's, drawn by seed.
+
+    The same tokens serve both models and every signal, and the draw depends on the sample's place, not on the
+    batches. With `first`, a sample's first token (the class token of a vision model, in which alone its last
+    gradients live) is always among its share.
+    """
+
+    tokens: int
+    samples: int
+    seed: int = 0
+    first: bool = False
+
+    def rows(self, start: int, size: int, count: int) -> Tensor | None:
+        """Which of the `count` rows of a batch of `size` samples, `start` samples in, are used; None for all."""
+        shares = [self._share(start + sample) for sample in range(size)]
+        if count <= sum(shares):
+            return None
+        if count % size:
+            return _draw(count, sum(shares), (self.seed, start, count), False)
+        each = count // size
+        drawn = [
+            sample * each + _draw(each, share, (self.seed, start + sample, each), self.first)
+            for sample, share in enumerate(shares)
+        ]
+        return torch.cat(drawn)
+
+    def _share(self, sample: int) -> int:
+        return self.tokens * (sample + 1) // self.samples - self.tokens * sample // self.samples
+
+
+def _draw(count: int, share: int, seed: tuple[int, ...], first: bool) -> Tensor:
+    """`share` of `count` indices in order, the first of them included where asked."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+    kept = int(first and share > 0)
+    order = torch.randperm(count - kept, generator=generator)[: max(share - kept, 0)] + kept
+    return torch.cat([torch.arange(kept), order]).sort().values
 
 
 def measure(
@@ -66,6 +111,7 @@ def measure(
     progress: Progress | None = None,
     start: Statistics | None = None,
     on_batch: OnBatch | None = None,
+    limit: TokenLimit | None = None,
     make_sum: MakeSum | None = None,
 ) -> Statistics:
     """Accumulate the statistics that `signals` name, for every pair, over all batches.
@@ -75,12 +121,14 @@ def measure(
     pass is run. A pair whose layers never run is absent from the result.
 
     `start` holds the statistics of earlier batches, to which these are added as if there had been no pause;
-    `on_batch` gets all statistics so far after each batch, to be used before it returns. `make_sum(pair, signal,
-    source width, target width, device)` puts other sums in the place of CrossCovariance, for diagnostics.
+    `on_batch` gets all statistics so far after each batch, to be used before it returns. `limit` caps the tokens
+    that enter covariances. `make_sum(pair, signal, source width, target width, device)` puts other sums in the place
+    of CrossCovariance, for diagnostics.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), dtype, make_sum)
+    usual = match or match_tokens(None, None)
+    accumulator = _Accumulator(pairs, frozenset(signals), usual, dtype, limit, make_sum)
     backward = bool(NEEDS_BACKWARD & set(signals))
     samples = passes = 0
     if start is not None:
@@ -95,10 +143,11 @@ def measure(
         for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
             size = paired.size or _first_dimension(paired.target)
-            accumulator.start(paired.match)
+            rows = paired.rows or size
+            accumulator.start(paired.match, samples, size)
             if any(accumulator.source_layers.values()):
-                _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, size, backward)
-            _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, size, backward)
+                _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, rows, backward)
+            _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, rows, backward)
             accumulator.finish(index)
             samples += size
             passes += 1
@@ -158,50 +207,6 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def match_tokens(source: TokenLayout | None, target: TokenLayout | None) -> Match:
-    """Pair tokens of two sequences: one by one where counts agree, else class token kept and grid resized.
-
-    The source's patch grid is resized bilinearly (2-D) to the target's; special tokens that only one model
-    has are left out. Layers that see no special token (patch embeddings) or one pooled token need no grid.
-    """
-
-    def match(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:  # (N, T_A, d_A), (N, T_B, d_B)
-        if len(ours) != len(theirs):
-            raise CaptureError(f"source and target saw {len(ours)} and {len(theirs)} samples in one batch.")
-        tokens = ours.shape[1], theirs.shape[1]
-        same_grid = source is None or target is None or source == target
-        if tokens[0] == tokens[1] and (same_grid or tokens[0] == 1):
-            return ours.flatten(0, 1), theirs.flatten(0, 1)
-        special = _special_tokens(tokens, source, target)
-        if source is None or target is None or special is None:
-            raise CaptureError(
-                f"the source has {tokens[0]} tokens per sample and the target {tokens[1]}; give their token layouts "
-                "(match_tokens(TokenLayout(...), TokenLayout(...))) or a match of your own."
-            )
-        common = min(special)
-        grid = ours[:, special[0] :].unflatten(1, source.grid).permute(0, 3, 1, 2)
-        if source.grid != target.grid:
-            exact = grid.to(torch.promote_types(grid.dtype, torch.float32))
-            grid = F.interpolate(exact, size=target.grid, mode="bilinear", align_corners=False).to(ours.dtype)
-        ours = torch.cat([ours[:, :common], grid.flatten(2).transpose(1, 2)], dim=1)
-        theirs = torch.cat([theirs[:, :common], theirs[:, special[1] :]], dim=1)
-        return ours.flatten(0, 1), theirs.flatten(0, 1)
-
-    return match
-
-
-def _special_tokens(
-    tokens: tuple[int, int], source: TokenLayout | None, target: TokenLayout | None
-) -> tuple[int, int] | None:
-    counts = []
-    for count, layout in zip(tokens, (source, target), strict=True):
-        special = count - math.prod(layout.grid) if layout is not None else -1
-        if layout is None or special not in (0, layout.prefix):
-            return None
-        counts.append(special)
-    return counts[0], counts[1]
-
-
 class _Accumulator:
     """Holds the source's signals of one batch and the sums over all batches."""
 
@@ -211,13 +216,14 @@ class _Accumulator:
         signals: frozenset[str],
         match: Match,
         dtype: torch.dtype,
+        limit: TokenLimit | None = None,
         make_sum: MakeSum | None = None,
     ) -> None:
         self.covariances: dict[tuple[str, str], CrossCovariance] = {}
         self._make_sum = make_sum
         self.weight_gradients: dict[str, WeightGradient] = {}
         self._pairs = {pair.target.name: pair for pair in pairs}
-        self._default_match, self._dtype = match, dtype
+        self._default_match, self._dtype, self._limit = match, dtype, limit
         self.source_layers: dict[Layer, frozenset[str]] = {}
         self.target_layers: dict[Layer, frozenset[str]] = {}
         for pair in pairs:
@@ -226,6 +232,9 @@ class _Accumulator:
             self.target_layers[pair.target] = wanted
             paired = wanted - {WEIGHT_GRADIENT}
             self.source_layers[pair.source] = self.source_layers.get(pair.source, frozenset()) | paired
+        self._readers = Counter(
+            (pair.source.name, signal) for pair in pairs for signal in self.target_layers[pair.target]
+        )
 
     def go_on_from(self, start: Statistics) -> None:
         """Take over the sums of earlier batches, in copies that share what was shared."""
@@ -233,11 +242,15 @@ class _Accumulator:
         self.covariances = copy.deepcopy(dict(start.covariances), copies)
         self.weight_gradients = copy.deepcopy(dict(start.weight_gradients), copies)
 
-    def start(self, match: Match | None) -> None:
-        """Forget the signals of the last batch."""
+    def start(self, match: Match | None, samples: int, size: int) -> None:
+        """Forget the signals of the last batch; `size` samples come after the first `samples`."""
         self._match = match or self._default_match
+        self._at = (samples, size)
+        self._rows: dict[tuple[int, torch.device], Tensor | None] = {}
+        self._unread: Counter[tuple[str, str, int]] = Counter()
+        self._ran: Counter[tuple[str, str]] = Counter()
         self._kept: dict[tuple[str, str, int], Tensor] = {}
-        self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._copies: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
         self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
         self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -245,10 +258,13 @@ class _Accumulator:
     def keep(self, layer: Layer, signal: str, call: int, tensor: Tensor) -> None:
         """Store a source signal for this batch; layers that read the same tensor share one copy."""
         known = self._copies.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            known = (weakref.ref(tensor), tensor.clone())
-            self._copies[id(tensor)] = known
-        self._kept[layer.name, signal, call] = known[1]
+        copied = known[1]() if known is not None and known[0]() is tensor else None
+        if copied is None:
+            copied = tensor.clone()
+            self._copies[id(tensor)] = (weakref.ref(tensor), weakref.ref(copied))
+        self._kept[layer.name, signal, call] = copied
+        self._unread[layer.name, signal, call] = self._readers[layer.name, signal]
+        self._ran[layer.name, signal] += 1
 
     def consume(self, layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
         """Add a target signal, paired with the source's, to its sum."""
@@ -268,12 +284,26 @@ class _Accumulator:
         added = self._added.get((id(covariance), call))
         if added is None:
             self._added[id(covariance), call] = (id(ours), weakref.ref(tensor))
-            covariance.update(*self._match(ours, tensor))
+            covariance.update(*self._limited(*self._match(ours, tensor)))
         elif added[0] != id(ours) or added[1]() is not tensor:
             raise CaptureError(
                 f"{layer.name} read the same tensor as another layer in the first batch but not in this one; "
                 "measure it in a run of its own."
             )
+        self._unread[pair.source.name, signal, call] -= 1
+        if not self._unread[pair.source.name, signal, call]:  # the last reader: let its memory go
+            del self._kept[pair.source.name, signal, call]
+
+    def _limited(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of a batch that are looked at, the same ones for every layer with so many."""
+        if self._limit is None:
+            return ours, theirs
+        key = (len(theirs), theirs.device)
+        if key not in self._rows:
+            rows = self._limit.rows(*self._at, len(theirs))
+            self._rows[key] = rows if rows is None else rows.to(theirs.device)
+        rows = self._rows[key]
+        return (ours, theirs) if rows is None else (ours[rows.to(ours.device)], theirs[rows])
 
     def _covariance(self, pair: LayerPair, signal: str, ours: Tensor, theirs: Tensor) -> CrossCovariance:
         key, tensors = (pair.target.name, signal), (signal, id(ours), id(theirs))
@@ -292,9 +322,8 @@ class _Accumulator:
 
     def finish(self, index: int) -> None:
         """Check that paired layers ran equally often and that every sum is finite."""
-        source_calls = Counter((name, signal) for name, signal, _ in self._kept)
         for (name, signal), calls in self._calls.items():
-            expected = source_calls[self._pairs[name].source.name, signal]
+            expected = self._ran[self._pairs[name].source.name, signal]
             if expected and calls != expected:
                 raise CaptureError(
                     f"source layer {self._pairs[name].source.name} ran {expected} times and target layer {name} "
@@ -512,6 +541,14 @@ def _tokens(tensor: Tensor, size: int, sequence_first: int | None) -> Tensor:
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
     return args[index] if len(args) > index else kwargs[name]
+
+
+def count_samples(batches: Iterable[Any]) -> int:
+    """The number of samples in all batches."""
+    return sum(
+        (batch.size or _first_dimension(batch.target)) if isinstance(batch, PairedBatch) else _first_dimension(batch)
+        for batch in batches
+    )
 
 
 def _first_dimension(batch: Any) -> int:

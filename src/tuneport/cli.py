@@ -7,6 +7,7 @@ answers at once.
 
 from __future__ import annotations
 
+import csv
 import json as json_module
 import sys
 from collections.abc import Callable, Iterator
@@ -59,15 +60,27 @@ Finetuned = Annotated[
     str, typer.Option(help="The fine-tuned old base, in the same ways, a LoRA adapter of it, or a task-vector file.")
 ]
 Target = Annotated[str, typer.Option(help="The new base model.")]
-Data = Annotated[str | None, typer.Option(help="Calibration data: image folder, .npz, table or HF dataset folder.")]
+Data = Annotated[
+    str | None, typer.Option(help="Calibration data: image folder, .npz, table, HF dataset folder, or TASK:PATH.")
+]
 MethodName = Annotated[str, typer.Option(help="Transfer method; see 'tuneport methods'.")]
 Samples = Annotated[int | None, typer.Option(help="Number of calibration samples (100 unless --shots is given).")]
 Shots = Annotated[int | None, typer.Option(help="Calibration samples per class, instead of --samples.")]
 SamplerName = Annotated[str, typer.Option(help="How samples are drawn; see 'tuneport samplers'.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draw.", min=0, max=2**63 - 1)]
 HeadName = Annotated[str | None, typer.Option(help="Zero-shot head: a name in the models' heads/ folder, or a file.")]
+LossName = Annotated[
+    str | None,
+    typer.Option(help="classification, contrastive, causal, seq2seq or MODULE:FUNCTION; else by the data."),
+]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
+]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="Memory that models, statistics and result may take together, such as 8GiB.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -117,6 +130,7 @@ def transfer(
         str, typer.Option(help="Strength of the transfer: a number, or auto (chosen on calibration samples).")
     ] = "1.0",
     head: HeadName = None,
+    loss: LossName = None,
     as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
     rank: Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)] = None,
     energy: Annotated[
@@ -124,6 +138,8 @@ def transfer(
     ] = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     resume: Annotated[
@@ -145,6 +161,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from . import pipeline
     from .adapter import check_truncation
+    from .budget import format_bytes, plan_passes
     from .evaluation import read_test_split
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
@@ -163,7 +180,11 @@ def transfer(
             pipeline.check_adapter(job, rank, energy)
         test = read_test_split(data, job.target_head) if evaluate else None
         verdict = _compared(job) if compare else None
-        with _progress("measuring", job.samples) as advance:
+        passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+        if passes is not None:
+            runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
+            _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+        with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
             record = pipeline.port(
                 job,
                 out,
@@ -178,6 +199,7 @@ def transfer(
                 note=_note,
                 test=test,
                 verdict=verdict.record() if verdict is not None else None,
+                passes=passes,
             )
     if json:
         _emit(to_json(record))
@@ -203,8 +225,11 @@ def plan(
     sampler: SamplerName = "random",
     seed: Seed = 0,
     head: HeadName = None,
+    loss: LossName = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
+    max_tokens: MaxTokens = None,
+    memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -238,6 +263,9 @@ def plan(
         f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
         f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
     )
+    if "groups" in cost:
+        runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
+        _say(f"within the memory budget: {runs} over the calibration data, peak {_bytes(cost['peak_bytes'])}")
 
 
 @app.command(epilog="Example: tuneport compare old-base new-base --data cars/ --finetuned old-base-cars")
@@ -351,7 +379,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A model folder.")],
     data: Annotated[str, typer.Option(help="Labelled data; the test split is scored.")],
     head: HeadName = None,
-    protocol: Annotated[str, typer.Option(help="zero-shot or linear-probe.")] = "zero-shot",
+    protocol: Annotated[str, typer.Option(help="zero-shot, linear-probe or perplexity.")] = "zero-shot",
     samples: Annotated[int | None, typer.Option(help="Linear probe: training samples (all unless given).")] = None,
     seed: Seed = 0,
     batch_size: BatchSize = 128,
@@ -364,32 +392,81 @@ def evaluate(
 
     from . import evaluation
     from .calibration import select
-    from .data import align_labels, read_data
+    from .data import align_labels
     from .families import choose_head, open_model
-    from .hub import local
     from .preparation import pick_device
+    from .tasks import read_data
 
     chosen = evaluation.check_protocol(protocol)
-    if samples is not None and chosen == "zero-shot":
-        raise TuneportError("--samples goes with --protocol linear-probe; zero-shot scores the whole test split.")
-    place = local(data, "dataset")
-    test = read_data(place, "test")
+    if samples is not None and chosen != "linear-probe":
+        raise TuneportError(f"--samples goes with --protocol linear-probe; {chosen} scores the whole test split.")
+    test = read_data(data, "test", labelled=chosen != "perplexity")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
-        scorer = choose_head(opened, head, test.name, test.classes)
+        scorer = choose_head(opened, head, test.name, test.classes, test.prompts, test.label_texts)
         align_labels(test, scorer.classes)
         with _progress("evaluating", len(test)) as advance:
             result = evaluation.zero_shot(opened, scorer, test, batch_size=batch_size, progress=advance)
+    elif chosen == "perplexity":
+        with _progress("evaluating", len(test)) as advance:
+            result = evaluation.perplexity(opened, test, batch_size=min(batch_size, 32), progress=advance)
     else:
-        train = read_data(place, "train")
+        train = read_data(data, "train")
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
         with _progress("evaluating", len(train) + len(test)) as advance:
             result = evaluation.linear_probe(opened, train, test, batch_size=batch_size, progress=advance)
     if json:
-        _emit(json_module.dumps({"model": model, "data": data, "head": head, **asdict(result)}))
+        found = {key: value for key, value in asdict(result).items() if value is not None}
+        _emit(json_module.dumps({"model": model, "data": data, "head": head, **found}))
+    elif result.perplexity is not None:
+        _say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples")
     else:
         _say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
+
+
+@app.command(epilog="Example: tuneport finetune old-base --data cars/ --out old-base-cars")
+def finetune(
+    model: Annotated[str, typer.Argument(help="The model to fine-tune.")],
+    data: Annotated[str, typer.Option(help="Labelled data; the training split is learnt.")],
+    out: Annotated[str, typer.Option(help="The folder to write; must not exist.")],
+    head: HeadName = None,
+    steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Samples per update.", min=1)] = 128,
+    learning_rate: Annotated[float, typer.Option(help="The highest, after the warm-up.")] = 1e-5,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 0.1,
+    warmup: Annotated[int | None, typer.Option(help="Steps of rising rate: 200, or a tenth if fewer.", min=0)] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Also keep the model every so many steps; 0: never.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of samples.", min=0, max=2**63 - 1)] = 0,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
+    from .families import place_of
+    from .finetuning import Schedule
+    from .output import check_new_folder
+    from .report import to_json
+    from .training import prepare_training, run_training
+
+    if not 0 < learning_rate < float("inf"):
+        raise TuneportError(f"--learning-rate must be a number above 0, got {learning_rate}.")
+    check_new_folder(out, overwrite, inputs=[place_of(path) for path in (model, data, head) if path])
+    slow = min(200, steps // 10) if warmup is None else warmup
+    schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
+    training = prepare_training(model, data, schedule, head=head, device=device, trust_remote_code=trust_remote_code)
+    with _progress("fine-tuning", steps) as advance:
+        record = run_training(training, out, checkpoint_every=checkpoint_every, overwrite=overwrite, progress=advance)
+    if json:
+        _emit(to_json(record))
+        return
+    found = record.get("validation_accuracy")
+    told = "" if found is None else f", {found:.2f} % of the validation split right"
+    _say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{told}")
+    _say(f"written to {out}" + (f", {len(record['checkpoints'])} checkpoints in it" if checkpoint_every else ""))
 
 
 @app.command(
@@ -398,7 +475,11 @@ def evaluate(
 )
 def bench(
     recipe: Annotated[str | None, typer.Argument(help="A TOML file with the keys below; or give them here.")] = None,
-    out: Annotated[str, typer.Option(help="The folder for tables, JSON and plot.")] = "comparison",
+    out: Annotated[str, typer.Option(help="The folder for tables, JSON and plots.")] = "comparison",
+    small: Annotated[bool, typer.Option("--small", help="Take the recipe's small variant.")] = False,
+    root: Annotated[str | None, typer.Option(help="Where the recipe's paths begin.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Where models that the recipe fine-tunes are kept.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the cells that a killed run finished.")] = False,
     source: Annotated[str | None, typer.Option(help="The old base model.")] = None,
     target: Annotated[str | None, typer.Option(help="The new base model.")] = None,
     finetuned: Annotated[list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned old base; repeatable.")] = None,
@@ -410,8 +491,10 @@ def bench(
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "naive,theseus,bico",
     samples: Annotated[str, typer.Option(help="Calibration budgets N, separated by commas.")] = "",
     shots: Annotated[str, typer.Option(help="Or budgets K per class.")] = "",
+    samplers: Annotated[str, typer.Option(help="How samples are drawn, separated by commas.")] = "random",
     seeds: Annotated[str, typer.Option(help="Seeds of the draw.")] = "0",
     scales: Annotated[str, typer.Option(help="Scale rules: numbers and auto.")] = "1,auto",
+    protocol: Annotated[str, typer.Option(help="zero-shot, or linear-probe on the same samples.")] = "zero-shot",
     steps: Annotated[str, typer.Option(help="Few-shot fine-tuning runs of so many steps on the same samples.")] = "",
     warm_start: Annotated[str | None, typer.Option(help="Also fine-tune from this method's result.")] = None,
     learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning runs.")] = 1e-5,
@@ -419,15 +502,14 @@ def bench(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
-    from dataclasses import asdict
+    """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
+    from .bench import read_recipe, run_recipe
+    from .output import check_new_folder
+    from .recipe import make_recipe
 
-    from . import bench as bench_module
-    from .report import to_json
-
-    bench_module.check_output(out, overwrite)
+    check_new_folder(out, overwrite)
     if recipe is not None:
-        comparison = bench_module.read_recipe(recipe)
+        wanted = read_recipe(recipe, small=small, root=root)
     else:
         content: dict[str, Any] = {
             "finetuned": _by_task("finetuned", finetuned),
@@ -437,27 +519,47 @@ def bench(
             "methods": _words(methods),
             "samples": _numbers("samples", samples),
             "shots": _numbers("shots", shots),
+            "samplers": _words(samplers),
             "seeds": _numbers("seeds", seeds),
             "scales": _words(scales),
+            "protocol": protocol,
             "steps": _numbers("steps", steps),
             "learning_rate": learning_rate,
             "device": device,
         }
         named = {"source": source, "target": target, "warm_start": warm_start}
         content |= {key: value for key, value in named.items() if value is not None}
-        comparison = bench_module.make_comparison(content, "tuneport bench")
+        wanted = make_recipe(content, "tuneport bench", root=root)
+    given = None if device == "auto" else device
     with _stages() as stage:
-        result = bench_module.compare(comparison, stage=stage)
-    bench_module.save(result, out, overwrite=overwrite)
+        run_recipe(
+            wanted, out, cache=cache, device=given, resume=resume, overwrite=overwrite, stage=stage, note=_progress_line
+        )
+    _print_results(Path(out), json)
+
+
+def _print_results(out: Path, json: bool) -> None:
+    """The tables of a recipe, or what they are made of."""
+    records = sorted(out.rglob("results.json"))
+    contents = {path.parent.name: json_module.loads(path.read_text(encoding="utf-8")) for path in records}
     if json:
-        _emit(to_json({"out": out, "about": result.about, "rows": [asdict(row) for row in result.rows]}))
+        only = next(iter(contents.values())) if len(contents) == 1 else {"pairs": contents}
+        _emit(json_module.dumps({"out": str(out), **only}))
         return
-    columns, lines = bench_module.table_rows(result)
-    table = Table(*columns)
-    for line in lines:
-        table.add_row(*line)
-    out_console.print(table)
-    _say(f"written to {out}: table.csv, table.md, results.json, plot.svg")
+    for path in sorted(out.rglob("table.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            columns, *lines = csv.reader(file)
+        table = Table(*columns, title=None if len(contents) == 1 else path.parent.name)
+        for line in lines:
+            table.add_row(*map(escape, line))
+        out_console.print(table)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    _say(f"written to {out}: {', '.join(files)}")
+
+
+def _progress_line(text: str) -> None:
+    """One line on stderr."""
+    err_console.print(_harmless(text) if not text.startswith(" ") else "  " + _harmless(text).strip(), markup=False)
 
 
 def _by_task(option: str, given: list[str] | None) -> dict[str, str]:
@@ -522,9 +624,10 @@ def demo(
 
 
 def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
+    from .budget import parse_bytes
     from .preparation import prepare
 
-    names = ("method", "samples", "shots", "sampler", "seed", "head", "batch_size", "device", "trust_remote_code")
+    names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "max_tokens", "batch_size", "device")
     return prepare(
         options["source"],
         options["finetuned"],
@@ -533,6 +636,8 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         exclude=options["exclude"] or (),
         completion=options["completion"].value,
         scored=scored,
+        memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
+        trust_remote_code=options["trust_remote_code"],
         **{name: options[name] for name in names},
     )
 

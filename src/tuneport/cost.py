@@ -27,12 +27,12 @@ from .capture import (
     WEIGHT_GRADIENT,
     Loss,
     PairedBatch,
-    match_tokens,
     watch,
 )
 from .layers import Layer
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
+from .tokens import match_tokens
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol

@@ -40,9 +40,9 @@ _SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
 }
 _ANY_SPLIT = {name for names in _SPLIT_NAMES.values() for name in names}
 _FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
-_INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",))  # the first complete one
-_PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "label", "target", "split"}
-_COLUMNS = "image, or text (with text_pair if any), or text1 and text2; and label or target"
+_INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))  # the first complete
+_PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "prompt", "label", "target", "split"}
+_COLUMNS = "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target"
 _IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # none that starts other programs
 _LARGEST_TABLE = 4 * 2**30  # bytes, unpacked: a table is held in memory
 _LARGEST_ARCHIVE = 16 * 2**30
@@ -75,7 +75,9 @@ class Dataset:
     """Samples with what is known of them: labels, or text targets, or neither.
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
-    `classes`. `split` is the split's name as found in the source, or "all" where it has none.
+    `classes`; `label_texts` are words for the classes, where their names say too little, and `prompts` templates
+    for the class names, where the data belong to a known task. `split` is the split's name as found in the source,
+    or "all" where it has none.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -89,6 +91,8 @@ class Dataset:
     kind: Kind = "text"
     split: str = "all"
     targets: Sequence[str] | None = None
+    prompts: tuple[str, ...] = ()
+    label_texts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -142,6 +146,75 @@ def read_data(path: str | Path, split: Split, *, labelled: bool = True) -> Datas
     if labelled and data.labels is None and data.targets is None:
         raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
     return data
+
+
+def read_columns(path: Path, split: Split, columns: Mapping[str, str]) -> Dataset | None:
+    """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
+
+    `columns` leads from their names to ours. Rows without a label (-1, or a dash) are dropped.
+    """
+    name = path.name.lower()
+    if not (_is_saved(path) if path.is_dir() else name.endswith(TABLE_SUFFIXES)):
+        return None
+    table = _read_saved(path) if path.is_dir() else _read_table(path)
+    if not all(key in table.columns for key in columns):
+        return None
+    named = {columns.get(key, key): column for key, column in table.columns.items() if key not in columns.values()}
+    labels = named.get("label", ())
+    rows = [row for row, label in enumerate(labels) if label not in (None, "", "-", "-1", -1)]
+    if "label" in named and not rows:
+        return None
+    if rows:
+        named = {key: [column[row] for row in rows] for key, column in named.items() if key in _PLAIN_COLUMNS}
+    return _from_table(_Table(named, table.classes), path, split)
+
+
+def worded(dataset: Dataset) -> Dataset:
+    """The data as a text-to-text model reads them: each sample inside the task's prompt, where it has one."""
+    if dataset.kind != "text" or not dataset.prompts:
+        return dataset
+    prompt, inputs = dataset.prompts[0], dataset.inputs
+
+    def word(index: int) -> str:
+        texts = inputs[index]
+        first, second = (texts, "") if isinstance(texts, str) else texts
+        return prompt.replace("{text_pair}", second).replace("{text}", first)
+
+    return replace(dataset, inputs=Lazy(np.arange(len(dataset)), word), prompts=())
+
+
+def of_files(
+    paths: Sequence[Path], labels: ArrayLike, classes: Sequence[str], *, name: str = "data", split: str = "all"
+) -> Dataset:
+    """A data set of image files, which are opened when they are looked at; each must be there."""
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        where = paths[0].parent
+        raise DataError(f"{len(missing)} of {len(paths)} images of {name} are not in {where}: {first_of(missing)}.")
+    images = Lazy(np.arange(len(paths)), partial(_open_file, list(paths)))
+    return _labelled(images, labels, classes, name, split)
+
+
+def of_arrays(
+    images: NDArray[Any], labels: ArrayLike, classes: Sequence[str], *, name: str = "data", split: str = "all"
+) -> Dataset:
+    """A data set of images in memory: (N, H, W) or (N, H, W, 1 or 3), uint8 or floats from 0 to 1."""
+    checked = _check_images(images, "the images", Path(name))
+    return _labelled(Lazy(np.arange(len(checked)), partial(_open_array, checked)), labels, classes, name, split)
+
+
+def _labelled(images: Lazy, labels: ArrayLike, classes: Sequence[str], name: str, split: str) -> Dataset:
+    numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
+    if len(numbers) != len(images):
+        raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
+    if not len(images):
+        raise DataError(f"{name} has no images in its {split} split.")
+    if numbers.min() < 0 or numbers.max() >= len(classes):
+        raise DataError(
+            f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
+            f"{len(classes)} classes."
+        )
+    return Dataset(images, numbers, tuple(classes), name, "image", split)
 
 
 def files_of(dataset: Dataset) -> list[Path]:

@@ -12,23 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from .calibration import batches
-from .data import Dataset, align_labels, read_data
+from .data import Dataset, align_labels, worded
 from .errors import DataError, TuneportError, unknown_name
 from .families import Head, Model
-from .hub import local
+from .objectives import UNLABELLED, next_tokens, objective_of, on_device, token_loss
+from .tasks import read_data
 
-Protocol = Literal["zero-shot", "linear-probe"]
-PROTOCOLS: tuple[Protocol, ...] = ("zero-shot", "linear-probe")
+Protocol = Literal["zero-shot", "linear-probe", "perplexity"]
+PROTOCOLS: tuple[Protocol, ...] = ("zero-shot", "linear-probe", "perplexity")
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy in percent over `samples` test samples."""
+    """Accuracy in percent over `samples` test samples; of language models, of next tokens, with the perplexity."""
 
     accuracy: float
     samples: int
     protocol: str
+    perplexity: float | None = None
+    tokens: int | None = None
 
 
 def zero_shot(
@@ -62,7 +65,7 @@ def read_test_split(data: str | Path | None, head: Head | None) -> Dataset:
     """The test split of the data, checked against the head that will score it."""
     if data is None or head is None:
         raise DataError("an accuracy needs labelled data and a head for it: pass --data.")
-    test = read_data(local(data, "dataset"), "test")
+    test = read_data(data, "test")
     align_labels(test, head.classes)
     return test
 
@@ -88,6 +91,32 @@ def linear_probe(
     return Evaluation(100.0 * float(right.mean()), len(test), "linear-probe")
 
 
+def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
+    """How well a language model predicts the texts, or their targets: exp of the mean loss per predicted token.
+
+    Perplexities of models with different tokenizers do not compare.
+    """
+    objective = objective_of(data, [model])
+    if model.token_logits is None:
+        raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
+    loss, right, tokens = 0.0, 0, 0
+    for start in range(0, len(data), batch_size):
+        samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
+        batch = on_device(objective.encode(model, worded(samples)), model.device)
+        with torch.inference_mode():
+            loss += float(token_loss(model)(model.module, batch))
+            logits, labels = next_tokens(model, model.module, batch)
+            wanted = labels != UNLABELLED
+            right += int((logits.argmax(-1) == labels)[wanted].sum())
+            tokens += int(wanted.sum())
+        if progress is not None:
+            progress(len(samples))
+    if tokens == 0:
+        raise DataError(f"{data} has no token to predict: its texts are empty, or of one token each.")
+    value = float(np.exp(loss / tokens))
+    return Evaluation(100.0 * right / tokens, len(data), "perplexity", value, tokens)
+
+
 def features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:
     """The model's features (N, width) of every sample, in order, on the CPU."""
     if model.features is None:
@@ -107,6 +136,8 @@ def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict
         raise TuneportError(f"{model.name} cannot read raw samples: tuneport does not know its family.")
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    if model.prompted:
+        data = worded(data)
     for inputs, labels in batches(data, np.arange(len(data)), batch_size):
         yield {key: value.to(model.device) for key, value in model.encode(inputs).items()}, labels
 

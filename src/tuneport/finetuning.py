@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +17,17 @@ from .evaluation import encoded
 from .families import Head, Model
 
 Progress = Callable[[int], None]
+Log = Callable[[int, Tensor], None]  # step and loss
+
+KEPT_BYTES = 2 * 2**30  # prepared inputs up to this size are kept; larger sets are prepared batch by batch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to train: the paper's protocol is AdamW with weight decay 0.1, cosine decay after a linear warm-up."""
+    """How to train: the paper's protocol is AdamW with weight decay 0.1, cosine decay after a linear warm-up.
+
+    The warm-up takes a share of the steps, or exactly `warmup` steps where that is given.
+    """
 
     steps: int
     batch_size: int = 128
@@ -29,10 +35,11 @@ class Schedule:
     weight_decay: float = 0.1
     warmup_share: float = 0.1
     seed: int = 0
+    warmup: int | None = None
 
     def rate(self, step: int) -> float:
         """The learning rate of a step (0-based): linear warm-up, then a half cosine to zero."""
-        warmup = int(self.warmup_share * self.steps)
+        warmup = int(self.warmup_share * self.steps) if self.warmup is None else self.warmup
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
         along = (step - warmup) / max(self.steps - warmup, 1)
@@ -47,16 +54,17 @@ def finetune(
     *,
     at: Sequence[int] = (),
     progress: Progress | None = None,
+    log: Log | None = None,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Fine-tune a copy of the model's tower with the head frozen; yield (step, module) at the given steps.
 
     The last step is always yielded. The module that is yielded goes on training: use it before asking for
-    the next. Inputs are prepared once and kept, so this is for small sets.
+    the next. Inputs of small sets are prepared once and kept. `log` gets the loss of each step.
     """
     if schedule.steps < 1:
         raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
     data = align_labels(data, head.classes)
-    inputs, labels = prepared(model, data)
+    batch_of = batch_reader(model, data)
     module = copy.deepcopy(model.module).train()
     inside = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers}
     inside |= {part.name for part in model.loose}
@@ -68,27 +76,60 @@ def finetune(
         weight_decay=schedule.weight_decay,
     )
     stops = {*at, schedule.steps}
-    for step, rows in enumerate(_draws(len(labels), schedule)):
+    for step, rows in enumerate(_draws(len(data), schedule)):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
-        batch = {key: value[rows] for key, value in inputs.items()}
-        loss = F.cross_entropy(head.scores(model, module, batch), labels[rows])
+        batch, labels = batch_of(rows)
+        loss = F.cross_entropy(head.scores(model, module, batch), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         if progress is not None:
             progress(1)
+        if log is not None:
+            log(step + 1, loss.detach())
         if step + 1 in stops:
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
 
 
+def batch_reader(model: Model, data: Dataset) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
+    """Row numbers to a batch on the model's device: from inputs that are all prepared, or prepared when asked for."""
+    one, _ = next(encoded(model, data.subset([0]), 1))
+    if len(data) * sum(value.nbytes for value in one.values()) <= KEPT_BYTES:
+        inputs, labels = prepared(model, data)
+        return lambda rows: (rows_of(inputs, rows), labels[rows])
+
+    def read(rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        batch, found = next(encoded(model, data.subset(rows.numpy()), len(rows)))
+        return batch, found.to(model.device)
+
+    return read
+
+
 def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
     """All samples as the model wants them, on its device, with their labels."""
     parts = list(encoded(model, data, 256))
-    inputs = {key: torch.cat([batch[key] for batch, _ in parts]) for key in parts[0][0]}
+    inputs = {key: _stacked([batch[key] for batch, _ in parts]) for key in parts[0][0]}
     return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Batches one above the other; those of shorter texts are filled up with zeros, which their mask hides."""
+    if parts[0].ndim != 2:
+        return torch.cat(list(parts))
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, longest - part.shape[1])) for part in parts])
+
+
+def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Tensor]:
+    """Some samples of prepared inputs; of texts, no more tokens than the longest of them has."""
+    batch = {key: value[rows] for key, value in inputs.items()}
+    if "attention_mask" not in batch:
+        return batch
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {key: value[:, :longest] if value.ndim == 2 else value for key, value in batch.items()}
 
 
 def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .budget import plan_passes
 from .cost import cost_of
 from .pipeline import left_behind, not_transported_by
 from .preparation import Job
@@ -45,8 +46,17 @@ def expected(job: Job) -> dict[str, Any]:
             "alignment_flops": alignment,
             "seconds": round(seconds, 1),
             "cost": cost,
+            **_within(job),
         },
     }
+
+
+def _within(job: Job) -> dict[str, Any]:
+    """The division that a memory budget asks for, where there is one."""
+    if job.memory_budget is None:
+        return {}
+    found = plan_passes(job, job.memory_budget)
+    return {"peak_bytes": found.peak_bytes, "groups": [len(group) for group in found.groups]}
 
 
 def _moved(job: Job) -> TaskVector:

@@ -33,7 +33,8 @@ from .adapter import (
     write_adapter,
 )
 from .alignment import Statistics
-from .capture import PairedBatch, Progress, frozen, measure
+from .budget import Passes, in_groups, plan_passes
+from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure
 from .checkpoint import (
     check_finite,
     describe,
@@ -194,38 +195,38 @@ def run(
     scale: float | Literal["auto"] = 1.0,
     progress: Progress | None = None,
     work: Work | None = None,
+    passes: Passes | None = None,
 ) -> Result:
     """Measure both models, align, and carry the task vector over.
 
     `work` keeps what is measured, and gives back what an earlier run under the same conditions has measured.
+    `passes` says which layers are measured together; a job with a memory budget makes its own.
     """
     started = time.perf_counter()
-    choice = None
-
-    def solve(statistics: Statistics) -> Transfer:
-        return job.method.transfer(problem_of(job, statistics))
-
+    choice, number = None, 0.0
+    if passes is None and job.memory_budget is not None:
+        passes = plan_passes(job, job.memory_budget)
+    clock = _Clock()
     if scale == "auto":
         fit, rest = split_samples(job)
-        part = measure_job(fit, progress=progress, work=work, stage="fit")
-        statistics = part if rest is fit else part + measure_job(rest, progress=progress, work=work, stage="rest")
-        measured = time.perf_counter()
-        moved, choice = transfer_auto(rest, solve, part, statistics, held_out=rest is not fit)
+        moved, choice, counted = _move_auto(fit, rest, passes, clock, progress, work)
         number = choice.scale
     else:
-        statistics, number = measure_job(job, progress=progress, work=work), scale
-        measured = time.perf_counter()
-        moved = solve(statistics)
+        moved, counted = _move(job, passes, clock, progress, work)
+        number = scale
     done = time.perf_counter()
     kept = not_transported_by(job, moved.task_vector, moved.kept)
     record = {
         **job.record,
         "scale": number,
-        "samples": statistics.samples,
+        "samples": counted.samples,
         "seconds": round(done - started, 3),
         "fingerprint": fingerprint(_conditions(job, scale)),
-        "seconds_by_stage": {"measure": round(measured - started, 3), "transport": round(done - measured, 3)},
-        "passes": dict(statistics.passes),
+        "seconds_by_stage": {
+            "measure": round(clock.measuring, 3),
+            "transport": round(done - started - clock.measuring, 3),
+        },
+        "passes": dict(counted.passes),
         "layers": _layer_entries(job, moved.records),
         "not_transported": [asdict(item) for item in kept],
         "left_behind": [asdict(item) for item in left_behind(job)],
@@ -255,6 +256,80 @@ def _layer_entries(job: Job, records: Iterable[LayerRecord]) -> list[dict[str, A
     return entries
 
 
+@dataclass
+class _Clock:
+    """Seconds spent measuring."""
+
+    measuring: float = 0.0
+
+    def measure(self, job: Job, progress: Progress | None, work: Work | None, stage: str) -> Statistics:
+        started = time.perf_counter()
+        statistics = measure_job(job, progress=progress, work=work, stage=stage)
+        if job.target.device.type == "cuda":
+            torch.cuda.synchronize(job.target.device)
+        self.measuring += time.perf_counter() - started
+        return statistics
+
+
+def _solve(job: Job, statistics: Statistics) -> Transfer:
+    return job.method.transfer(problem_of(job, statistics))
+
+
+def _move(
+    job: Job, passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
+) -> tuple[Transfer, Statistics]:
+    """Measure and move, group by group; also the count of samples and passes, without sums."""
+    moved, counted = [], Statistics()
+    for index, group in enumerate(groups := in_groups(job, passes)):
+        statistics = clock.measure(group, progress, work, _stage("all", index, groups))
+        moved.append(_solve(group, statistics))
+        counted = _count(counted, statistics)
+    return _together(moved), counted
+
+
+def _move_auto(
+    fit: Job, rest: Job, passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
+) -> tuple[Transfer, ScaleChoice, Statistics]:
+    """As `_move`, with the scale chosen on the samples of `rest`."""
+    fits, rests = in_groups(fit, passes), in_groups(rest, passes)
+    moved: dict[str, list[Transfer]] = {"part": [], "whole": []}
+    counted = part = statistics = Statistics()
+    for index, (first, second) in enumerate(zip(fits, rests, strict=True)):
+        part = statistics = clock.measure(first, progress, work, _stage("fit", index, fits))
+        if rest is not fit:
+            statistics = part + clock.measure(second, progress, work, _stage("rest", index, fits))
+        counted = _count(counted, statistics)
+        if len(fits) > 1:
+            moved["part"].append(_solve(first, part))
+            moved["whole"].append(moved["part"][-1] if statistics is part else _solve(first, statistics))
+    if len(fits) == 1:
+        found = transfer_auto(rest, lambda given: _solve(fit, given), part, statistics, held_out=rest is not fit)
+    else:
+        done = {name: _together(parts) for name, parts in moved.items()}
+        part, statistics = Statistics(), Statistics() if rest is not fit else part
+        names = {id(part): "part", id(statistics): "whole"}
+        found = transfer_auto(rest, lambda given: done[names[id(given)]], part, statistics, held_out=rest is not fit)
+    return *found, counted
+
+
+def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
+    return name if len(groups) == 1 else f"{name}-{index}"
+
+
+def _count(counted: Statistics, more: Statistics) -> Statistics:
+    """The passes of both and the samples of one: groups see the same samples."""
+    passes = {name: counted.passes.get(name, 0) + count for name, count in more.passes.items()}
+    return Statistics(samples=more.samples, passes=passes)
+
+
+def _together(parts: Sequence[Transfer]) -> Transfer:
+    if len(parts) == 1:
+        return parts[0]
+    entries = {name: entry for part in parts for name, entry in part.task_vector.items()}
+    records = tuple(record for part in parts for record in part.records)
+    return Transfer(TaskVector(entries), records, tuple(item for part in parts for item in part.kept))
+
+
 def port(
     job: Job,
     out: str | Path,
@@ -270,6 +345,7 @@ def port(
     note: Callable[[str], None] | None = None,
     test: Dataset | None = None,
     verdict: Mapping[str, Any] | None = None,
+    passes: Passes | None = None,
 ) -> dict[str, Any]:
     """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
 
@@ -301,7 +377,7 @@ def port(
             say(f"what an unfinished run for {out} has measured is dropped; --resume would have gone on from it")
             work.remove()
         try:
-            result = run(job, scale=scale, progress=progress, work=work)
+            result = run(job, scale=scale, progress=progress, work=work, passes=passes)
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same command with --resume goes on from it")
@@ -351,14 +427,27 @@ def split_samples(job: Job) -> tuple[Job, Job]:
             return job, job
         first, rest = np.split(job.batches.indices, [count])
         sides = (replace(job.batches, indices=first), replace(job.batches, indices=rest))
-        return tuple(replace(job, batches=side, samples=len(side.indices)) for side in sides)  # type: ignore[return-value]
+        return tuple(  # type: ignore[return-value]
+            replace(
+                job, batches=side, samples=len(side.indices), max_tokens=_share_of(job, len(side.indices), job.samples)
+            )
+            for side in sides
+        )
     batches = list(job.batches)
     if not batches:
         raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
     held_out = int(len(batches) * HOLD_OUT)
     if held_out == 0:
         return (whole := replace(job, batches=batches)), whole
-    return replace(job, batches=batches[:-held_out]), replace(job, batches=batches[-held_out:])
+    return tuple(  # type: ignore[return-value]
+        replace(job, batches=side, max_tokens=_share_of(job, len(side), len(batches)))
+        for side in (batches[:-held_out], batches[-held_out:])
+    )
+
+
+def _share_of(job: Job, part: int, whole: int) -> int | None:
+    """The part of the token limit that goes to a part of the samples."""
+    return None if job.max_tokens is None else max(job.max_tokens * part // whole, 1)
 
 
 def transfer_auto(
@@ -427,6 +516,8 @@ def measure_job(
     wanted = frozenset(job.method.signals if signals is None else signals)
     if not wanted:
         return Statistics()
+    if job.max_tokens is not None and not job.samples:
+        job = replace(job, batches=(batches := list(job.batches)), samples=count_samples(batches))
     assert job.source_loss is not None
     assert job.target_loss is not None
     earlier = work.load(stage, job.target.device) if work is not None else None
@@ -444,7 +535,16 @@ def measure_job(
         progress=progress,
         start=earlier,
         on_batch=work.keeper(stage) if work is not None else None,
+        limit=_token_limit(job),
     )
+
+
+def _token_limit(job: Job) -> TokenLimit | None:
+    """The limit of a job whose samples are counted."""
+    if job.max_tokens is None:
+        return None
+    seed = job.record.get("options", {}).get("seed", 0)
+    return TokenLimit(job.max_tokens, job.samples, seed, first=job.target.layout is not None)
 
 
 def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:

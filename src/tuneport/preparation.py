@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,29 +18,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .adapter import Adapter, is_adapter, open_adapter, task_vector_of, transposed_weights
 from .alignment import Completion
-from .calibration import batches as sample_batches
 from .calibration import select
-from .capture import NEEDS_BACKWARD, Loss, Match, PairedBatch, match_tokens
+from .capture import NEEDS_BACKWARD, Loss, PairedBatch
 from .checkpoint import (
     check_finite,
     describe,
     file_digests,
     open_checkpoint,
 )
-from .data import Dataset, align_labels, files_of, read_data
+from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
-from .families import Head, Model, choose_head, describe_module, open_model, open_stored
+from .families import Encoded, Head, Model, choose_head, describe_module, open_model, open_stored
 from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
+from .objectives import Objective, forward_only, load_loss, objective_of, on_device
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
+from .tasks import read_data, split_reference
+from .tokens import Coverage, Match, coverage, match_spans, match_tokens
 
 ModelLike = Model | nn.Module | str | Path
 
@@ -61,6 +62,8 @@ class Job:
     target_loss: Loss | None = None
     match: Match | None = None
     target_head: Head | None = None
+    max_tokens: int | None = None
+    memory_budget: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,13 +79,15 @@ def prepare(
     sampler: str = "random",
     seed: int = 0,
     head: str | None = None,
-    loss: Loss | tuple[Loss, Loss] | None = None,
+    loss: str | Loss | tuple[Loss, Loss] | None = None,
     match: Match | None = None,
     pairs: Sequence[LayerPair] | None = None,
     roles: Mapping[str, str | None] | None = None,
     depth_rule: DepthRule = nearest_block,
     exclude: Sequence[str] = (),
     completion: Completion = "svd",
+    max_tokens: int | None = None,
+    memory_budget: int | None = None,
     batch_size: int = 32,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -92,18 +97,26 @@ def prepare(
     """Open everything, pair the layers and draw the samples: a Job in which nothing is left to go wrong.
 
     `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
-    split; `head` names the zero-shot head; `loss(module, batch)`, or one for each model, replaces the
-    classification loss; `pairs`, `roles` and `depth_rule` override the pairing; `exclude` holds name
-    patterns of tensors to leave alone. `extra_signals` prepares for methods that measure more, `scored` for a
-    scale that is chosen on labelled samples.
+    split; `head` names the zero-shot head; `loss` is the name of an objective, MODULE:FUNCTION, an own
+    `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
+    `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
+    `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
+    that models, statistics and result may take. `extra_signals` prepares for methods that measure more, `scored` for
+    a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
     where = pick_device(device)
+    if max_tokens is not None and max_tokens < 1:
+        raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
+    if memory_budget is not None and memory_budget < 1:
+        raise TuneportError(f"memory_budget must be a number of bytes, got {memory_budget}.")
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
+    named = data  # TASK:PATH, of which the rest of the house sees the path
     if isinstance(data, (str, Path)):
-        data = local(data, "dataset")
+        task, data = split_reference(data)
+        named = data if task is None else named
     ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
     adapter = _open_adapter(finetuned)
     vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)
@@ -111,11 +124,20 @@ def prepare(
     if isinstance(data, (str, Path)) and not Path(data).exists():
         raise DataError(f"no data at {data}: no such file or folder.")
     gradients = bool(NEEDS_BACKWARD & signals) or scored
-    dataset, heads, indices = None, None, None
-    if (signals or scored) and isinstance(data, (str, Path, Dataset)):
-        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=gradients and loss is None)
-        if loss is None and gradients:
-            heads = tuple(choose_head(model, head, dataset.name, dataset.classes) for model in (ours, theirs))
+    dataset, heads, indices, objective = None, None, None, None
+    loss_name = loss if isinstance(loss, str) else None
+    wanted = None if loss_name is None or ":" in loss_name else loss_name
+    if isinstance(loss, str):
+        loss = None if wanted else load_loss(loss)
+    if (signals or scored) and isinstance(named, (str, Path, Dataset)):
+        dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=False)
+        _check_kind(dataset, ours, theirs)
+        objective = objective_of(dataset, (ours, theirs), wanted)
+        if loss is None and gradients and objective.name == "classification":
+            if not isinstance(named, Dataset):
+                dataset = read_data(named, "train")  # says what is missing where there are no labels
+            about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
+            heads = tuple(choose_head(model, head, *about) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
     plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)
@@ -126,9 +148,8 @@ def prepare(
     if signals or scored:
         if data is None:
             raise DataError(f"method {name} needs calibration data: pass --data, or batches with a loss in Python.")
-        losses = _losses(ours, theirs, heads, loss, gradients)
+        losses = _losses(ours, theirs, objective, heads, loss, gradients)
         if dataset is not None:
-            _check_kind(dataset, ours, theirs)
             indices = select(
                 dataset,
                 samples=samples,
@@ -138,7 +159,8 @@ def prepare(
                 features=lambda chosen: features(theirs, chosen),
             )
             count = len(indices)
-            batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size)
+            assert objective is not None
+            batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size, objective)
         else:
             assert not isinstance(data, (str, Path, Dataset))
             batches = data
@@ -152,19 +174,24 @@ def prepare(
             "sampler": sampler,
             "seed": seed,
             "head": head,
+            "loss": loss_name or (objective.name if objective is not None and gradients and loss is None else None),
             "completion": completion,
+            "max_tokens": max_tokens,
+            "memory_budget": memory_budget,
             "batch_size": batch_size,
             "exclude": list(exclude),
             "roles": dict(roles or {}),
             "device": str(where),
         },
-        "source": _identity(ours),
-        "finetuned": _adapter_identity(adapter) if adapter else _identity(finetuned),
-        "target": _identity(theirs),
-        "data": _data_identity(data, dataset, indices, heads),
+        "source": identity_of(ours),
+        "finetuned": _adapter_identity(adapter) if adapter else identity_of(finetuned),
+        "target": identity_of(theirs),
+        "data": data_identity(data, dataset, indices, heads),
         "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
+    if isinstance(batches, PairedBatches) and (found := batches.coverage()) is not None:
+        record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
     if adapter and (note := _base_note(adapter, ours)):
         record["notes"] = [note]
     return Job(
@@ -180,6 +207,8 @@ def prepare(
         losses[1],
         match,
         heads[1] if heads else None,
+        max_tokens,
+        memory_budget,
         record,
     )
 
@@ -194,43 +223,42 @@ class PairedBatches:
     indices: np.ndarray[Any, np.dtype[np.int64]]
     heads: tuple[Head, ...] | None
     size: int
+    objective: Objective
 
     def __iter__(self) -> Iterator[PairedBatch]:
-        sides = (self.source, self.target)
+        for ours, theirs in self._encoded():
+            batches = [on_device(side, model.device) for model, side in zip(self._sides, (ours, theirs), strict=True)]
+            if ours.spans and theirs.spans:
+                match = match_spans(ours.spans, theirs.spans)
+            else:
+                layouts = [
+                    model.layout(batch) if model.layout is not None else None
+                    for model, (batch, _) in zip(self._sides, batches, strict=True)
+                ]
+                match = match_tokens(*layouts)
+            rows = len(next(iter(theirs.inputs.values())))
+            size = len(theirs.labels) if theirs.labels is not None else rows
+            yield PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows)
+
+    def coverage(self) -> Coverage | None:
+        """How well the tokens of both models meet on all samples; None where they are not texts."""
+        if self.source.reader is None or self.target.reader is None:
+            return None
+        return sum((coverage(ours.spans, theirs.spans) for ours, theirs in self._encoded()), Coverage())
+
+    @property
+    def _sides(self) -> tuple[Model, Model]:
+        return self.source, self.target
+
+    def _encoded(self) -> Iterator[tuple[Encoded, Encoded]]:
         chosen = [align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)]
-        streams = [sample_batches(data, self.indices, self.size) for data in chosen]
-        for (inputs, source_labels), (_, target_labels) in zip(*streams, strict=True):
-            batches = []
-            for model, labels in zip(sides, (source_labels, target_labels), strict=True):
-                assert model.encode is not None
-                encoded = {key: value.to(model.device) for key, value in model.encode(inputs).items()}
-                batches.append((encoded, labels.to(model.device)))
-            layouts = [
-                model.layout(batch) if model.layout is not None else None
-                for model, (batch, _) in zip(sides, batches, strict=True)
-            ]
-            yield PairedBatch(batches[0], batches[1], size=len(inputs), match=match_tokens(*layouts))
-
-
-def classification_loss(model: Model, head: Head) -> Loss:
-    """Sum over samples of the cross-entropy of the head's class scores."""
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        inputs, labels = batch
-        return F.cross_entropy(head.scores(model, module, inputs), labels, reduction="sum")
-
-    return loss
-
-
-def forward_only(model: Model) -> Loss:
-    """Run the model for its activations; the number means nothing."""
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        forward = model.logits or model.features
-        assert forward is not None
-        return forward(module, batch[0]).sum()
-
-    return loss
+        for start in range(0, len(self.indices), self.size):
+            rows = self.indices[start : start + self.size]
+            ours, theirs = (
+                self.objective.encode(model, worded(data.subset(rows)) if model.prompted else data.subset(rows))
+                for model, data in zip(self._sides, chosen, strict=True)
+            )
+            yield ours, theirs
 
 
 def pick_device(name: str) -> torch.device:
@@ -271,10 +299,27 @@ def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequ
             tensors = open_stored(finetuned).tensors
         else:
             tensors = (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
+        tensors = _under_names_of(source.tensors, tensors)
         vector = TaskVector.between(source.tensors, tensors, exclude)
         check_finite(tensors, list(vector))
     named = vector.rename({name: live[name] for name in vector if name in live})
     return _known(source, named)
+
+
+def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The fine-tuned tensors, where one of the two models stands inside a class with a head (`bert.` before names)."""
+    if any(name in finetuned for name in base):
+        return finetuned
+    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in finetuned}
+    if (prefix := next((outer[name] for name in base if name in outer), None)) is not None:
+        names = {name.removeprefix(prefix): name for name in finetuned}
+    else:
+        outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in base}
+        prefix = next((outer[name] for name in finetuned if name in outer), None)
+        if prefix is None:
+            return finetuned
+        names = {prefix + name: name for name in finetuned}
+    return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
 
 
 def _open_adapter(finetuned: ModelLike | TaskVector) -> Adapter | None:
@@ -385,6 +430,7 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
 def _losses(
     source: Model,
     target: Model,
+    objective: Objective | None,
     heads: tuple[Head, ...] | None,
     loss: Loss | tuple[Loss, Loss] | None,
     gradients: bool,
@@ -393,8 +439,9 @@ def _losses(
         return loss
     if loss is not None:
         return loss, loss
-    if heads is not None:
-        return classification_loss(source, heads[0]), classification_loss(target, heads[1])
+    if objective is not None and (heads is not None or objective.name != "classification"):
+        ours, theirs = heads or (None, None)
+        return objective.loss(source, ours), objective.loss(target, theirs)
     for model in (source, target):
         if gradients or (model.features is None and model.logits is None):
             known = model.features is not None
@@ -411,7 +458,7 @@ def _check_kind(dataset: Dataset, *models: Model) -> None:
             raise DataError(f"{dataset.name} holds {dataset.kind}s, but {model.name} reads {model.kind}s.")
 
 
-def _identity(model: ModelLike | TaskVector) -> dict[str, Any]:
+def identity_of(model: ModelLike | TaskVector) -> dict[str, Any]:
     """What a model is called, where it is, and the SHA-256 of each of its weight files."""
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
@@ -478,7 +525,8 @@ def _licence(card: Path) -> str | None:
     return found[1] if found else None
 
 
-def _data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+def data_identity(data: Any, dataset: Dataset | None, indices: Any, heads: tuple[Head, ...] | None) -> dict[str, Any]:
+    """What the data are called, where they are, and the SHA-256 of the files that were used."""
     identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         path = Path(data)

@@ -295,6 +295,22 @@ def chart(lines: Mapping[str, Sequence[float]], ticks: Sequence[float], *, x_lab
     )
 
 
+def bars(values: Mapping[str, float], *, x_label: str) -> str:
+    """Horizontal bars as SVG, from zero: one per name, with its number."""
+    longest = max((value for value in values.values() if math.isfinite(value)), default=0.0) or 1.0
+    left, width, step = 260, 520, 22
+    parts = [f'<text x="{left}" y="14">{_e(x_label)}</text>']
+    for index, (name, value) in enumerate(values.items()):
+        y, long = 24 + step * index, width * max(value, 0.0) / longest if math.isfinite(value) else 0.0
+        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{_e(name)}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{step - 6}" fill="{COLOURS[0]}"/>')
+        parts.append(f'<text x="{left + long + 6:.1f}" y="{y + 14}">{value:.4g}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {40 + step * len(values)}" '
+        f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
+    )
+
+
 def _number(value: float | int | None) -> str:
     return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 

@@ -25,7 +25,7 @@ from .errors import CheckpointError, first_of
 from .output import new_file
 
 FORMAT = "tuneport-statistics"
-VERSION = "1"
+VERSION = "2"
 SAVE_EVERY = 60.0  # seconds
 _SHARE = 10  # saving takes at most one part in so many of the time
 
@@ -122,10 +122,7 @@ def save_statistics(path: Path, statistics: Statistics, conditions: Conditions) 
         number = numbers.setdefault(id(covariance), len(numbers))
         keys.append([layer, signal, number])
         if number == len(covariances):
-            for part in ("matrix", "source_energy", "target_energy"):
-                tensors[f"covariance.{number}.{part}"] = getattr(covariance, part)
-            dtype = str(covariance.signal_dtype).removeprefix("torch.")
-            covariances.append({"tokens": covariance.tokens, "signal_dtype": dtype})
+            covariances.append(_store(covariance, f"covariance.{number}", tensors))
     for number, (layer, gradient) in enumerate(statistics.weight_gradients.items()):
         gradients[layer] = gradient.samples
         for part in ("total", "votes", "bias_total", "bias_votes"):
@@ -154,14 +151,7 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
     try:
         covariances = []
         for number, entry in enumerate(content["covariances"]):
-            matrix = read(f"covariance.{number}.matrix")
-            covariance = CrossCovariance(*matrix.shape, device=device, dtype=matrix.dtype)
-            covariance.matrix = matrix
-            covariance.source_energy = read(f"covariance.{number}.source_energy")
-            covariance.target_energy = read(f"covariance.{number}.target_energy")
-            covariance.tokens = int(entry["tokens"])
-            covariance.signal_dtype = getattr(torch, entry["signal_dtype"])
-            covariances.append(covariance)
+            covariances.append(_restored(entry, f"covariance.{number}", read, device))
         gradients = {}
         for number, (layer, samples) in enumerate(content["gradients"].items()):
             total = read(f"gradient.{number}.total")
@@ -174,6 +164,43 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
         return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged. Start over without --resume.") from error
+
+
+def _store(covariance: CrossCovariance, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Put the tensors of a covariance under a name, and return the rest; kept tokens stay in their batches."""
+    tensors[f"{name}.source_energy"] = covariance.source_energy
+    tensors[f"{name}.target_energy"] = covariance.target_energy
+    if covariance.rows is None:
+        tensors[f"{name}.matrix"] = covariance.matrix
+    for index, (source, target) in enumerate(covariance.rows or ()):
+        tensors[f"{name}.source.{index}"] = source
+        tensors[f"{name}.target.{index}"] = target
+    return {
+        "shape": list(covariance.shape),
+        "dtype": str(covariance.dtype).removeprefix("torch."),
+        "tokens": covariance.tokens,
+        "signal_dtype": str(covariance.signal_dtype).removeprefix("torch."),
+        "batches": None if covariance.rows is None else len(covariance.rows),
+    }
+
+
+def _restored(
+    entry: Mapping[str, Any], name: str, read: Callable[[str], Tensor], device: torch.device | str
+) -> CrossCovariance:
+    """What `_store` put away."""
+    source_width, target_width = entry["shape"]
+    covariance = CrossCovariance(source_width, target_width, device=device, dtype=getattr(torch, entry["dtype"]))
+    if entry["batches"] is None:
+        covariance.matrix = read(f"{name}.matrix")
+    else:
+        covariance.rows = [
+            (read(f"{name}.source.{index}"), read(f"{name}.target.{index}")) for index in range(entry["batches"])
+        ]
+    covariance.source_energy = read(f"{name}.source_energy")
+    covariance.target_energy = read(f"{name}.target_energy")
+    covariance.tokens = int(entry["tokens"])
+    covariance.signal_dtype = getattr(torch, entry["signal_dtype"])
+    return covariance
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class TaskVector(Mapping[str, Entry]):
         def difference(name: str) -> torch.Tensor:
             changed = finetuned[name].detach().to(dtypes[name], copy=True)
             for difference, piece in zip(pieces(changed), pieces(base[name].detach()), strict=True):
-                difference.sub_(piece.to(dtypes[name]))
+                difference.sub_(piece.to(difference))
             return changed
 
         return cls(Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))

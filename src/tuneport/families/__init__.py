@@ -13,6 +13,7 @@ from ..hub import local, looks_like_hub_id
 from .base import Batch, Family, Forward, Head, Model, Stored, choose_head, describe_any, read_head
 from .huggingface import HuggingFace
 from .open_clip import OpenClip
+from .reader import Encoded, Reader
 from .timm import Timm
 
 # In the order of asking: transformers' folders are known by the file name alone, so it comes last.
@@ -65,10 +66,12 @@ def describe_module(module: nn.Module) -> Model:
 __all__ = [
     "FAMILIES",
     "Batch",
+    "Encoded",
     "Family",
     "Forward",
     "Head",
     "Model",
+    "Reader",
     "Stored",
     "choose_head",
     "describe_any",

@@ -20,10 +20,13 @@ from torch.nn import functional as F
 from ..checkpoint import open_checkpoint, read_json, write_checkpoint
 from ..errors import CheckpointError, DataError, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
+from .libraries import first_line
+from .reader import Reader
 
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], None]
+TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -47,8 +50,11 @@ class Model:
     `tensors` reads the stored weights by their name in the files; `file_names` leads there from the names of
     `module.named_parameters()`. `encode` turns raw samples into the module's inputs, `features` and `logits`
     run it, `text_head` builds class embeddings with the model's own text tower; each is None where the
-    model has no such thing. `width` is that of the features. `write` puts tensors into a new folder in the
-    library's own layout, with the configuration where nothing beside the weights carries it.
+    model has no such thing. A text model has a `reader`; one that writes has `token_logits` of a batch and its
+    labels, and `generates` says how: causal or seq2seq; one that
+    is `prompted` reads samples inside the task's prompt. `width` is that of the features. `write` puts tensors
+    into a new folder in the library's own layout, with the configuration where nothing beside the weights
+    carries it.
     """
 
     name: str
@@ -64,7 +70,11 @@ class Model:
     features: Forward | None = None
     logits: Forward | None = None
     layout: Callable[[Batch], TokenLayout] | None = None
-    text_head: Callable[[Sequence[str]], Tensor] | None = None
+    reader: Reader | None = None
+    token_logits: Callable[[nn.Module, Batch, Tensor], Tensor] | None = None
+    generates: str | None = None
+    prompted: bool = False
+    text_head: TextHead | None = None
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -143,14 +153,28 @@ def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[Loose
     return {name: reason for name, _ in module.named_parameters() if name not in inside}
 
 
-def class_embeddings(classes: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
-    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts."""
+def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
+    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts.
+
+    Without prompts of the task's own, the general ones are taken.
+    """
     rows = []
     for name in classes:
         with torch.no_grad():
-            texts = embed([prompt.format(name.replace("_", " ")) for prompt in PROMPTS])
+            texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS])
         rows.append(F.normalize(texts, dim=-1).mean(0))
     return F.normalize(torch.stack(rows), dim=-1).cpu()
+
+
+def config_classes(config: Any) -> tuple[str, ...]:
+    """The names of a classification layer's classes; the default LABEL_0, LABEL_1 are mere numbers."""
+    try:
+        labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json names its classes by something else than numbers: {first_line(error)}"
+        ) from error
+    return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -208,16 +232,28 @@ def read_head(path: Path, name: str) -> Head:
     return Head(name, tuple(str(c) for c in classes), embeds, float(scale))
 
 
-def choose_head(model: Model, wanted: str | None, dataset_name: str, classes: Sequence[str]) -> Head:
+def choose_head(
+    model: Model,
+    wanted: str | None,
+    dataset_name: str,
+    classes: Sequence[str],
+    prompts: Sequence[str] = (),
+    label_texts: Sequence[str] = (),
+) -> Head:
     """The head to score with: by name or file, else the model's own classifier, text tower, or fitting file.
 
-    A name is a file `heads/NAME.safetensors` in the model's own folder.
+    A name is a file `heads/NAME.safetensors` in the model's own folder. A JSON file describes the classes in
+    words, which the model's own text tower or encoder turns into a head; so do the `label_texts`, which stand for
+    the `classes` where given. A text tower is asked with `prompts`, templates with {} for the class name, where the
+    task has its own.
     """
     stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
     names = [path.stem for path in stored]
     if wanted is not None:
         if wanted in names:
             return _fitting(model, read_head(stored[names.index(wanted)], wanted))
+        if Path(wanted).is_file() and wanted.endswith(".json"):
+            return _described_head(model, Path(wanted))
         if Path(wanted).is_file():
             return _fitting(model, read_head(Path(wanted), Path(wanted).stem))
         known = f"it has {first_of(names)}" if names else "it has none"
@@ -225,13 +261,32 @@ def choose_head(model: Model, wanted: str | None, dataset_name: str, classes: Se
     if model.logits is not None:
         return Head("classifier", model.classes)
     if model.text_head is not None:
-        return Head("text", tuple(classes), model.text_head(classes), model.logit_scale)
+        return Head("text", tuple(classes), model.text_head(label_texts or classes, prompts), model.logit_scale)
     if dataset_name in names:
         return _fitting(model, read_head(stored[names.index(dataset_name)], dataset_name))
     if len(names) == 1:
         return _fitting(model, read_head(stored[0], names[0]))
     known = f"choose one of its heads with --head: {first_of(names)}" if names else "pass --head FILE"
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
+
+
+def _described_head(model: Model, path: Path) -> Head:
+    """A head from words: {"class": "description", ...}, or several descriptions in a list, which are averaged."""
+    if model.text_head is None:
+        raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
+    content = read_json(path, "a list of class descriptions")
+    words = (
+        {name: [text] if isinstance(text, str) else text for name, text in content.items()}
+        if isinstance(content, dict)
+        else {}
+    )
+    good = [
+        isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in words.values()
+    ]
+    if not words or not all(good):
+        raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
+    rows = [F.normalize(model.text_head(texts, ("{}",)).mean(0), dim=-1) for texts in words.values()]
+    return Head(path.stem, tuple(words), torch.stack(rows), model.logit_scale)
 
 
 def _fitting(model: Model, head: Head) -> Head:

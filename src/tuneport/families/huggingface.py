@@ -1,4 +1,4 @@
-"""Hugging Face models: local folders and live `transformers` objects. Vision towers and image classifiers.
+"""Hugging Face models: local folders and live `transformers` objects, vision and text.
 
 Weights load through the class that the folder's config.json names; code from checkpoints is never run unless
 `trust_remote_code` is passed on. Live parameter names differ from file names in some families, so the way
@@ -8,9 +8,7 @@ back is taken from transformers itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +17,11 @@ from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint, check_finite, open_checkpoint, read_json
 from ..errors import CheckpointError, first_of
-from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Family, Model, Stored, class_embeddings, outside_of, write_weights, writer_with_config
+from .base import Family, Model, Stored, write_weights, writer_with_config
+from .huggingface_text import HEADS, KINDS, complete_text, refuse_experts, text_class
+from .huggingface_vision import ARCHITECTURES, complete_vision
 from .libraries import first_line as _line
-from .libraries import mend_torchvision
-
-LARGEST_IMAGE = 8192  # pixels a side
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-
-Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What names cannot tell about one transformers class."""
-
-    features: Run
-    special_tokens: int
-    classifies: bool = False
-    tower: tuple[str, ...] = ()
-
-
-def _first_token(part: str) -> Run:
-    return lambda module, batch: getattr(module, part)(**batch).last_hidden_state[:, 0]
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "CLIPModel": Architecture(
-        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output),
-        1,
-        tower=("vision_model.", "visual_projection."),
-    ),
-    "CLIPVisionModelWithProjection": Architecture(lambda m, b: m(**b).image_embeds, 1),
-    "CLIPVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 1),
-    "SiglipModel": Architecture(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
-    "SiglipVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 0),
-    "SiglipForImageClassification": Architecture(
-        lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0, classifies=True
-    ),
-    "ViTModel": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
-    "ViTForImageClassification": Architecture(_first_token("vit"), 1, classifies=True),
-    "Dinov2Model": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
-    "Dinov2ForImageClassification": Architecture(_first_token("dinov2"), 1, classifies=True),
-}
+from .libraries import quiet
 
 
 class HuggingFace(Family):
@@ -75,11 +35,12 @@ class HuggingFace(Family):
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
         folder = Path(reference)
         stored = open_checkpoint(folder)
-        with _quiet():
+        with quiet():
             module = _load(folder, stored, device, trust_remote_code)
         check_finite(stored)
-        model = self._model(module, str(reference), stored, folder, trust_remote_code)
-        lost = [name for name in model.file_names.values() if name not in stored]
+        names = _traced(module, _file_names(module), stored)
+        model = self._model(module, str(reference), stored, names, folder, trust_remote_code)
+        lost = [name for name in names.values() if name not in stored]
         if lost:
             raise CheckpointError(
                 f"{len(lost)} tensors of {type(module).__name__} cannot be traced to the files of {folder}: "
@@ -91,51 +52,37 @@ class HuggingFace(Family):
         return Stored(open_checkpoint(reference), Path(reference))
 
     def knows(self, module: nn.Module) -> bool:
-        return type(module).__name__ in ARCHITECTURES and hasattr(module, "config")
+        name, config = type(module).__name__, getattr(module, "config", None)
+        known_text = text_class(name, getattr(config, "model_type", "")) is not None
+        return config is not None and (name in ARCHITECTURES or known_text)
 
     def describe(self, module: nn.Module) -> Model:
         tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         names = _file_names(module)
         stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
-        return self._model(module, type(module).__name__, stored, None, False)
+        return self._model(module, type(module).__name__, stored, names, None, False)
 
     def _model(
-        self, module: nn.Module, name: str, stored: Mapping[str, Tensor], folder: Path | None, trust_remote_code: bool
+        self,
+        module: nn.Module,
+        name: str,
+        stored: Mapping[str, Tensor],
+        file_names: Mapping[str, str],
+        folder: Path | None,
+        trust_remote_code: bool,
     ) -> Model:
-        architecture = ARCHITECTURES[type(module).__name__]
-        config: Any = module.config
-        tower = getattr(config, "vision_config", config)
-        layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
-        loose = find_loose(module, layers, within=architecture.tower)
-        patch = int(tower.patch_size)
-        projected = [layer.out_features for layer in layers if layer.role == "projection"]
-
-        def layout(batch: Batch) -> TokenLayout:
-            height, width = batch["pixel_values"].shape[-2:]
-            return TokenLayout(architecture.special_tokens, (height // patch, width // patch))
-
-        scale: Any = getattr(module, "logit_scale", None)
-        has_text = hasattr(module, "text_model") and hasattr(module, "vision_model")
-        return Model(
+        model = Model(
             name=name,
             module=module,
             tensors=stored,
-            file_names=_file_names(module),
-            layers=layers,
-            loose=loose,
+            file_names=file_names,
+            layers=(),
+            loose=(),
             folder=folder,
-            kind="image",
-            classes=_classes(config) if architecture.classifies else (),
-            encode=_image_encoder(folder, trust_remote_code) if folder is not None else None,
-            features=architecture.features,
-            logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
-            layout=layout,
-            text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
-            logit_scale=float(scale.detach().exp()) if scale is not None else 1.0,
-            width=projected[0] if projected else int(tower.hidden_size),
-            outside=outside_of(module, layers, loose, "outside the image tower"),
             write=write_weights if folder is not None else writer_with_config(module),
         )
+        complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
+        return complete(model, trust_remote_code)
 
 
 def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_code: bool) -> nn.Module:
@@ -145,26 +92,27 @@ def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_c
     _check_numbers(config, folder / "config.json", stored)
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    if name is None or name not in ARCHITECTURES:
+    refuse_experts(config, stored, str(folder))
+    kind = getattr(transformers, name or "", None)
+    model_type = str(config.get("model_type"))
+    is_text = name is not None and text_class(name, model_type) is not None
+    if name is None or kind is None or not (is_text or name in ARCHITECTURES):
         raise CheckpointError(
             f"{folder} holds a {name or config.get('model_type', 'model without architecture')}, which tuneport does "
-            f"not know. Known: {', '.join(sorted(ARCHITECTURES))}. See docs/add-a-family.md."
+            f"not know. Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(KINDS)}, as "
+            f"{', '.join(HEADS)}. See docs/add-a-family.md."
         )
-    _check_size(getattr(transformers, name), folder, stored)
-    try:
-        loaded = getattr(transformers, name).from_pretrained(
-            folder,
-            dtype=torch.float32,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, with their names
-        )
-    except Exception as error:
-        raise CheckpointError(f"transformers cannot load {folder} as {name}: {_line(error)}") from error
-    module, info = loaded
-    misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
-    wrong = sorted({*info["missing_keys"], *misshapen})
+    _check_size(kind, folder, stored)
+    module, missing, misshapen = _build(kind, folder, trust_remote_code)
+    if missing and not misshapen and is_text:
+        # encoders are often stored without the head, or the pooler, that their config.json names
+        base = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
+        for options in ({}, {"add_pooling_layer": False}):
+            other, *left = _build(base, folder, trust_remote_code, **options)
+            if not any(left):
+                module, missing = other, []
+                break
+    wrong = [*missing, *misshapen]
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors of {name} are missing or misshapen in {folder}: {first_of(wrong)}. "
@@ -172,6 +120,28 @@ def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_c
         )
     model: nn.Module = module
     return model.to(device).eval()
+
+
+def _build(kind: Any, folder: Path, trust_remote_code: bool, **options: Any) -> tuple[Any, list[str], list[str]]:
+    """A module with the folder's weights, the tensors that are missing there, and those that are misshapen."""
+    try:
+        module, info = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported, with their names
+            **options,
+        )
+    except TypeError as error:
+        if options:
+            return None, [str(error)], []
+        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {_line(error)}") from error
+    except Exception as error:
+        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {_line(error)}") from error
+    misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
+    return module, sorted(info["missing_keys"]), sorted(misshapen)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -240,96 +210,8 @@ def _file_names(module: nn.Module) -> dict[str, str]:
     return {name: back.get(name, name) for name, _ in module.named_parameters()}
 
 
-def _classes(config: Any) -> tuple[str, ...]:
-    """The names of a classification layer's classes; the default LABEL_0, LABEL_1 are mere numbers."""
-    try:
-        labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"config.json names its classes by something else than numbers: {_line(error)}"
-        ) from error
-    return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
-
-
-def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-    """Images to `pixel_values` through the folder's own preprocessor_config.json."""
-    if not (folder / "preprocessor_config.json").is_file():
-        raise CheckpointError(
-            f"{folder} has no preprocessor_config.json, so images cannot be prepared. Copy it from the original model."
-        )
-    read_json(folder / "preprocessor_config.json", "a preprocessor configuration")
-    with _quiet():
-        from transformers import AutoImageProcessor
-
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:
-            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
-    sizes = [getattr(processor, name, None) or {} for name in ("size", "crop_size", "pad_size")]
-    sides = [side for size in sizes for side in dict(size).values() if isinstance(side, (int, float))]
-    if any(not 0 < side <= LARGEST_IMAGE for side in sides):
-        raise CheckpointError(
-            f"{folder / 'preprocessor_config.json'} is refused: it makes images of {max(sides, key=abs):.6g} pixels a "
-            f"side; expected 1 to {LARGEST_IMAGE}."
-        )
-
-    def encode(images: Sequence[Any]) -> dict[str, Tensor]:
-        try:
-            return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
-        except Exception as error:
-            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
-
-    return encode
-
-
-def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[Sequence[str]], Tensor]:
-    """Class names to class embeddings: prompts through the model's own text tower, averaged."""
-
-    def embed(classes: Sequence[str]) -> Tensor:
-        # without any of these files, transformers makes up a tokenizer that knows no words
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            raise CheckpointError(
-                f"{folder} has a text tower but no tokenizer; copy its files from the original model, or pass --head."
-            )
-        with _quiet():
-            from transformers import AutoTokenizer
-
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=trust_remote_code
-                )
-            except Exception as error:
-                raise CheckpointError(
-                    f"{folder} has a text tower but no usable tokenizer ({_line(error)}); pass --head NAME or FILE."
-                ) from error
-        device = next(module.parameters()).device
-        padding = "max_length" if type(module).__name__.startswith("Siglip") else True
-        longest = int(module.config.text_config.max_position_embeddings)
-
-        def texts_to_embeddings(texts: list[str]) -> Tensor:
-            tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
-            pooled: Tensor = module.text_model(**tokens.to(device)).pooler_output
-            return module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
-
-        return class_embeddings(classes, texts_to_embeddings)
-
-    return embed
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Loading without transformers' bars and hints; its settings are put back."""
-    mend_torchvision()  # transformers imports it where it is installed
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+def _traced(module: Any, names: dict[str, str], stored: Checkpoint) -> dict[str, str]:
+    """The same names where the files keep a bare model as the inside of one with a head: `bert.` before each."""
+    inside = {name: f"{module.base_model_prefix}.{file}" for name, file in names.items()}
+    bare = not any(file in stored for file in names.values())
+    return inside if bare and all(file in stored for file in inside.values()) else names

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -66,3 +68,20 @@ def first_line(error: Exception) -> str:
     """What an error says, on one line."""
     text = str(error).strip().splitlines()
     return (text[0] if text else type(error).__name__)[:200]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Loading without transformers' bars and hints; its settings are put back."""
+    mend_torchvision()  # transformers imports it where it is installed
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

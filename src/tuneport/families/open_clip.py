@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..checkpoint import Checkpoint, check_finite, open_checkpoint, write_checkpoint
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Family, Model, Stored, Write, class_embeddings, outside_of, read_config
+from .base import Batch, Family, Model, Stored, TextHead, Write, class_embeddings, outside_of, read_config
 from .images import Preprocessing
 from .libraries import first_line, load_library
 
@@ -243,10 +243,10 @@ def _preprocessing(tower: Any) -> Preprocessing:
     )
 
 
-def _text_head(module: Any, name: str, make: Callable[[], Any]) -> Callable[[Sequence[str]], Tensor]:
+def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
     """Class names to class embeddings: prompts through the model's own tokenizer and text tower."""
 
-    def head(classes: Sequence[str]) -> Tensor:
+    def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
         with _quiet():
             try:
                 tokenizer = make()
@@ -255,7 +255,7 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> Callable[[Seq
                     f"{name} has a text tower but no usable tokenizer ({first_line(error)}); pass --head NAME or FILE."
                 ) from error
         device = next(module.parameters()).device
-        return class_embeddings(classes, lambda texts: module.encode_text(tokenizer(texts).to(device)))
+        return class_embeddings(classes, prompts, lambda texts: module.encode_text(tokenizer(texts).to(device)))
 
     return head
 

@@ -86,6 +86,11 @@ class Method(ABC):
         return False
 
     @property
+    def by_layer(self) -> bool:
+        """Whether each pair is moved by itself, so that a transfer may be made in groups of them."""
+        return False
+
+    @property
     @abstractmethod
     def signals(self) -> frozenset[str]:
         """The names of the signals that must be measured."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from ..alignment import Alignment
 from ..pairing import Kept, LayerPair, LoosePair
+from ..solver import CoordinateMap
 from ..task_vector import Entry, LowRank, as_dense
 from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of, spectrum_of
 
-CoordinateMap = Tensor | None
+Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,17 @@ class BilinearAlignment(Method):
         return True
 
     @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
 
     def transfer(self, problem: Problem) -> Transfer:
         entries = Entries()
         records, kept = [], []
-        for pair in problem.plan.pairs:
+        for pair in self._solved_in_groups(problem):
             sides = list(self._align(problem, pair))
             reason = next((side for side in sides if isinstance(side, str)), None)
             if reason is not None:
@@ -59,10 +65,10 @@ class BilinearAlignment(Method):
             (R_in, align_in), (R_out, align_out) = (side for side in sides if not isinstance(side, str))
             tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
             moved = _transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
-            entries.put(pair.target, moved)
+            entries.put(pair.target, _at_home(moved, tau))
             if pair.target.bias is not None and pair.source.bias is not None:
                 bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias])).double()
-                entries.put_bias(pair.target, _carry(bias, R_out, pair.target.out_features, 0))
+                entries.put_bias(pair.target, _carry(bias, R_out, pair.target.out_features, 0).to(bias.device))
             records.append(
                 LayerRecord(
                     target=pair.target.name,
@@ -83,7 +89,20 @@ class BilinearAlignment(Method):
                 entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
-    def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[CoordinateMap, Alignment | None] | str]:
+    def _solved_in_groups(self, problem: Problem) -> Iterator[LayerPair]:
+        """All pairs; the maps of a block are solved together when its first pair is due."""
+        for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
+            pairs = list(group)
+            wanted = [
+                (pair.target.name, signal)
+                for pair in pairs
+                for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map))
+                if fixed is None and signal is not None
+            ]
+            problem.statistics.solve([key for key in wanted if key in problem.statistics], problem.completion)
+            yield from pairs
+
+    def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[Map, Alignment | None] | str]:
         """For the input side, then the output side: the map and its evidence, or why there is none."""
         for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
             if fixed is not None:
@@ -95,14 +114,16 @@ class BilinearAlignment(Method):
             else:
                 alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
                 words = signal.replace("_", " ")
-                yield (alignment.matrix, alignment) if alignment.rank else f"the {words} at this layer is zero"
+                yield (alignment.map, alignment) if alignment.rank else f"the {words} at this layer is zero"
 
 
 def _spectrum(alignment: Alignment | None, *widths: int) -> tuple[float, ...] | None:
-    return spectrum_of(alignment.singular_values, min(widths)) if alignment is not None else None
+    """The singular values, thinned out; None where no map was solved, or by a route that needs none of them."""
+    values = alignment.singular_values if alignment is not None else None
+    return spectrum_of(values, min(widths)) if values is not None else None
 
 
-def _transport(tau: Entry, R_out: CoordinateMap, R_in: CoordinateMap, shape: tuple[int, int]) -> Entry:
+def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:
     """R_out^T tau R_in (eq. 8), in float64; of a low-rank tau each factor moves on its own side."""
     if isinstance(tau, LowRank):
         B, A = tau.out_factor.double(), tau.in_factor.double()
@@ -110,10 +131,23 @@ def _transport(tau: Entry, R_out: CoordinateMap, R_in: CoordinateMap, shape: tup
     return _carry(_carry(tau.double(), R_out, shape[0], 0), R_in, shape[1], 1)
 
 
-def _carry(tau: Tensor, R: CoordinateMap, width: int, axis: int) -> Tensor:
-    """Change one axis of tau from source to target coordinates: contract with R, or pad and crop."""
+def _at_home(moved: Entry, tau: Entry) -> Entry:
+    """In float32, on the device where the source's task vector lies."""
+    device = tau.in_factor.device if isinstance(tau, LowRank) else tau.device
+    if isinstance(moved, LowRank):
+        return LowRank(moved.out_factor.to(device, torch.float32), moved.in_factor.to(device, torch.float32))
+    return moved.to(device, torch.float32)
+
+
+def _carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:
+    """Change one axis of tau from source to target coordinates: contract with R, or pad and crop.
+
+    A solved map works where it was solved, so the result may be on another device than tau.
+    """
     if R is None:
         return _resize(tau, axis, width)
+    if isinstance(R, CoordinateMap):
+        return R.carry(tau, axis)
     R = R.to(device=tau.device, dtype=tau.dtype)
     return R.T @ tau if axis == 0 else tau @ R
 

@@ -26,6 +26,10 @@ class GradFix(Method):
     summary: str = ""
 
     @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         return frozenset({"weight_gradient"})
 

@@ -1,0 +1,239 @@
+"""Claim: a fine-tune of a small Llama, trained here, is ported to a wider and deeper one, also with other tokens.
+
+Trains three small Llamas from scratch on plain English (Brown corpus, web text): a source, a wider and deeper
+target with the same tokenizer, and the same target with another tokenizer. Fine-tunes the source on Shakespeare,
+ports it with about a hundred passages, and gives the perplexity per word of each on held-out Shakespeare and English.
+Needs the shared corpora; says so where they are not there.
+
+    python benchmarks/language_model.py --data SHARED/data/text --out benchmarks/results/language-model.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tuneport.data import Dataset
+from tuneport.evaluation import perplexity
+from tuneport.families import Model, open_model
+from tuneport.methods import METHODS
+from tuneport.pipeline import measure_job, problem_of, split_samples, transfer_auto
+from tuneport.preparation import prepare
+from tuneport.scaling import Scaled
+
+LENGTH = 256
+SHAPES = {
+    "source": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "target": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 9, "num_attention_heads": 12},
+}
+VOCABULARIES = {"source": 4096, "target": 4096, "target, other tokens": 2500}
+METHOD_NAMES = ("naive", "theseus", "bico")
+
+
+def passages(path: Path, characters: int = 600) -> list[str]:
+    """The text in pieces of about that many characters, cut at line ends or blanks."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    pieces, at = [], 0
+    while at < len(text):
+        end = min(at + characters, len(text))
+        cut = max(text.rfind("\n", at + characters // 2, end), text.rfind(" ", at + characters // 2, end))
+        end = cut if end < len(text) and cut > at else end
+        pieces.append(text[at:end].strip())
+        at = end
+    return [piece for piece in pieces if len(piece) > 200]
+
+
+def make_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<pad>", "<s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", model_max_length=LENGTH,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+def train(
+    model: LlamaForCausalLM, tokens: Tensor, steps: int, rate: float, device: str, batch: int = 48, seed: int = 0
+) -> list[float]:
+    """Next-token training on random windows of a stream of tokens; returns the losses."""
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
+    losses = []
+    for step in range(steps):
+        share = min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * share
+        starts = torch.randint(0, len(tokens) - LENGTH, (batch,), generator=generator)
+        rows = torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()]).to(device)
+        with torch.autocast(device.partition(":")[0], dtype=torch.bfloat16, enabled=device != "cpu"):
+            loss = model(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    model.eval()
+    return [float(loss) for loss in losses]
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
+    return torch.tensor([token for ids in tokenizer(texts)["input_ids"] for token in ids])
+
+
+def texts_of(pieces: list[str], name: str) -> Dataset:
+    return Dataset(inputs=pieces, labels=None, classes=(), name=name, kind="text")
+
+
+def per_word(model: Model, data: Dataset) -> float:
+    """Perplexity per word, which does not depend on the tokenizer: exp of the whole loss by the number of words."""
+    found = perplexity(model, data)
+    assert found.perplexity is not None
+    assert found.tokens is not None
+    words = sum(len(text.split()) for text in data.inputs)
+    return math.exp(math.log(found.perplexity) * found.tokens / words)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("language-models"), help="where the models are kept")
+    parser.add_argument("--steps", type=int, default=1500, help="of pre-training")
+    parser.add_argument("--tune", type=int, default=200, help="steps of fine-tuning")
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    needed = [options.data / f"{name}.txt.gz" for name in ("brown", "webtext", "tinyshakespeare")]
+    if missing := [str(path) for path in needed if not path.exists()]:
+        raise SystemExit(f"not there: {', '.join(missing)}. Fetch the shared corpora first.")
+    started = time.time()
+    english = passages(needed[0]) + passages(needed[1])
+    np.random.default_rng(0).shuffle(english)
+    plays = passages(needed[2])
+    np.random.default_rng(0).shuffle(plays)
+    held = {"Shakespeare": texts_of(plays[:100], "plays"), "English": texts_of(english[:100], "english")}
+    english, plays = english[100:], plays[100:]
+    opened: dict[str, Model] = {}
+    for name, size in VOCABULARIES.items():
+        folder = options.work / name.replace(", ", "-").replace(" ", "-")
+        if not folder.exists():
+            tokenizer = make_tokenizer(english, size)
+            torch.manual_seed(len(name))
+            shape = SHAPES["target" if name.startswith("target") else name]
+            config = LlamaConfig(
+                **shape, vocab_size=len(tokenizer), num_key_value_heads=4, max_position_embeddings=LENGTH,
+                tie_word_embeddings=True, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            model = LlamaForCausalLM(config).to(options.device)
+            losses = train(model, stream(tokenizer, english), options.steps, 1e-3, options.device)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            print(name, f"loss {losses[0]:.2f} to {statistics.mean(losses[-20:]):.2f}, {time.time() - started:.0f} s")
+        opened[name] = open_model(folder, device=options.device)
+    tuned = {}
+    for name, model in opened.items():
+        module = LlamaForCausalLM.from_pretrained(model.folder).to(options.device)
+        assert model.reader is not None
+        train(module, stream(model.reader.tokenizer, plays), options.tune, 2e-4, options.device)
+        tuned[name] = module
+    rows = run(options, opened, tuned, plays, held)
+    options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
+    options.out.write_text(markdown(rows, options, time.time() - started))
+    print(options.out.read_text())
+
+
+def run(options: Any, opened: dict[str, Model], tuned: dict[str, Any], plays: list[str], held: dict[str, Dataset]) -> list[Any]:
+    rows: list[dict[str, Any]] = []
+
+    def add(pair: str, method: str, model: Model, **more: Any) -> None:
+        rows.append({"pair": pair, "method": method, **{name: per_word(model, data) for name, data in held.items()}, **more})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+
+    source = opened["source"]
+    add("source", "source", source)
+    add("source", "fine-tuned source", source.with_module(tuned["source"]))
+    data = texts_of(plays, "plays")
+    signals = frozenset().union(*(METHODS[name].signals for name in METHOD_NAMES))
+    for name in ("target", "target, other tokens"):
+        target = opened[name]
+        add(name, "target", target)
+        add(name, "fine-tuned target", target.with_module(tuned[name]))
+        for seed in range(options.seeds):
+            job = prepare(
+                source, tuned["source"], target, data, method=METHODS["naive"], extra_signals=signals, scored=True,
+                samples=options.samples, seed=seed, batch_size=20, device=options.device,
+            )  # fmt: skip
+            share = job.record["tokens"]["share"]
+            fit, rest = split_samples(job)
+            part = measure_job(fit, signals=signals)
+            whole = part + measure_job(rest, signals=signals)
+            for method in METHOD_NAMES:
+                solve = lambda found, method=METHODS[method]: method.transfer(problem_of(job, found))  # noqa: E731
+                moved = solve(whole)
+                with Scaled(target.module, moved.task_vector) as scaled:
+                    scaled.set(1.0)
+                    add(name, method, target, seed=seed, coverage=share)
+                chosen, choice = transfer_auto(rest, solve, part, whole, held_out=True)
+                with Scaled(target.module, chosen.task_vector) as scaled:
+                    scaled.set(choice.scale)
+                    add(name, f"{method}, scale auto", target, seed=seed, scale=choice.scale)
+            module = LlamaForCausalLM.from_pretrained(target.folder).to(options.device)
+            assert target.reader is not None
+            seen = [data.inputs[index] for index in job.record["data"]["indices"]]
+            train(module, stream(target.reader.tokenizer, seen), 50, 2e-4, options.device, batch=32, seed=seed)
+            add(name, "fine-tuning on the same passages, 50 steps", target.with_module(module), seed=seed)
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]], options: Any, seconds: float) -> str:
+    lines = ["# Language models", "", "Perplexity per word on held-out passages; lower is better. " + f"{options.samples} passages,", ""]
+    lines[2] += f" {options.seeds} seeds, mean ± deviation."
+    lines += ["| target | method | Shakespeare | English | scale | tokens matched |", "|---|---|---|---|---|---|"]
+    for pair, method in dict.fromkeys((row["pair"], row["method"]) for row in rows):
+        found = [row for row in rows if (row["pair"], row["method"]) == (pair, method)]
+        cells = []
+        for name in ("Shakespeare", "English"):
+            values = [row[name] for row in found]
+            cells.append(f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""))
+        scales = ", ".join(f"{row['scale']:g}" for row in found if "scale" in row)
+        shares = {f"{100 * row['coverage']:.1f} %" for row in found if "coverage" in row}
+        lines.append(f"| {pair} | {method} | {' | '.join(cells)} | {scales} | {', '.join(sorted(shares))} |")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    lines += [
+        "",
+        f"Source: {SHAPES['source']}, targets: {SHAPES['target']}, 4 key-value heads; vocabularies {VOCABULARIES}.",
+        "",
+        f"- command: `python benchmarks/language_model.py --data TEXTS --steps {options.steps} --tune {options.tune} "
+        f"--samples {options.samples} --seeds {options.seeds}`",
+        f"- machine: {platform.machine()}, {options.device}, torch {torch.__version__}; {seconds:.0f} s",
+        f"- commit: {commit or 'not known'}; date: {time.strftime('%Y-%m-%d')}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

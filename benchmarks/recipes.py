@@ -1,0 +1,187 @@
+"""Every recipe's small variant, one after another, on the shared zoo: each table and figure of the paper in small.
+
+    python benchmarks/recipes.py --root ../shared --out runs/recipes [--device cuda] [--only width seeds] [--jobs 4]
+
+`--root` is the folder with zoo/ and data/images/ (and encoders/, for the text recipe). First all models that the
+recipes need are fine-tuned into --cache (OUT/models); then the recipes run, `--jobs` of them side by side, each in a
+process of its own, with its log beside its folder. A recipe that fails does not stop the others, and one whose folder
+is there is not run again. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
+run, and its numbers mean nothing. OUT/summary.md says what was done, when, and where the paper's order was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from tuneport.bench import make_finetunes, read_recipe, run_recipe, wanted_finetunes
+from tuneport.errors import TuneportError
+from tuneport.recipe import Comparison, Recipe
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True, help="the folder with zoo/ and data/images/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="where fine-tuned models go, if not OUT/models")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="recipes by file name, without .toml")
+    parser.add_argument("--jobs", type=int, default=1, help="recipes side by side")
+    parser.add_argument("--commit", help="of the code, where git cannot tell it")
+    parser.add_argument("--machine", help="in words, for the summary")
+    parser.add_argument("--tiny", action="store_true", help="cut every recipe to a few samples")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # run this recipe in this process,
+    parser.add_argument("--make", help=argparse.SUPPRESS)  # or make this model of it
+    options = parser.parse_args()
+    options.cache = options.cache or options.out / "models"
+    if options.one:
+        return one(options)
+    names = sorted(path.stem for path in RECIPES.glob("*.toml"))
+    wrong = sorted(set(options.only or ()) - set(names))
+    if wrong:
+        parser.error(f"there is no recipe {', '.join(wrong)}; known: {', '.join(names)}")
+    wanted = [name for name in names if not options.only or name in options.only]
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = prepare_models(options, wanted)
+    rest = [name for name in wanted if name not in failed]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = dict(zip(rest, pool.map(lambda name: start(options, name), rest), strict=True))
+    write_summary(options, wanted, results, failed)
+    return 1 if failed or any(code for code, _ in results.values()) else 0
+
+
+def recipe_of(options: argparse.Namespace, name: str) -> Recipe:
+    recipe = read_recipe(RECIPES / f"{name}.toml", small=True, root=options.root)
+    parts = {pair: replace(part, device=options.device) for pair, part in recipe.comparisons.items()}
+    if options.tiny:
+        parts = {pair: tiny(part) for pair, part in parts.items()}
+    return replace(recipe, comparisons=parts)
+
+
+def tiny(part: Comparison) -> Comparison:
+    """One task, one seed, one budget, a few test images, two steps."""
+    task = list(part.data)[-1]
+
+    def only(table: dict) -> dict:  # type: ignore[type-arg]
+        return {key: value for key, value in table.items() if key == task}
+
+    tables = {name: only(getattr(part, name)) for name in ("finetuned", "data", "heads", "reference", "stated")}
+    return replace(
+        part,
+        **tables,
+        seeds=part.seeds[:1],
+        samples=tuple(min(count, 8) for count in part.samples[-1:]),
+        shots=part.shots[:1],
+        test_samples=64,
+        finetune=replace(part.finetune, steps=2, batch_size=8, warmup=0) if part.finetune else None,
+        checkpoint_every=1 if part.checkpoint_every else 0,
+    )
+
+
+def prepare_models(options: argparse.Namespace, names: list[str]) -> dict[str, str]:
+    """Fine-tune what the recipes need, each model once; what is wrong with a recipe, by its name."""
+    failed, wanted = {}, {}
+    for name in names:
+        if (options.out / name).exists():
+            continue
+        try:
+            recipe = recipe_of(options, name)
+        except TuneportError as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            tell(f"{name} failed: {failed[name]}")
+            continue
+        for part in recipe.comparisons.values():
+            for _, place, _ in wanted_finetunes(recipe.kind, part, options.cache):
+                wanted.setdefault(place.name, name)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        codes = dict(zip(wanted, pool.map(lambda model: start(options, wanted[model], model), wanted), strict=True))
+    failed |= {wanted[model]: f"fine-tuning {model} failed, see its log" for model, (code, _) in codes.items() if code}
+    return failed
+
+
+def start(options: argparse.Namespace, name: str, model: str | None = None) -> tuple[int, float]:
+    """Run a recipe, or make one of its models, in a process of its own; its exit code and seconds."""
+    label, place = (model, options.cache / model) if model else (name, options.out / name)
+    if place.exists():
+        tell(f"{label}: done already")
+        return 0, 0.0
+    started = time.time()
+    words = [sys.executable, __file__, "--one", name, "--root", str(options.root), "--out", str(options.out)]
+    words += ["--cache", str(options.cache), "--device", options.device]
+    words += [*(["--tiny"] if options.tiny else []), *(["--make", model] if model else [])]
+    threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
+    with (options.out / f"{label}.log").open("w") as log:
+        code = subprocess.run(
+            words, stdout=log, stderr=log, check=False, env={**os.environ, "OMP_NUM_THREADS": threads}
+        ).returncode
+    tell(f"{label}: {'done' if code == 0 else 'failed, see its log'} in {time.time() - started:.0f} s")
+    return code, time.time() - started
+
+
+def one(options: argparse.Namespace) -> int:
+    try:
+        recipe = recipe_of(options, options.one)
+        if options.make:
+            make_finetunes(recipe, options.cache, only=options.make, stage=tell)
+        else:
+            run_recipe(recipe, options.out / options.one, cache=options.cache, resume=True, stage=tell, note=tell)
+    except TuneportError as error:
+        tell(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def write_summary(
+    options: argparse.Namespace, names: list[str], results: dict[str, tuple[int, float]], failed: dict[str, str]
+) -> None:
+    """What was run and how long it took, and where the order of methods is not the paper's."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    text = [
+        "# Every recipe in small",
+        "",
+        "| recipe | result | seconds | order of methods as in the paper |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        code, seconds = results.get(name, (1, 0.0))
+        state = failed.get(name) or ("done" if code == 0 else "failed")
+        text.append(f"| {name} | {state} | {seconds:.0f} | {order_words(options.out / name)} |")
+    flags = "".join(f" --{key}" for key in ("tiny",) if getattr(options, key))
+    flags += f" --only {' '.join(options.only)}" if options.only else ""
+    text += [
+        "",
+        f"- command: python benchmarks/recipes.py --root ../shared --out {options.out.name} --device {options.device} "
+        f"--jobs {options.jobs}{flags}",
+        f"- commit: {options.commit or commit.strip() or 'unknown'}",
+        *([f"- machine: {options.machine}"] if options.machine else []),
+        f"- date: {time.strftime('%Y-%m-%d')}",
+    ]
+    (options.out / "summary.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    print("\n".join(text))
+
+
+def order_words(folder: Path) -> str:
+    try:
+        orders = json.loads((folder / "results.json").read_text(encoding="utf-8"))["paper"]["orders"]
+    except (OSError, KeyError, ValueError):
+        return "–"
+    if not orders:
+        return "–"
+    return ", ".join(f"{item['budget']}: {'yes' if item['same'] else 'no'}" for item in orders)
+
+
+def tell(*words: object) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What the speed benchmarks share: a clock that waits for the device, peak memory, tables, and files of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after everything that was started on the device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass
+class Peak:
+    """Memory above what was held at the beginning, in bytes."""
+
+    before: int = 0
+    bytes: int = 0
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Peak of the device's allocator, or on the CPU of the resident memory, looked at every few milliseconds."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        peak.before = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device) - peak.before
+        return
+    peak.before = highest = _resident()
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal highest
+        while not done.wait(0.005):
+            highest = max(highest, _resident())
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watcher.join()
+        peak.bytes = max(highest, _resident()) - peak.before
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def stages(job: Any, device: torch.device) -> dict[str, float]:
+    """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
+    from tuneport.alignment import Statistics
+    from tuneport.pipeline import measure_job, problem_of
+
+    spent = [0.0]
+
+    class Timed(Statistics):
+        def solve(self, keys: Any, completion: Any = "svd") -> None:
+            begun = now(device)
+            super().solve(keys, completion)
+            spent[0] += now(device) - begun
+
+    started = now(device)
+    found = measure_job(job)
+    measured = now(device)
+    print(f"measured in {measured - started:.2f} s", file=sys.stderr, flush=True)
+    timed = Timed(found.covariances, found.weight_gradients, found.samples, found.passes)
+    moved = job.method.transfer(problem_of(job, timed))
+    done = now(device)
+    if len(moved.records) != len(job.plan.pairs):
+        raise SystemExit(f"{len(job.plan.pairs) - len(moved.records)} layers were not moved")
+    return {"measure": measured - started, "solve": spent[0], "transport": done - measured - spent[0]}
+
+
+def in_own_process(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run one part of a benchmark in a process of its own and return the JSON object of its last line."""
+    done = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{script} {' '.join(arguments)} failed with exit code {done.returncode}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def publish(name: str, out: Path | None, text: str, data: dict[str, Any], device: torch.device) -> None:
+    """Print the table, and write it with the data and where it comes from."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {
+        "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
+        "machine": machine(device),
+        "commit": commit.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    text = text.rstrip() + "\n\n" + "\n".join(f"- {key}: {value}" for key, value in about.items() if value) + "\n"
+    print(text)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
+        (out / f"{name}.json").write_text(json.dumps({**data, **about}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,173 @@
+"""A whole transfer between two CLIP vision towers against the bare passes and against plain Algorithm 1.
+
+    python benchmarks/speed/vit.py --shapes small --samples 50 --out benchmarks/results/speed
+    python benchmarks/speed/vit.py --shapes large --samples 100 --device cuda --out benchmarks/results/speed
+
+`small` is ViT-S/16 to ViT-B/16, `large` ViT-B/16 to ViT-L/14, `tiny` a trial; random weights, random images, the task
+vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
+warm-up on one batch: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
+gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
+Peak memory is what a contender needs beyond the models and the task vector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import in_own_process, now, peak_memory, publish, stages, table
+from reference import reference_transfer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SHAPES = {  # width, depth, heads, patch, of source and target
+    "tiny": ((128, 3, 4, 32), (192, 4, 4, 32)),
+    "small": ((384, 12, 6, 16), (768, 12, 12, 16)),
+    "large": ((768, 12, 12, 16), (1024, 24, 16, 14)),
+}
+CONTENDERS = ("bare", "frozen", "tuneport", "reference")
+CLASSES = 10
+
+
+def tower(width: int, depth: int, heads: int, patch: int, device: torch.device, seed: int) -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    torch.manual_seed(seed)
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        image_size=224,
+        patch_size=patch,
+        projection_dim=512,
+    )
+    return CLIPVisionModelWithProjection(config).to(device).eval()
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A head without parameters of its own: the first features are the class scores."""
+    return F.cross_entropy(model(pixel_values=batch[0]).image_embeds[:, :CLASSES], batch[1], reduction="sum")
+
+
+class Setting:
+    """Both models, the samples and a task vector, made from seeds on the device."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+        shapes = SHAPES[options.shapes]
+        self.source, self.target = (tower(*shape, self.device, seed) for seed, shape in enumerate(shapes))
+        generator = torch.Generator().manual_seed(2)
+        images = torch.randn(options.samples, 3, 224, 224, generator=generator).to(self.device)
+        labels = torch.randint(0, CLASSES, (options.samples,), generator=generator).to(self.device)
+        self.batches = list(zip(images.split(options.batch), labels.split(options.batch), strict=True))
+        self.grids = tuple((224 // shape[3], 224 // shape[3]) for shape in shapes)
+        torch.manual_seed(3)
+        self.task_vector = {
+            name: 0.01 * torch.randn_like(parameter)
+            for name, parameter in self.source.named_parameters()
+            if ".layers." in name and "norm" not in name
+        }
+
+    def bare(self, batches: list[Any], frozen: bool = False) -> None:
+        for model in (self.source, self.target):
+            model.requires_grad_(not frozen)
+            for images, labels in batches:
+                value = loss(model, (images.detach().requires_grad_(frozen), labels))
+                value.backward()
+                model.zero_grad(set_to_none=True)
+
+    def tuneport(self, batches: list[Any]) -> dict[str, float]:
+        from tuneport.layers import TokenLayout
+        from tuneport.preparation import prepare
+        from tuneport.task_vector import TaskVector
+        from tuneport.tokens import match_tokens
+
+        layouts = [TokenLayout(1, grid) for grid in self.grids]
+        job = prepare(
+            self.source,
+            TaskVector(self.task_vector),
+            self.target,
+            batches,
+            loss=loss,
+            match=match_tokens(*layouts),
+            device=str(self.device),
+        )
+        return stages(job, self.device)
+
+    def reference(self, batches: list[Any]) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        reference_transfer(
+            self.source, self.task_vector, self.target, batches, (loss, loss), self.grids, seconds=seconds
+        )
+        return seconds
+
+    def run(self, contender: str) -> dict[str, Any]:
+        if contender != "reference":  # its SVDs need no warming up, and take long
+            getattr(self, contender.replace("frozen", "bare"))(self.batches[:1])
+        with peak_memory(self.device) as peak:
+            started = now(self.device)
+            if contender in ("bare", "frozen"):
+                self.bare(self.batches, frozen=contender == "frozen")
+                spent = {}
+            else:
+                spent = getattr(self, contender)(self.batches)
+            seconds = now(self.device) - started
+        return {"contender": contender, "seconds": seconds, "stages": spent, "peak_bytes": peak.bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", choices=SHAPES, default="tiny")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--tf32", action="store_true", help="let the models' products use TF32")
+    parser.add_argument("--without", nargs="*", default=[], choices=CONTENDERS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.only:
+        print(json.dumps(Setting(options).run(options.only)))
+        return
+    rows = []
+    for contender in CONTENDERS:
+        if contender not in options.without:
+            rows.append(in_own_process(__file__, [*sys.argv[1:], "--only", contender]))
+            print(f"{contender}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
+    found = {row["contender"]: row for row in rows}
+
+    def ratio(row: dict[str, Any], other: str, key: str = "seconds") -> float | None:
+        return row[key] / max(found[other][key], 1e-9) if other in found else None
+
+    head = ["contender", "seconds", "of the bare passes", "of the reference", "measure", "solve", "transport"]
+    head += ["peak, MiB", "of the reference"]
+    lines = [
+        [
+            row["contender"],
+            row["seconds"],
+            ratio(row, "bare"),
+            ratio(row, "reference"),
+            row["stages"].get("measure"),
+            row["stages"].get("solve", row["stages"].get("solve_and_transport")),
+            row["stages"].get("transport"),
+            row["peak_bytes"] / 2**20,
+            ratio(row, "reference", "peak_bytes"),
+        ]
+        for row in rows
+    ]
+    data = {"options": {k: str(v) for k, v in vars(options).items() if k != "only"}, "rows": rows}
+    name = f"vit-{options.shapes}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
+    title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}\n\n"
+    publish(name, options.out, title + table(head, lines), data, torch.device(options.device))
+
+
+if __name__ == "__main__":
+    main()

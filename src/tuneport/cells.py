@@ -1,0 +1,255 @@
+"""One cell of a comparison: all methods, budgets and scale rules on one task with one draw of the samples.
+
+The largest draw is measured once; smaller budgets are its beginnings, whose sums are added up. The test split is
+only for the final accuracies, and what does not depend on the draw is measured once per task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .alignment import Statistics
+from .calibration import SAMPLERS, select
+from .data import Dataset, align_labels
+from .evaluation import features, linear_probe
+from .families import Head, Model, choose_head, open_model
+from .finetuning import Schedule, batch_reader, finetune
+from .methods import METHODS, Transfer, get_method
+from .pipeline import measure_job, problem_of, transfer_auto
+from .preparation import Job, PairedBatches, prepare
+from .recipe import Comparison
+from .scaling import Scaled, fitting_samples
+from .tables import Row
+from .task_vector import TaskVector
+from .tasks import read_data
+
+Score = Callable[[nn.Module], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """A task's test split, ready to be scored with one model's head; small sets are prepared once."""
+
+    model: Model
+    head: Head
+    labels: Tensor
+    batch_of: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+
+    def accuracy(self, module: nn.Module) -> float:
+        right = 0
+        with torch.inference_mode():
+            for rows in torch.arange(len(self.labels)).split(256):
+                batch, labels = self.batch_of(rows)
+                right += int((self.head.scores(self.model, module, batch).argmax(-1) == labels).sum())
+        return 100.0 * right / len(self.labels)
+
+
+def _judge(comparison: Comparison, model: Model, task: str) -> Judge:
+    test = _test_split(comparison, task)
+    head = choose_head(model, comparison.heads.get(task), test.name, test.classes, test.prompts, test.label_texts)
+    aligned = align_labels(test, head.classes)
+    return Judge(model, head, torch.as_tensor(aligned.labels), batch_reader(model, aligned))
+
+
+def _test_split(comparison: Comparison, task: str) -> Dataset:
+    """The test split, or a seeded part of it where the recipe asks for fewer samples."""
+    test = read_data(comparison.data[task], "test")
+    if comparison.test_samples is None or comparison.test_samples >= len(test):
+        return test
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
+    return test.subset(order[: comparison.test_samples].numpy())
+
+
+def run_cell(
+    comparison: Comparison,
+    models: Sequence[Model],
+    task: str,
+    sampler: str,
+    seed: int,
+    captures: dict[str, int],
+    judges: dict[str, Any],
+) -> Iterator[Row]:
+    """All rows of one (task, sampler, seed), from one pass over the largest set of samples."""
+    source, target = models
+    methods = {name: get_method(name) for name in comparison.methods}
+    signals = frozenset().union(*(method.signals for method in methods.values()))
+    if judges.get("task") != task:  # what is kept is of one task at a time
+        judges.clear()
+        judges["task"] = task
+    job, budgets = _largest_job(comparison, source, target, (task, sampler, seed), signals, judges)
+    blank = Row(task, "", "-", 0, seed, 0.0)
+    probing = comparison.protocol == "linear-probe"
+    head: Head | None = None
+    if probing:
+        judges.setdefault("test", _test_split(comparison, task))
+    else:
+        if "judge" not in judges:
+            judges["judge"] = _judge(comparison, target, task)
+        head = judges["judge"].head
+        yield from _fixed_rows(comparison, source, judges, blank)
+    assert isinstance(job.batches, PairedBatches)
+    cuts = sorted({cut for count in budgets.values() for cut in (fitting_samples(count), count)})
+    prefix = {0: Statistics()}
+    for before, cut in zip([0, *cuts], cuts, strict=False):
+        part = replace(job, batches=replace(job.batches, indices=job.batches.indices[before:cut]))
+        found = measure_job(part, signals=signals) if signals else Statistics()
+        prefix[cut] = prefix[before] + found
+    captures["captures"] += 1 if signals else 0
+    for name in ("forward", "backward"):
+        captures[name] += prefix[cuts[-1]].passes.get(name, 0)
+    solved: dict[tuple[str, int], Transfer] = {}
+
+    def solver(name: str) -> Callable[[Statistics], Transfer]:
+        """A method on this cell; what it has solved once (everything, if it reads no data) is not solved again."""
+
+        def solve(found: Statistics) -> Transfer:
+            key = (name, id(found) if methods[name].signals else 0)
+            if key not in solved:
+                solved[key] = methods[name].transfer(problem_of(job, found))
+            return solved[key]
+
+        return solve
+
+    for budget, count in budgets.items():
+        chosen = replace(job, batches=replace(job.batches, indices=job.batches.indices[:count]), samples=count)
+        score = _probe(chosen, target, judges["test"]) if probing else judges["judge"].accuracy
+        blank = replace(blank, budget=budget, sampler=sampler)
+        if probing:
+            own = _probe(chosen, source, judges["test"])
+            yield replace(blank, method="source", accuracy=own(source.module))
+            yield replace(blank, method="target", accuracy=score(target.module))
+        warm: TaskVector | None = None
+        for name in methods:
+            for row, vector in _method_rows(comparison, chosen, solver(name), prefix, score):
+                yield replace(row, task=task, method=name, budget=budget, seed=seed, sampler=sampler)
+                if name == comparison.warm_start and row.scale_rule == comparison.scales[0]:
+                    warm = (row.scale or 0.0) * vector
+        if head is not None:
+            yield from _finetuning_rows(comparison, chosen, head, blank, warm, score)
+
+
+def _fixed_rows(comparison: Comparison, source: Model, judges: dict[str, Any], blank: Row) -> Iterator[Row]:
+    """The target as it is, and the fine-tuned models; measured once per task."""
+    task, judge = blank.task, judges["judge"]
+    if "fixed" not in judges:
+        rows = [replace(blank, method="target", accuracy=judge.accuracy(judge.model.module))]
+        if task in comparison.reference:
+            tuned = open_model(comparison.reference[task], device=judge.model.device)
+            rows.append(replace(blank, method="fine-tuned target", accuracy=judge.accuracy(tuned.module)))
+        elif task in comparison.stated:
+            rows.append(
+                replace(blank, method="fine-tuned target", accuracy=float(comparison.stated[task]), stated=True)
+            )
+        if comparison.source_rows:
+            own = _judge(comparison, source, task)
+            tuned = open_model(comparison.finetuned[task], device=source.device)
+            rows.append(replace(blank, method="fine-tuned source", accuracy=own.accuracy(tuned.module)))
+        judges["fixed"] = rows
+    yield from (replace(row, seed=blank.seed) for row in judges["fixed"])
+
+
+def _probe(job: Job, model: Model, test: Dataset) -> Score:
+    """Accuracy of a linear probe that is trained on the samples that made the maps, and no others."""
+    assert isinstance(job.batches, PairedBatches)
+    train = job.batches.dataset.subset(job.batches.indices)
+    return lambda module: linear_probe(model.with_module(module), train, test).accuracy
+
+
+def _largest_job(
+    comparison: Comparison,
+    source: Model,
+    target: Model,
+    cell: tuple[str, str, int],
+    signals: frozenset[str],
+    kept: dict[str, Any],
+) -> tuple[Job, dict[int, int]]:
+    """A job over the largest budget, and how many of its (nested) samples each budget takes.
+
+    Features of the whole training split, which some samplers look at, are computed once per task.
+    """
+    task, sampler, seed = cell
+    shots = bool(comparison.shots)
+    budgets = comparison.budgets
+    drawn: dict[str, Any] = {
+        "samples": None if shots else budgets[-1],
+        "shots": budgets[-1] if shots else None,
+        "seed": seed,
+    }
+    looks = SAMPLERS[sampler].needs_features
+    job = prepare(
+        source,
+        comparison.finetuned[task],
+        target,
+        comparison.data[task],
+        method=METHODS["naive"],
+        extra_signals=signals,
+        scored=True,
+        sampler="class_balanced" if looks else sampler,
+        head=comparison.heads.get(task),
+        batch_size=comparison.batch_size,
+        **drawn,
+    )
+    if looks:
+        assert isinstance(job.batches, PairedBatches)
+        if "features" not in kept:
+            kept["features"] = features(target, job.batches.dataset)
+        chosen = select(job.batches.dataset, sampler=sampler, features=lambda _: kept["features"], **drawn)
+        job = replace(job, batches=replace(job.batches, indices=chosen))
+    for name in comparison.methods:
+        get_method(name).check(job.plan)
+    per_budget = job.samples // budgets[-1] if shots else 1
+    return job, {budget: budget * per_budget for budget in budgets}
+
+
+def _method_rows(
+    comparison: Comparison,
+    job: Job,
+    solve: Callable[[Statistics], Transfer],
+    prefix: Mapping[int, Statistics],
+    accuracy: Score,
+) -> Iterator[tuple[Row, TaskVector]]:
+    """A method at every scale rule."""
+    assert isinstance(job.batches, PairedBatches)
+    indices = job.batches.indices
+    count, fit = len(indices), fitting_samples(len(indices))
+    for rule in comparison.scales:
+        before = after = None
+        if rule == "auto":
+            held_out = indices[fit:] if fit < count else indices
+            rest = replace(job, batches=replace(job.batches, indices=held_out), samples=len(held_out))
+            moved, choice = transfer_auto(rest, solve, prefix[fit], prefix[count], held_out=fit < count)
+            scale = choice.scale
+            before, after = choice.scores[0.0].accuracy, choice.scores[scale].accuracy
+        else:
+            moved, scale = solve(prefix[count]), float(rule)
+        with Scaled(job.target.module, moved.task_vector) as scaled:
+            scaled.set(scale)
+            found = accuracy(scaled.module)
+        yield Row("", "", rule, 0, 0, found, scale, before, after), moved.task_vector
+
+
+def _finetuning_rows(
+    comparison: Comparison,
+    job: Job,
+    head: Head,
+    blank: Row,
+    warm: TaskVector | None,
+    accuracy: Score,
+) -> Iterator[Row]:
+    """Few-shot fine-tuning of the target on the same samples, from its own weights and from the ported ones."""
+    assert isinstance(job.batches, PairedBatches)
+    samples: Dataset = job.batches.dataset.subset(job.batches.indices)
+    for steps in comparison.steps:
+        schedule = Schedule(steps, learning_rate=comparison.learning_rate, seed=blank.seed)
+        for words, vector in (("fine-tuning", None), (f"fine-tuning from {comparison.warm_start}", warm)):
+            if words != "fine-tuning" and vector is None:
+                continue
+            with Scaled(job.target.module, vector if vector is not None else TaskVector({})) as start:
+                start.set(1.0)
+                *_, (_, module) = finetune(job.target, head, samples, schedule)
+            yield replace(blank, method=f"{words}, {steps} steps", accuracy=accuracy(module))

@@ -1,0 +1,73 @@
+"""Memory budgets: what they divide, that nothing else changes, and how they are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from toy import ToyViT, batches, finetuned, loss, plan
+from tuneport.budget import parse_bytes, plan_passes
+from tuneport.errors import TuneportError
+from tuneport.pipeline import Job, prepare, run
+
+
+def job(method: str = "bico", budget: int | None = None, **options) -> Job:
+    torch.manual_seed(0)
+    source, target = ToyViT(), ToyViT(width=40, depth=3)
+    return prepare(
+        source,
+        finetuned(source),
+        target,
+        batches(count=48, batch=16),
+        method=method,
+        loss=loss,
+        pairs=plan(source, target).pairs,
+        memory_budget=budget,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("scale", "method"), [(1.0, "bico"), (1.0, "theseus"), ("auto", "bico")])
+def test_groups_give_the_same_bits(scale, method: str) -> None:
+    whole = run(job(method), scale=scale)
+    least = plan_passes(job(method), None)
+    budget = least.fixed_bytes + max(least.group_bytes) * 3 // 4
+    small = job(method, budget)
+    groups = plan_passes(small, budget).groups
+    assert len(groups) > 1
+    assert [pair.target.name for group in groups for pair in group] == [pair.target.name for pair in small.plan.pairs]
+    divided = run(small, scale=scale)
+    assert list(divided.task_vector) == list(whole.task_vector)
+    for name in whole.task_vector:
+        assert torch.equal(divided.task_vector.dense(name), whole.task_vector.dense(name))
+    assert divided.records == whole.records
+    assert divided.scale == whole.scale
+    assert divided.record["samples"] == whole.record["samples"]
+    assert divided.record["passes"]["forward"] == len(groups) * whole.record["passes"]["forward"]
+
+
+def test_a_token_limit_lowers_what_is_expected() -> None:
+    assert plan_passes(job(max_tokens=2), None).peak_bytes < plan_passes(job(), None).peak_bytes
+
+
+def test_a_budget_below_one_layer_is_refused_with_the_least_that_will_do() -> None:
+    with pytest.raises(TuneportError, match=r"a memory budget of 9.77 KiB is too small: the models and the result"):
+        plan_passes(job(), 10_000)
+    once = replace(job(), batches=iter(batches()))
+    with pytest.raises(TuneportError, match=r"needs batches that can be gone through again: pass a list"):
+        plan_passes(once, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 2**33), ("8 gib", 2**33), ("1.5MB", 1_500_000), ("700", 700), ("2TB", 2 * 10**12)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "8 parsecs", "0", "1e9", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(TuneportError, match=r"must be a size such as 8GiB or 500MB, got "):
+        parse_bytes(text)

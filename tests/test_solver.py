@@ -1,0 +1,147 @@
+"""Every route gives the polar factor that was planted, or says that it cannot; completions match a plain SVD."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tuneport import solver
+from tuneport.errors import TuneportError
+from tuneport.solver import ROUTES, complete, complete_thin, polar, polar_of_factors, rectangular_identity
+
+CUT = 1e-9
+SHAPES = [(96, 96), (80, 130), (130, 80)]
+SPECTRA = {
+    "conditioned": lambda n: torch.linspace(1, 0.1, n, dtype=torch.float64),
+    "ill-conditioned": lambda n: torch.logspace(0, -8, n, dtype=torch.float64),
+    "one large direction": lambda n: torch.tensor([1.0] + [1e-6] * (n - 1), dtype=torch.float64),
+    "down to the cut": lambda n: torch.logspace(0, -12, n, dtype=torch.float64),
+    "a few null directions": lambda n: torch.cat(
+        [torch.logspace(0, -5, n - 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+    ),
+    "half of them null": lambda n: torch.cat(
+        [torch.logspace(0, -3, n // 2, dtype=torch.float64), torch.full((n - n // 2,), 1e-13, dtype=torch.float64)]
+    ),
+}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def planted(rows: int, columns: int, values: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix with these singular values, and the polar factor of those above the cut."""
+    U, V = (torch.linalg.qr(randn(width, len(values), seed=width)).Q for width in (rows, columns + 1))
+    V = torch.linalg.qr(V[:columns]).Q
+    kept = values > CUT * values[0]
+    return (U * values) @ V.T, U[:, kept] @ V[:, kept].T
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_every_route_finds_the_planted_map(route: str, spectrum: str, rows: int, columns: int) -> None:
+    values = SPECTRA[spectrum](min(rows, columns))
+    C, expected = planted(rows, columns, values)
+    found = polar(C, CUT, route)
+    full = bool((values > CUT).all())
+    assert found.route == (route if full or route != "qdwh" else "eigh")
+    assert found.rank == int((values > CUT).sum())
+    assert float((found.left @ found.right.T - expected).norm() / expected.norm()) < 1e-6
+    for factor in (found.left, found.right):
+        assert float((factor.T @ factor - torch.eye(found.rank)).abs().max()) < 1e-7
+    assert float(found.total) == pytest.approx(float(values[: found.rank].sum()), rel=1e-9)
+    if found.singular_values is not None:
+        assert torch.allclose(found.singular_values[: found.rank], values[: found.rank], rtol=1e-5, atol=1e-15)
+        assert len(found.singular_values) == len(values)
+    assert found.certificate.holds
+    short = found.left if rows <= columns else found.right
+    assert found.null.shape == (len(short), len(short) - found.rank)
+    assert float((short.T @ found.null).abs().sum()) < 1e-6
+
+
+@pytest.mark.parametrize("spectrum", ["a few null directions", "half of them null"])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_completions_do_not_depend_on_the_route(spectrum: str, rows: int, columns: int) -> None:
+    C, _ = planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))
+    maps = [complete(polar(C, CUT, route)).dense() for route in ROUTES]
+    R = maps[0]
+    gram = R @ R.T if rows <= columns else R.T @ R
+    assert float((gram - torch.eye(len(gram))).abs().max()) < 1e-8
+    for other in maps[1:]:
+        assert float((other - R).abs().max()) < 1e-7
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(120, 120), (90, 150), (150, 90)])
+@pytest.mark.parametrize("tokens", [1, 12, 30])
+def test_few_tokens_give_the_map_of_the_whole_problem(rows: int, columns: int, tokens: int) -> None:
+    X, Y = randn(tokens, rows), randn(tokens, columns, seed=1)
+    thin, whole = polar_of_factors(X, Y, CUT), polar(X.T @ Y, CUT, "svd")
+    assert thin.rank == whole.rank == tokens
+    assert float((thin.left @ thin.right.T - whole.left @ whole.right.T).abs().max()) < 1e-12
+    filled, dense = complete_thin(thin), complete(whole).dense()
+    assert filled.identity
+    assert filled.left.shape[1] < 4 * tokens
+    assert float((filled.dense() - dense).abs().max()) < 1e-9
+    x = randn(5, rows, seed=3)
+    assert torch.allclose(filled.carry(x, 1), x @ dense, atol=1e-9)
+    assert torch.allclose(filled.carry(x.T, 0), dense.T @ x.T, atol=1e-9)
+    assert torch.allclose(filled.carry(x[0], 0), dense.T @ x[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_units_that_are_dead_on_one_side_are_paired_alike(turned: bool) -> None:
+    x, y = torch.zeros(20, 90, dtype=torch.float64), torch.zeros(20, 110, dtype=torch.float64)
+    x[:, :6] = randn(20, 6)
+    y[:, 3:9] = x[:, :6]
+    x, y = (y, x) if turned else (x, y)
+    thin, whole = complete_thin(polar_of_factors(x, y, CUT)).dense(), complete(polar(x.T @ y, CUT, "svd")).dense()
+    assert float((thin - whole).abs().max()) < 1e-10
+    gram = thin.T @ thin if turned else thin @ thin.T
+    assert float((gram - torch.eye(90)).abs().max()) < 1e-10
+
+
+def test_a_zero_matrix_has_rank_zero_and_is_completed_by_the_identity() -> None:
+    for route in ROUTES:
+        found = polar(torch.zeros(70, 80, dtype=torch.float64), CUT, route)
+        assert found.rank == 0
+        assert torch.equal(complete(found).dense(), rectangular_identity(70, 80))
+
+
+def test_a_route_that_fails_its_certificate_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    C, expected = planted(80, 90, SPECTRA["conditioned"](80))
+
+    def sloppy(matrix: Tensor, cut: float) -> solver.Found:
+        found = solver.by_svd(matrix, cut)
+        return found._replace(right=found.right + 1e-4 * randn(*found.right.shape))
+
+    monkeypatch.setitem(ROUTES, "eigh", sloppy)
+    found = polar(C, CUT, "eigh")
+    assert found.route == "svd"
+    assert float((found.left @ found.right.T - expected).abs().max()) < 1e-10
+    monkeypatch.setitem(ROUTES, "svd", sloppy)
+    with pytest.raises(TuneportError, match=r"no route gives a certified polar factor of a \(80, 90\)"):
+        polar(C, CUT, "eigh")
+
+
+def test_a_wrong_map_does_not_get_a_certificate() -> None:
+    C, _ = planted(80, 80, SPECTRA["conditioned"](80))
+    good = solver.by_svd(C, CUT)
+    assert solver.certify(C, good).holds
+    assert not solver.certify(C, good._replace(right=good.right.roll(1, dims=1))).holds  # orthogonal, but others
+    assert not solver.certify(C, good._replace(right=-good.right)).holds  # stationary, but the worst map of all
+    full = solver.by_qdwh(C, CUT)
+    assert full is not None
+    assert solver.certify(C, full).holds
+    turned = full.core @ torch.linalg.matrix_exp(1e-4 * (randn(80, 80) - randn(80, 80).T))
+    assert not solver.certify(C, full._replace(core=turned)).holds
+
+
+def test_the_gram_route_counts_values_near_the_cut_as_an_svd_does() -> None:
+    """A Gram matrix alone cannot: its rounding hides singular values below 1e-8."""
+    values = torch.cat([torch.ones(60, dtype=torch.float64), CUT * torch.linspace(1.3, 0.7, 40, dtype=torch.float64)])
+    C, _ = planted(100, 120, values)
+    expected = int((np.linalg.svd(C.numpy(), compute_uv=False) > CUT * 1.0).sum())
+    assert polar(C, CUT, "eigh").rank == polar(C, CUT, "svd").rank == pytest.approx(expected, abs=1)
