@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 FAMILIES := .venv-families
 FAMILIES_STAMP := $(FAMILIES)/.installed
 
-.PHONY: setup demo test test-families lint docs clean
+.PHONY: setup demo test test-families lint docs bench clean
 
 setup: $(STAMP)
 
@@ -32,13 +32,24 @@ test-families: $(FAMILIES_STAMP)
 	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/families
 
 lint: setup
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 docs: setup
 	$(BIN)/mkdocs build --strict --quiet
+
+BENCH ?= bench-results
+
+bench: setup
+	$(BIN)/python benchmarks/speed/solvers.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/accumulation.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/vit.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/llama.py --samples 8 --length 64 --max-tokens 64 --out $(BENCH)
+	$(BIN)/python benchmarks/speed/scaling.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/budget.py --out $(BENCH)
+	$(BIN)/python benchmarks/speed/processes.py --out $(BENCH)
 
 clean:
 	rm -rf $(VENV) $(FAMILIES) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis tuneport-demo

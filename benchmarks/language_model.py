@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tuneport.alignment import Statistics
 from tuneport.data import Dataset
 from tuneport.evaluation import perplexity
 from tuneport.families import Model, open_model
-from tuneport.methods import METHODS
+from tuneport.methods import METHODS, Method, Transfer
 from tuneport.pipeline import measure_job, problem_of, split_samples, transfer_auto
-from tuneport.preparation import prepare
+from tuneport.preparation import Job, prepare
 from tuneport.scaling import Scaled
 
 LENGTH = 256
@@ -165,11 +167,18 @@ def main() -> None:
     print(options.out.read_text())
 
 
-def run(options: Any, opened: dict[str, Model], tuned: dict[str, Any], plays: list[str], held: dict[str, Dataset]) -> list[Any]:
+def solved(method: Method, job: Job, found: Statistics) -> Transfer:
+    return method.transfer(problem_of(job, found))
+
+
+def run(
+    options: Any, opened: dict[str, Model], tuned: dict[str, Any], plays: list[str], held: dict[str, Dataset]
+) -> list[Any]:
     rows: list[dict[str, Any]] = []
 
     def add(pair: str, method: str, model: Model, **more: Any) -> None:
-        rows.append({"pair": pair, "method": method, **{name: per_word(model, data) for name, data in held.items()}, **more})
+        scores = {name: per_word(model, data) for name, data in held.items()}
+        rows.append({"pair": pair, "method": method, **scores, **more})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
 
     source = opened["source"]
@@ -191,7 +200,7 @@ def run(options: Any, opened: dict[str, Model], tuned: dict[str, Any], plays: li
             part = measure_job(fit, signals=signals)
             whole = part + measure_job(rest, signals=signals)
             for method in METHOD_NAMES:
-                solve = lambda found, method=METHODS[method]: method.transfer(problem_of(job, found))  # noqa: E731
+                solve = partial(solved, METHODS[method], job)
                 moved = solve(whole)
                 with Scaled(target.module, moved.task_vector) as scaled:
                     scaled.set(1.0)
@@ -209,15 +218,16 @@ def run(options: Any, opened: dict[str, Model], tuned: dict[str, Any], plays: li
 
 
 def markdown(rows: list[dict[str, Any]], options: Any, seconds: float) -> str:
-    lines = ["# Language models", "", "Perplexity per word on held-out passages; lower is better. " + f"{options.samples} passages,", ""]
-    lines[2] += f" {options.seeds} seeds, mean ± deviation."
+    about = f"{options.samples} passages, {options.seeds} seeds, mean ± deviation."
+    lines = ["# Language models", "", f"Perplexity per word on held-out passages; lower is better. {about}", ""]
     lines += ["| target | method | Shakespeare | English | scale | tokens matched |", "|---|---|---|---|---|---|"]
     for pair, method in dict.fromkeys((row["pair"], row["method"]) for row in rows):
         found = [row for row in rows if (row["pair"], row["method"]) == (pair, method)]
         cells = []
         for name in ("Shakespeare", "English"):
             values = [row[name] for row in found]
-            cells.append(f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""))
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.1f}{spread}")
         scales = ", ".join(f"{row['scale']:g}" for row in found if "scale" in row)
         shares = {f"{100 * row['coverage']:.1f} %" for row in found if "coverage" in row}
         lines.append(f"| {pair} | {method} | {' | '.join(cells)} | {scales} | {', '.join(sorted(shares))} |")

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tuneport.alignment import Statistics
 from tuneport.data import Dataset
 from tuneport.evaluation import features
 from tuneport.families import Head, Model, choose_head, open_model
 from tuneport.finetuning import Schedule, finetune
-from tuneport.methods import METHODS
+from tuneport.methods import METHODS, Method, Transfer
 from tuneport.pipeline import measure_job, problem_of, split_samples, transfer_auto
-from tuneport.preparation import prepare
+from tuneport.preparation import Job, prepare
 from tuneport.scaling import Scaled
 from tuneport.tasks import TASKS
 
@@ -117,6 +119,14 @@ def best_schedule(
     return Schedule(steps, batch_size=32, learning_rate=rate), {f"{r:g} x {s}": a for (r, s), a in seen.items()}
 
 
+def row_of(method: str, budget: int, found: tuple[float, float]) -> dict[str, Any]:
+    return {"method": method, "zero-shot": found[0], "probe": found[1], "N": budget}
+
+
+def solved(method: Method, job: Job, found: Statistics) -> Transfer:
+    return method.transfer(problem_of(job, found))
+
+
 def run_cell(
     source: Model, tuned: nn.Module, target: Model, judge: Judge, splits: dict[str, Dataset], schedule: Schedule,
     seed: int, budgets: list[int],
@@ -143,30 +153,22 @@ def run_cell(
         whole = part if rest is fit else part + measure_job(rest, signals=signals)
         indices = job.record["data"]["indices"]
         samples = splits["train"].subset(indices)
-        yield dict(zip(("method", "zero-shot", "probe"), ("target", *judge.both(target.module, samples)))) | {
-            "N": budget
-        }
+        yield row_of("target", budget, judge.both(target.module, samples))
         for name in METHOD_NAMES:
             method = METHODS[name]
             moved = method.transfer(problem_of(job, whole))
             with Scaled(target.module, moved.task_vector) as scaled:
                 scaled.set(1.0)
-                yield dict(zip(("method", "zero-shot", "probe"), (name, *judge.both(scaled.module, samples)))) | {
-                    "N": budget
-                }
+                yield row_of(name, budget, judge.both(scaled.module, samples))
             if name != "bico":
                 continue
-            solve = lambda found, method=method: method.transfer(problem_of(job, found))  # noqa: E731
-            chosen, choice = transfer_auto(rest, solve, part, whole, held_out=rest is not fit)
+            chosen, choice = transfer_auto(rest, partial(solved, method, job), part, whole, held_out=rest is not fit)
             with Scaled(target.module, chosen.task_vector) as scaled:
                 scaled.set(choice.scale)
                 found = judge.both(scaled.module, samples)
-            row = dict(zip(("method", "zero-shot", "probe"), ("bico, scale auto", *found)))
-            yield row | {"N": budget, "scale": choice.scale}
+            yield row_of("bico, scale auto", budget, found) | {"scale": choice.scale}
         *_, (_, module) = finetune(target, judge.head, samples, replace(schedule, seed=seed))
-        yield dict(zip(("method", "zero-shot", "probe"), ("few-shot fine-tuning", *judge.both(module, samples)))) | {
-            "N": budget
-        }
+        yield row_of("few-shot fine-tuning", budget, judge.both(module, samples))
 
 
 def main() -> None:
@@ -231,10 +233,8 @@ def markdown(
     lines += [f"(mean ± deviation), class-balanced samples, at most {options.test} test samples.", ""]
     for protocol in ("zero-shot", "probe"):
         for name in targets:
-            lines += [
-                f"## {SOURCE} to {name}, {'zero-shot head' if protocol == 'zero-shot' else 'linear probe on the same samples'}",
-                "",
-            ]
+            words = "zero-shot head" if protocol == "zero-shot" else "linear probe on the same samples"
+            lines += [f"## {SOURCE} to {name}, {words}", ""]
             lines += [f"| method | N | {' | '.join(tasks)} | mean |", "|" + "---|" * (len(tasks) + 3)]
             found = [row for row in rows if row["target"] == name and protocol in row]
             for method, count in dict.fromkeys((row["method"], row["N"]) for row in found):
@@ -245,7 +245,7 @@ def markdown(
                 means = [statistics.mean(values) for values in cells]
                 texts = [
                     f"{mean:.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
-                    for mean, values in zip(means, cells)
+                    for mean, values in zip(means, cells, strict=True)
                 ]
                 lines.append(f"| {method} | {count or 'all'} | {' | '.join(texts)} | {statistics.mean(means):.1f} |")
             lines.append("")

@@ -221,7 +221,13 @@ class TestRecipes:
 
     def test_every_setting_can_be_given(self, settings: dict[str, Any], tmp_path: Path) -> None:
         changed = {"samplers": ["class_balanced"], "scales": ["0.5"], "batch_size": 8, "heads": {"animals": "animals"}}
-        more = {"stated": {"animals": 50.0}, "protocol": "linear-probe", "source_rows": True, "test_samples": 9}
+        more = {
+            "stated": {"animals": 50.0},
+            "protocol": "linear-probe",
+            "source_rows": True,
+            "full_batch": True,
+            "test_samples": 9,
+        }
         tuning = {"checkpoint_every": 1, "finetune": asdict(Schedule(3, warmup=1))}
         full = settings | changed | more | tuning | {"reference": {"animals": settings["target"]}, "samples": []}
         assert set(full) == {item.name for item in fields(Comparison)}

@@ -1,9 +1,10 @@
-"""Tiny text models of every known family, made from configs, and tokenizers trained on a few sentences."""
+"""Tiny text models of every known family, made from configs, and tokenizers made of a few sentences."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,7 @@ FAMILIES: dict[str, TextFamily] = {
         "T5Config",
         lambda s: _t5(s, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     ),
+    "t5-classifier": T("T5ForSequenceClassification", "T5Config", _t5),
     "t5-encoder": T("T5EncoderModel", "T5Config", _t5),
     "llama": T("LlamaForCausalLM", "LlamaConfig", _grouped, rotary=True),
     "llama-tied": T("LlamaForCausalLM", "LlamaConfig", lambda s: _grouped(s, tie_word_embeddings=True), True, True),
@@ -188,18 +190,31 @@ def tokens(count: int, length: int = 10, seed: int = 7, batch: int = 64) -> list
 # --- tokenizers
 
 
-def _trained(tokenizer: Tokenizer, trainer: Any) -> Tokenizer:
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return tokenizer
+# Trainers of word pieces and unigrams break ties by chance, so these vocabularies are counted here.
+
+
+def _counted(words: list[str], mark: str, count: int) -> list[str]:
+    """All letters and the most frequent parts of the words; parts inside a word begin with the mark."""
+    letters, parts = Counter[str](), Counter[str]()
+    for word in words:
+        for begin in range(len(word)):
+            start = mark if begin else ""
+            letters[start + word[begin]] += 1
+            for end in range(begin + 2, len(word) + 1):
+                parts[start + word[begin:end]] += end - begin
+    most = sorted(parts, key=lambda part: (-parts[part], part))
+    return [*sorted(letters), *most][:count]
 
 
 @functools.cache
 def _wordpiece(size: int) -> str:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    split = pre_tokenizers.BertPreTokenizer()
+    words = [word for sentence in SENTENCES for word, _ in split.pre_tokenize_str(sentence)]
     special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
-    _trained(tokenizer, trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False))
+    vocabulary = [*special, *_counted(words, "##", size - len(special))]
+    tokenizer = Tokenizer(models.WordPiece({part: i for i, part in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = split
     tokenizer.post_processor = processors.TemplateProcessing(
         "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 1), ("[SEP]", 2)]
     )
@@ -216,7 +231,7 @@ def _bytes(size: int, frame: bool) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    _trained(tokenizer, trainer)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     if frame:
         tokenizer.post_processor = processors.TemplateProcessing(
             "<s> $A </s>", "<s> $A </s> </s> $B </s>", [("<s>", 0), ("</s>", 2)]
@@ -226,12 +241,13 @@ def _bytes(size: int, frame: bool) -> str:
 
 @functools.cache
 def _pieces(size: int) -> str:
-    tokenizer = Tokenizer(models.Unigram())
+    words = [f"▁{word}" for sentence in SENTENCES for word in sentence.split()]
+    parts = _counted(words, "", size - 3)
+    special = ["<pad>", "</s>", "<unk>"]
+    scores = [(part, -float(place) / len(part)) for place, part in enumerate(parts, start=1)]
+    tokenizer = Tokenizer(models.Unigram([*((part, 0.0) for part in special), *scores], unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    special = ["<pad>", "</s>", "<unk>"]
-    trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False)
-    _trained(tokenizer, trainer)
     tokenizer.post_processor = processors.TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
     return tokenizer.to_str()
 

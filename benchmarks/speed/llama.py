@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens per text")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--memory-budget", help="such as 100GiB; layers are measured in groups to keep it")
     parser.add_argument("--lora", type=int, metavar="R", help="a LoRA of this rank instead of a full change")
     parser.add_argument("--completion", choices=["svd", "none"], default="svd")
     parser.add_argument("--device", default="cpu")
@@ -104,6 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
+    from tuneport.budget import format_bytes, parse_bytes, plan_passes
     from tuneport.preparation import prepare
     from tuneport.task_vector import TaskVector
 
@@ -130,15 +132,20 @@ def main() -> None:
             loss=loss,
             completion=options.completion,
             max_tokens=options.max_tokens,
+            memory_budget=parse_bytes(options.memory_budget) if options.memory_budget else None,
             device=str(device),
         )
-        spent = stages(job, device)
+        passes = plan_passes(job, job.memory_budget) if job.memory_budget else None
+        if passes is not None:
+            print(f"{len(passes.groups)} runs, peak {format_bytes(passes.peak_bytes)} expected", file=sys.stderr)
+        spent = stages(job, device, passes)
     total = sum(spent.values())
     head = ["change", "tokens for maps", "bare passes, s", "measure", "solve", "transport", "total, s", "peak, GiB"]
-    head += ["of that models and change"]
+    head += ["of that models and change", "runs", "expected peak without the change, GiB"]
     kind = f"LoRA of rank {options.lora}" if options.lora else "full"
     tokens = options.max_tokens or options.samples * options.length
     row = [kind, tokens, floor, *spent.values(), total, (peak.before + peak.bytes) / 2**30, peak.before / 2**30]
+    row += [len(passes.groups) if passes else 1, passes.peak_bytes / 2**30 if passes else None]
     title = f"{options.shapes}: N = {options.samples} x {options.length} tokens, batches of {options.batch}, "
     title += f"{len(job.plan.pairs)} layers, completion {options.completion}\n\n"
     data = {
@@ -146,8 +153,11 @@ def main() -> None:
         "seconds": {"bare": floor, **spent, "total": total},
         "peak_bytes": peak.before + peak.bytes,
         "held_before_bytes": peak.before,
+        "expected_peak_bytes": passes.peak_bytes if passes is not None else None,
+        "runs": len(passes.groups) if passes is not None else 1,
     }
     name = f"llama-{options.shapes}-{'lora' if options.lora else 'full'}-{options.max_tokens or 'all'}-{device.type}"
+    name += f"-{options.memory_budget}" if options.memory_budget else ""
     publish(name, options.out, title + table(head, [row]), data, device)
 
 

@@ -67,9 +67,10 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def stages(job: Any, device: torch.device) -> dict[str, float]:
+def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.alignment import Statistics
+    from tuneport.budget import in_groups
     from tuneport.pipeline import measure_job, problem_of
 
     spent = [0.0]
@@ -80,21 +81,36 @@ def stages(job: Any, device: torch.device) -> dict[str, float]:
             super().solve(keys, completion)
             spent[0] += now(device) - begun
 
+    def moved(group: Any) -> Any:
+        begun = now(device)
+        found = measure_job(group)
+        seconds["measure"] += now(device) - begun
+        print(f"measured in {now(device) - begun:.2f} s", file=sys.stderr, flush=True)
+        timed = Timed(found.covariances, found.weight_gradients, found.samples, found.passes)
+        return group.method.transfer(problem_of(group, timed))
+
+    seconds = {"measure": 0.0}
     started = now(device)
-    found = measure_job(job)
-    measured = now(device)
-    print(f"measured in {measured - started:.2f} s", file=sys.stderr, flush=True)
-    timed = Timed(found.covariances, found.weight_gradients, found.samples, found.passes)
-    moved = job.method.transfer(problem_of(job, timed))
-    done = now(device)
-    if len(moved.records) != len(job.plan.pairs):
-        raise SystemExit(f"{len(job.plan.pairs) - len(moved.records)} layers were not moved")
-    return {"measure": measured - started, "solve": spent[0], "transport": done - measured - spent[0]}
+    results = [moved(group) for group in in_groups(job, passes)]  # all are held, as a transfer holds them
+    total = now(device) - started
+    missing = len(job.plan.pairs) - sum(len(result.records) for result in results)
+    if missing:
+        raise SystemExit(f"{missing} layers were not moved")
+    return {**seconds, "solve": spent[0], "transport": total - seconds["measure"] - spent[0]}
 
 
-def in_own_process(script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run one part of a benchmark in a process of its own and return the JSON object of its last line."""
-    done = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+def in_own_process(script: str, arguments: Sequence[str], tight: bool = False) -> dict[str, Any]:
+    """Run one part of a benchmark in a process of its own and return the JSON object of its last line.
+
+    `tight` makes the C library give freed memory back at once, so that resident memory is memory in use.
+    """
+    environment = {
+        **os.environ,
+        **({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"} if tight else {}),
+    }
+    done = subprocess.run(
+        [sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=False, env=environment
+    )
     if done.returncode:
         raise SystemExit(f"{script} {' '.join(arguments)} failed with exit code {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -61,6 +61,8 @@ class Setting:
         self.device = torch.device(options.device)
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
         shapes = SHAPES[options.shapes]
+        if getattr(options, "depth", None):
+            shapes = tuple((width, min(depth, options.depth), *rest) for width, depth, *rest in shapes)
         self.source, self.target = (tower(*shape, self.device, seed) for seed, shape in enumerate(shapes))
         generator = torch.Generator().manual_seed(2)
         images = torch.randn(options.samples, 3, 224, 224, generator=generator).to(self.device)
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SHAPES, default="tiny")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--depth", type=int, help="use only so many blocks of each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--tf32", action="store_true", help="let the models' products use TF32")
@@ -164,8 +167,10 @@ def main() -> None:
         for row in rows
     ]
     data = {"options": {k: str(v) for k, v in vars(options).items() if k != "only"}, "rows": rows}
-    name = f"vit-{options.shapes}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
-    title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}\n\n"
+    blocks = f"-depth{options.depth}" if options.depth else ""
+    name = f"vit-{options.shapes}{blocks}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
+    only = f", {options.depth} blocks" if options.depth else ""
+    title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{only}\n\n"
     publish(name, options.out, title + table(head, lines), data, torch.device(options.device))
 
 

@@ -41,7 +41,8 @@ __all__ = [
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
-HELD = 2**30  # bytes of solved maps that are remembered
+PIECE = 4096  # tokens that are converted to the sums' dtype at once
+HELD = 2**28  # bytes of solved maps that are remembered
 
 
 class CrossCovariance:
@@ -111,18 +112,18 @@ class CrossCovariance:
         if self.rows is not None:
             self.rows.append((source.clone(), target.clone()))
         else:
-            self.matrix.addmm_(source.to(self.dtype).T, target.to(self.dtype))
+            _add_product(self.matrix, source, target)
 
     def few_tokens(self) -> tuple[Tensor, Tensor] | None:
         """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
-        if not self.rows or 3 * self.tokens > min(self.shape):
+        if not self.rows or 5 * self.tokens > 4 * min(self.shape):
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
     def _total(self) -> Tensor:
         total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
         for source, target in self.rows or ():
-            total.addmm_(source.to(self.dtype).T, target.to(self.dtype))
+            _add_product(total, source, target)
         return total
 
     def __add__(self, other: CrossCovariance) -> CrossCovariance:
@@ -206,7 +207,8 @@ def procrustes(
         rtol = rank_cut(streamed.signal_dtype, streamed.dtype, max(streamed.shape))
     elif rtol is None:
         rtol = rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
-    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol)
+    most = streamed.tokens if streamed is not None else None
+    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=most)
     if completion == "none":
         mapping = CoordinateMap(found.left, found.right)
     else:
@@ -217,6 +219,12 @@ def procrustes(
         cosine = min(float(found.total) / energy, 1.0) if energy > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
+
+
+def _add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
+    """Add X_A^T X_B to a sum in its dtype, a piece at a time, so that only a piece is converted at once."""
+    for x, y in zip(source.split(PIECE), target.split(PIECE), strict=True):
+        total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
 
 
 def _energy(signal: Tensor) -> Tensor:

@@ -356,7 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TuneportError as error:
         tell(f"{type(error).__name__}: {error}")
         return 1
-    print((out / "table.md").read_text(encoding="utf-8"))
+    for path in sorted(out.rglob("table.md")):  # one for each pair
+        print(path.read_text(encoding="utf-8"))
     return 0
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .alignment import CrossCovariance, Statistics
-from .capture import INPUT, OUTPUT, Loss, count_samples, measure
+from .alignment import HELD, PIECE, CrossCovariance, Statistics
+from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure
 from .errors import TuneportError
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
+from .solver import STREAMS
 
 UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
@@ -125,17 +126,25 @@ class _Cost:
         modules = (job.source.module, job.target.module)
         self.fixed = sum(_model_bytes(module) for module in modules) + _result_bytes(job)
         self._statistics, self._saved, self._size = _probe(job) if job.method.signals else (Statistics(), (0, 0), 1)
-        self._samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, list) else self._size)
-        batch = job.batches.size if isinstance(job.batches, PairedBatches) else self._size
-        self._batch = min(batch, self._samples)
+        self._samples = job.samples or (
+            count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else self._size
+        )
+        self._batch = self._samples
+        if isinstance(job.batches, PairedBatches):
+            self._batch = min(job.batches.size, self._samples)
+        elif isinstance(job.batches, (list, tuple)):
+            self._batch = max((count_samples([batch]) for batch in job.batches), default=1)
 
     def peak(self) -> int:
         return self.fixed + self.of(self._job.plan.pairs)
 
     def of(self, pairs: Iterable[LayerPair]) -> int:
         """The peak of measuring and solving these pairs, beyond the fixed bytes."""
+        pairs = list(pairs)
         names = {pair.target.name for pair in pairs}
-        held, kept_inputs, kept_gradients, widest, solving = 0, 0, 0, 0, 0
+        held, kept_inputs, kept_gradients, widest, work = 0, 0, 0, 0, 0
+        maps: dict[tuple[str, int | None], int] = {}
+        blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
         seen: set[int] = set()
         for (layer, signal), covariance in self._statistics.covariances.items():
             if layer not in names or id(covariance) in seen:
@@ -148,13 +157,18 @@ class _Cost:
                 kept_inputs += signals
             else:
                 kept_gradients += signals
-            widest = max(widest, 8 * rows * sum(covariance.shape))
-            solving = max(solving, _solving(covariance, self._tokens(covariance)))
+            widest = max(widest, 8 * min(rows, PIECE) * sum(covariance.shape))
+            mapped, working = _solving(covariance, self._tokens(covariance))
+            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
+            work = max(work, working)
         source, target = (saved * self._batch // self._size for saved in self._saved)
         measuring = max(source + kept_inputs, kept_inputs + kept_gradients, kept_gradients + target) + widest
         gradients = [self._statistics.weight_gradients[name] for name in names & set(self._statistics.weight_gradients)]
         held += sum(12 * gradient.total.numel() for gradient in gradients)
-        return held + max(measuring, solving)
+        streams = STREAMS if self._job.target.device.type == "cuda" else 1
+        moving = max((_moving(pair) for pair in pairs), default=0)
+        solved = min(sum(maps.values()), HELD + max(maps.values(), default=0))
+        return held + max(measuring, solved + max(streams * work, moving))
 
     def _tokens(self, covariance: CrossCovariance) -> int:
         tokens = covariance.tokens * self._samples // self._size
@@ -167,12 +181,18 @@ class _Cost:
         return rows if 2 * rows <= dense else dense
 
 
-def _solving(covariance: CrossCovariance, tokens: int) -> int:
-    """Bytes for one map and the work on it: a few matrices of the size of C, or of the tokens where these are few."""
+def _solving(covariance: CrossCovariance, tokens: int) -> tuple[int, int]:
+    """Bytes of one map, and of the work on it."""
     short, long = sorted(covariance.shape)
     if 3 * tokens <= short:
-        return 8 * (6 * tokens * (short + long) + 12 * tokens**2)
-    return 8 * (4 * short * long + 3 * short**2)
+        return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
+    return 8 * short * (short + long), 8 * short * (2 * long + 5 * short)
+
+
+def _moving(pair: LayerPair) -> int:
+    """Bytes of a dense update on its way: in source, mixed and target coordinates, in float64."""
+    (d_out, d_in), (e_out, e_in) = ((layer.out_features, layer.in_features) for layer in (pair.source, pair.target))
+    return 8 * (d_out * d_in + e_out * d_in + e_out * e_in)
 
 
 def _probe(job: Job) -> tuple[Statistics, tuple[int, int], int]:
@@ -184,8 +204,9 @@ def _probe(job: Job) -> tuple[Statistics, tuple[int, int], int]:
         batches = replace(batches, indices=batches.indices[:1])
     elif not isinstance(batches, (list, tuple)):
         raise TuneportError("a memory budget needs batches that can be gone through again: pass a list.")
-    else:
-        batches = batches[:1]
+    elif batches:
+        size = count_samples(batches[:1])
+        batches = [batches[0] if isinstance(batches[0], PairedBatch) else _first_sample(batches[0], size)]
     counts = [0, 0]
 
     def counted(loss: Loss, side: int, module: nn.Module) -> Loss:
@@ -206,6 +227,18 @@ def _probe(job: Job) -> tuple[Statistics, tuple[int, int], int]:
         match=job.match,
     )
     return statistics, (counts[0], counts[1]), statistics.samples
+
+
+def _first_sample(batch: Any, size: int) -> Any:
+    """The first of `size` samples, in the same nest of tensors."""
+    if isinstance(batch, Tensor):
+        return batch[:1] if batch.ndim and len(batch) == size else batch
+    if isinstance(batch, Mapping):
+        return {key: _first_sample(value, size) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [_first_sample(value, size) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 @contextmanager

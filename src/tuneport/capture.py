@@ -70,9 +70,11 @@ class TokenLimit:
     samples: int
     seed: int = 0
     first: bool = False
+    offset: int = 0  # samples that other processes have before ours
 
     def rows(self, start: int, size: int, count: int) -> Tensor | None:
         """Which of the `count` rows of a batch of `size` samples, `start` samples in, are used; None for all."""
+        start += self.offset
         shares = [self._share(start + sample) for sample in range(size)]
         if count <= sum(shares):
             return None

@@ -245,7 +245,8 @@ def _finetuning_rows(
     assert isinstance(job.batches, PairedBatches)
     samples: Dataset = job.batches.dataset.subset(job.batches.indices)
     for steps in comparison.steps:
-        schedule = Schedule(steps, learning_rate=comparison.learning_rate, seed=blank.seed)
+        size = len(samples) if comparison.full_batch else Schedule.batch_size
+        schedule = Schedule(steps, size, comparison.learning_rate, seed=blank.seed)
         for words, vector in (("fine-tuning", None), (f"fine-tuning from {comparison.warm_start}", warm)):
             if words != "fine-tuning" and vector is None:
                 continue

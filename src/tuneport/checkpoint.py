@@ -15,7 +15,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -441,7 +441,9 @@ def same_structure(
                 f"If these are vocabularies of {found[0]} and {found[1]} entries, one of them padded, give both the "
                 "same length with resize_token_embeddings."
             )
-        raise CheckpointError(" ".join([*findings, _exclusion_of([*differing, *extra, *missing], one, other)]))
+        raise CheckpointError(
+            " ".join([*findings, _exclusion_of([*differing, *extra, *missing], {**here, **there}, one, other)])
+        )
 
 
 def _vocabularies(one: TensorSpec, other: TensorSpec) -> tuple[int, int] | None:
@@ -454,11 +456,22 @@ def _is_weight(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _exclusion_of(names: Sequence[str], one: str, other: str) -> str:
+def _exclusion_of(names: Sequence[str], among: Collection[str], one: str, other: str) -> str:
+    """What to pass to leave these names out: their modules, or, where those are many, what holds nothing else."""
     patterns = sorted({f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names})
+    if len(patterns) > 3 and 2 * len(names) < len(among):
+        others = set(among) - set(names)
+        patterns = sorted({_widest(name, others) for name in names})
     if len(patterns) > 3:
         return f"Check that {one} was fine-tuned from {other}."
     return "Exclude them with " + " ".join(f'--exclude "{pattern}"' for pattern in patterns) + "."
+
+
+def _widest(name: str, others: Collection[str]) -> str:
+    """The shortest beginning of a name that none of the others shares, as a pattern."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:length]) + "." for length in range(1, len(parts)))
+    return next((f"{start}*" for start in beginnings if not any(o.startswith(start) for o in others)), name)
 
 
 def _name_of(tensors: object, default: str) -> str:

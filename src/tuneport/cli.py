@@ -162,6 +162,7 @@ def transfer(
     from . import pipeline
     from .adapter import check_truncation
     from .budget import format_bytes, plan_passes
+    from .distributed import processes
     from .evaluation import read_test_split
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
@@ -169,38 +170,45 @@ def transfer(
 
     check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
-    with claimed(out):
-        check_new(out, overwrite or resume, inputs=inputs)
+    with processes(device) as here:
         strength = pipeline.check_scale(scale)
-        if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
-            raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
-        check_truncation(rank, energy)
-        job = _prepare(locals(), scored=strength == "auto" or compare or evaluate)
-        if as_ is OutputKind.adapter:
-            pipeline.check_adapter(job, rank, energy)
-        test = read_test_split(data, job.target_head) if evaluate else None
-        verdict = _compared(job) if compare else None
-        passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
-        if passes is not None:
-            runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
-            _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
-        with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
-            record = pipeline.port(
-                job,
-                out,
-                scale=strength,
-                kind=as_.value,
-                rank=rank,
-                energy=energy,
-                overwrite=overwrite,
-                resume=resume,
-                save_every=save_every,
-                progress=advance,
-                note=_note,
-                test=test,
-                verdict=verdict.record() if verdict is not None else None,
-                passes=passes,
-            )
+        scored = strength == "auto" or compare or evaluate
+        if compare and here.size > 1:
+            raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
+        if not here.first:  # the first process checks, writes and speaks
+            pipeline.run(_prepare(locals(), scored=scored), scale=strength)
+            return
+        with claimed(out):
+            check_new(out, overwrite or resume, inputs=inputs)
+            if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
+                raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
+            check_truncation(rank, energy)
+            job = _prepare(locals(), scored=scored)
+            if as_ is OutputKind.adapter:
+                pipeline.check_adapter(job, rank, energy)
+            test = read_test_split(data, job.target_head) if evaluate else None
+            verdict = _compared(job) if compare else None
+            passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+            if passes is not None:
+                runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
+                _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+            with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
+                record = pipeline.port(
+                    job,
+                    out,
+                    scale=strength,
+                    kind=as_.value,
+                    rank=rank,
+                    energy=energy,
+                    overwrite=overwrite,
+                    resume=resume,
+                    save_every=save_every,
+                    progress=advance,
+                    note=_note,
+                    test=test,
+                    verdict=verdict.record() if verdict is not None else None,
+                    passes=passes,
+                )
     if json:
         _emit(to_json(record))
         return
@@ -558,8 +566,8 @@ def _print_results(out: Path, json: bool) -> None:
 
 
 def _progress_line(text: str) -> None:
-    """One line on stderr."""
-    err_console.print(_harmless(text) if not text.startswith(" ") else "  " + _harmless(text).strip(), markup=False)
+    """One line on stderr as it is."""
+    err_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _by_task(option: str, given: list[str] | None) -> dict[str, str]:

@@ -12,6 +12,7 @@ import gzip
 import importlib
 import io
 import json
+import re
 import warnings
 import zipfile
 import zlib
@@ -178,7 +179,7 @@ def worded(dataset: Dataset) -> Dataset:
     def word(index: int) -> str:
         texts = inputs[index]
         first, second = (texts, "") if isinstance(texts, str) else texts
-        return prompt.replace("{text_pair}", second).replace("{text}", first)
+        return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
 
     return replace(dataset, inputs=Lazy(np.arange(len(dataset)), word), prompts=())
 

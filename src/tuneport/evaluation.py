@@ -15,7 +15,7 @@ from .calibration import batches
 from .data import Dataset, align_labels, worded
 from .errors import DataError, TuneportError, unknown_name
 from .families import Head, Model
-from .objectives import UNLABELLED, next_tokens, objective_of, on_device, token_loss
+from .objectives import UNLABELLED, next_tokens, objective_of, on_device, token_cross_entropy
 from .tasks import read_data
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity"]
@@ -96,16 +96,18 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
 
     Perplexities of models with different tokenizers do not compare.
     """
-    objective = objective_of(data, [model])
     if model.token_logits is None:
         raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
+    if data.kind != model.kind:
+        raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    objective = objective_of(data, [model])
     loss, right, tokens = 0.0, 0, 0
     for start in range(0, len(data), batch_size):
         samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
         batch = on_device(objective.encode(model, worded(samples)), model.device)
         with torch.inference_mode():
-            loss += float(token_loss(model)(model.module, batch))
             logits, labels = next_tokens(model, model.module, batch)
+            loss += float(token_cross_entropy(logits, labels))
             wanted = labels != UNLABELLED
             right += int((logits.argmax(-1) == labels)[wanted].sum())
             tokens += int(wanted.sum())

@@ -19,6 +19,7 @@ from .families import Head, Model
 Progress = Callable[[int], None]
 Log = Callable[[int, Tensor], None]  # step and loss
 
+PASS = 128  # samples in one pass; a larger batch takes several
 KEPT_BYTES = 2 * 2**30  # prepared inputs up to this size are kept; larger sets are prepared batch by batch
 
 
@@ -79,15 +80,18 @@ def finetune(
     for step, rows in enumerate(_draws(len(data), schedule)):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
-        batch, labels = batch_of(rows)
-        loss = F.cross_entropy(head.scores(model, module, batch), labels)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        losses = []
+        for part in rows.split(PASS):  # gradients of a large batch add up
+            batch, labels = batch_of(part)
+            share = F.cross_entropy(head.scores(model, module, batch), labels) * (len(part) / len(rows))
+            share.backward()
+            losses.append(share.detach())
         optimizer.step()
         if progress is not None:
             progress(1)
         if log is not None:
-            log(step + 1, loss.detach())
+            log(step + 1, torch.stack(losses).sum())
         if step + 1 in stops:
             module.eval()
             yield step + 1, module

@@ -38,9 +38,7 @@ class Objective:
 
 def objective_of(dataset: Dataset, models: Sequence[Model], wanted: str | None = None) -> Objective:
     """The objective of that name, or the one that the data and both models allow; an error says what is missing."""
-    name = wanted or _usual(dataset, models)
-    if name not in OBJECTIVES:
-        raise TuneportError(unknown_name("loss", name, OBJECTIVES) + " Or pass MODULE:FUNCTION.")
+    name = check_objective(wanted or _usual(dataset, models))
     for model in models:
         if name in ("causal", "seq2seq") and model.generates != name:
             can = f"generates as {model.generates}" if model.generates else "writes no text"
@@ -51,6 +49,13 @@ def objective_of(dataset: Dataset, models: Sequence[Model], wanted: str | None =
     if name == "seq2seq" and answers_of(dataset) is None:
         raise DataError(f"the seq2seq loss needs what is to be written; {dataset} has no column target or label.")
     return OBJECTIVES[name]
+
+
+def check_objective(name: str) -> str:
+    """The name, or an error that lists what there is."""
+    if name not in OBJECTIVES:
+        raise TuneportError(unknown_name("loss", name, OBJECTIVES) + " Or pass MODULE:FUNCTION.")
+    return name
 
 
 def _usual(dataset: Dataset, models: Sequence[Model]) -> str:
@@ -112,10 +117,15 @@ def token_loss(model: Model) -> Loss:
     """Sum over the tokens to be predicted of their cross-entropy."""
 
     def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        logits, labels = next_tokens(model, module, batch)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
+        return token_cross_entropy(*next_tokens(model, module, batch))
 
     return loss
+
+
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over labels that are not to be ignored, of scores (N, T, vocabulary) against labels (N, T)."""
+    scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
 
 
 def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ from .checkpoint import (
 )
 from .cost import cost_of
 from .data import Dataset
+from .distributed import moved_by_all, ranks, reduced, share_of
 from .errors import CheckpointError, DataError, TuneportError, first_of
 from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
@@ -202,6 +203,11 @@ def run(
     `work` keeps what is measured, and gives back what an earlier run under the same conditions has measured.
     `passes` says which layers are measured together; a job with a memory budget makes its own.
     """
+    if ranks().size > 1 and (scale == "auto" or work is not None or (job.method.signals and not job.method.by_layer)):
+        raise TuneportError(
+            "several processes share a transfer of layers one by one, at a fixed scale and without saves for --resume; "
+            "leave out --scale auto, --resume and methods that move all layers at once, or use one process."
+        )
     started = time.perf_counter()
     choice, number = None, 0.0
     if passes is None and job.memory_budget is not None:
@@ -272,7 +278,8 @@ class _Clock:
 
 
 def _solve(job: Job, statistics: Statistics) -> Transfer:
-    return job.method.transfer(problem_of(job, statistics))
+    problem = problem_of(job, statistics)
+    return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
 
 
 def _move(
@@ -284,6 +291,7 @@ def _move(
         statistics = clock.measure(group, progress, work, _stage("all", index, groups))
         moved.append(_solve(group, statistics))
         counted = _count(counted, statistics)
+        del statistics  # before the next group's are made
     return _together(moved), counted
 
 
@@ -302,6 +310,7 @@ def _move_auto(
         if len(fits) > 1:
             moved["part"].append(_solve(first, part))
             moved["whole"].append(moved["part"][-1] if statistics is part else _solve(first, statistics))
+            part = statistics = Statistics()  # before the next group's are made
     if len(fits) == 1:
         found = transfer_auto(rest, lambda given: _solve(fit, given), part, statistics, held_out=rest is not fit)
     else:
@@ -357,6 +366,7 @@ def port(
     out, say = Path(out), note or (lambda _: None)
     conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
     work = Work(out, conditions, save_every)
+    several = ranks().size > 1
     with claimed(out):
         done = _finished(out, kind) if resume else None
         if done is not None and done.get("fingerprint") == fingerprint(conditions):
@@ -377,7 +387,7 @@ def port(
             say(f"what an unfinished run for {out} has measured is dropped; --resume would have gone on from it")
             work.remove()
         try:
-            result = run(job, scale=scale, progress=progress, work=work, passes=passes)
+            result = run(job, scale=scale, progress=progress, work=None if several else work, passes=passes)
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same command with --resume goes on from it")
@@ -523,11 +533,13 @@ def measure_job(
     earlier = work.load(stage, job.target.device) if work is not None else None
     if earlier is not None and progress is not None:
         progress(earlier.samples)
-    return measure(
+    limit = _token_limit(job)
+    mine, before = share_of(job)
+    statistics = measure(
         job.source.module,
         job.target.module,
         job.plan.pairs,
-        _batches_after(job.batches, earlier),
+        _batches_after(mine.batches, earlier),
         signals=wanted,
         source_loss=job.source_loss,
         target_loss=job.target_loss,
@@ -535,8 +547,9 @@ def measure_job(
         progress=progress,
         start=earlier,
         on_batch=work.keeper(stage) if work is not None else None,
-        limit=_token_limit(job),
+        limit=replace(limit, offset=before) if limit is not None else None,
     )
+    return reduced(statistics, job.plan)
 
 
 def _token_limit(job: Job) -> TokenLimit | None:

@@ -36,7 +36,7 @@ from .families import Encoded, Head, Model, choose_head, describe_module, open_m
 from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
-from .objectives import Objective, forward_only, load_loss, objective_of, on_device
+from .objectives import Objective, check_objective, forward_only, load_loss, objective_of, on_device
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
@@ -106,6 +106,10 @@ def prepare(
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
+    loss_name = loss if isinstance(loss, str) else None
+    wanted = None if loss_name is None or ":" in loss_name else check_objective(loss_name)
+    if isinstance(loss, str):
+        loss = None if wanted else load_loss(loss)
     where = pick_device(device)
     if max_tokens is not None and max_tokens < 1:
         raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
@@ -125,10 +129,6 @@ def prepare(
         raise DataError(f"no data at {data}: no such file or folder.")
     gradients = bool(NEEDS_BACKWARD & signals) or scored
     dataset, heads, indices, objective = None, None, None, None
-    loss_name = loss if isinstance(loss, str) else None
-    wanted = None if loss_name is None or ":" in loss_name else loss_name
-    if isinstance(loss, str):
-        loss = None if wanted else load_loss(loss)
     if (signals or scored) and isinstance(named, (str, Path, Dataset)):
         dataset = named if isinstance(named, Dataset) else read_data(named, "train", labelled=False)
         _check_kind(dataset, ours, theirs)
@@ -307,19 +307,33 @@ def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequ
 
 
 def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The fine-tuned tensors, where one of the two models stands inside a class with a head (`bert.` before names)."""
-    if any(name in finetuned for name in base):
+    """The fine-tuned tensors as the base calls them.
+
+    One of the two may stand inside a class with a head (`bert.` before names), or call the numbers of its norms
+    gamma and beta, as old files do.
+    """
+    prefix, removed = "", ""
+    if not any(name in finetuned for name in base):
+        removed = _outer_name(base, finetuned)
+        prefix = "" if removed else _outer_name(finetuned, base)
+    names = {}
+    for name in finetuned:
+        called = prefix + name.removeprefix(removed)
+        stem, _, last = called.rpartition(".")
+        other = f"{stem}.{_NORMS.get(last)}"
+        names[other if called not in base and other in base else called] = name
+    if all(called == name for called, name in names.items()):
         return finetuned
-    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in finetuned}
-    if (prefix := next((outer[name] for name in base if name in outer), None)) is not None:
-        names = {name.removeprefix(prefix): name for name in finetuned}
-    else:
-        outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in base}
-        prefix = next((outer[name] for name in finetuned if name in outer), None)
-        if prefix is None:
-            return finetuned
-        names = {prefix + name: name for name in finetuned}
     return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
+
+
+_NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
+
+
+def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
+    """What stands before the names of a bare model where it is part of another: `bert.`, or nothing."""
+    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in inside}
+    return next((outer[name] for name in bare if name in outer), "")
 
 
 def _open_adapter(finetuned: ModelLike | TaskVector) -> Adapter | None:

@@ -40,9 +40,10 @@ class Comparison:
     """What to compare: one pair of bases, one or several tasks, and the settings each method is tried in.
 
     `finetuned`, `data` and (optionally) `reference`, a fine-tuned target, are paths by task name. Budgets are
-    `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples; `warm_start`
-    names the method whose result the same runs also start from. With `finetune`, fine-tuned models that are not
-    there are made by that schedule. `stated` holds accuracies of the fine-tuned target that were measured elsewhere.
+    `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples, with `full_batch`
+    on all of them at each step; `warm_start` names the method whose result the same runs also start from. With
+    `finetune`, fine-tuned models that are not there are made by that schedule. `stated` holds accuracies of the
+    fine-tuned target that were measured elsewhere.
     """
 
     source: str
@@ -58,6 +59,7 @@ class Comparison:
     steps: Sequence[int] = ()
     warm_start: str | None = None
     learning_rate: float = 1e-5
+    full_batch: bool = False
     batch_size: int = 32
     heads: Mapping[str, str] = field(default_factory=dict)
     reference: Mapping[str, str] = field(default_factory=dict)
@@ -280,7 +282,7 @@ def _wrong_type(key: str, value: Any) -> Iterator[str]:
         yield f"'{key}' must be a whole number above 0, got {value!r}"
     elif key == "learning_rate" and not (type(value) in (int, float) and 0 < value < math.inf):
         yield f"'{key}' must be a number above 0, got {value!r}"
-    elif key == "source_rows" and not isinstance(value, bool):
+    elif key in ("source_rows", "full_batch") and not isinstance(value, bool):
         yield f"'{key}' must be true or false, got {value!r}"
     elif key in ("small", "printed") and not isinstance(value, Mapping):
         yield f"'{key}' must be a table, got {value!r}"

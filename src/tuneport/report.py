@@ -272,7 +272,7 @@ def chart(lines: Mapping[str, Sequence[float]], ticks: Sequence[float], *, x_lab
         value = low + span * step / 4
         y = at(0, value)[1]
         parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.1f}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     for index, tick in enumerate(ticks):
         parts.append(f'<text x="{at(index, low)[0]:.1f}" y="{top + height + 18}" text-anchor="middle">{tick:g}</text>')
     for number, (name, points) in enumerate(lines.items()):

@@ -29,6 +29,7 @@ LARGE = 1024  # from this width on, products are so much faster than decompositi
 BLIND = 1e-8  # a singular value of the projected identity that says nothing
 STREAMS = 4  # decompositions that run side by side on a GPU
 _PROBES = 8
+_TINY = 1e-300
 _STEPS = 10  # of the iteration; four to six are the rule
 _HEAVIEST = 1e6  # its largest weight c
 _CAUTION = 0.5  # on the smallest singular value, which is found from above
@@ -91,16 +92,17 @@ class Found(NamedTuple):
     values: Tensor | None  # the singular values of C
 
 
-def polar(C: Tensor, cut: float, route: str | None = None) -> Polar:
+def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None = None) -> Polar:
     """The polar factor of C on the directions whose singular value exceeds `cut` times the largest.
 
     `route` is one of ROUTES; None chooses. Where it cannot serve, or its result is not certified, the next one of
-    ROUTES does. C must be float64 and finite. Trap: `left` and `right` mean something only together.
+    ROUTES does. `most` is the largest rank that C can have, where known. C must be float64 and finite.
+    Trap: `left` and `right` mean something only together.
     """
     if C.shape[0] > C.shape[1]:
-        return polar(C.T, cut, route).T
+        return polar(C.T, cut, route, most=most).T
     names = list(ROUTES)
-    for name in names[names.index(route or _choose(C, cut)) :]:
+    for name in names[names.index(route or _choose(C, cut, most)) :]:
         found = ROUTES[name](C, cut)
         if found is None:
             continue
@@ -146,7 +148,7 @@ def by_qdwh(C: Tensor, cut: float) -> Found | None:
     largest = _largest(C)
     if largest == 0:
         return None
-    X, low, eye = C / largest, 0.0, _eye(n, C)
+    X, low, eye = C / (1.05 * largest), 0.0, _eye(n, C)
     for step in range(_STEPS):
         gram = X @ X.T
         low = low or _smallest(gram) * _CAUTION
@@ -178,28 +180,26 @@ def _weights(low: float) -> tuple[float, float, float]:
 
 
 def _largest(C: Tensor) -> float:
-    """The largest singular value, or a little less, by a few power steps with a block of vectors."""
+    """The largest singular value, or a little less, by a few power steps with several vectors."""
     block = _gaussian(len(C), _PROBES, C.device)
-    for _ in range(6):
-        block = torch.linalg.qr(C @ (C.T @ block)).Q
-    return float(torch.linalg.matrix_norm(C.T @ block, 2))
+    for _ in range(8):
+        block = C @ (C.T @ (block / block.norm(dim=0).clamp_min(_TINY)))
+    return float((C.T @ (block / block.norm(dim=0).clamp_min(_TINY))).norm(dim=0).max())
 
 
 def _smallest(gram: Tensor) -> float:
     """The smallest singular value behind a Gram matrix, or a little more; 0 where that has rounded it away."""
     root, bad = torch.linalg.cholesky_ex(gram)
-    if bool(bad):
-        return 0.0
-    block = _gaussian(len(root), 4, root.device)
+    block = _gaussian(len(root), _PROBES, root.device)
     for _ in range(4):
-        block = torch.cholesky_solve(torch.linalg.qr(block).Q, root)
-    square = 1.0 / float(torch.linalg.matrix_norm(block, 2))
-    return square**0.5 if square > 1e-13 else 0.0
+        block = torch.cholesky_solve(block / block.norm(dim=0).clamp_min(_TINY), root)
+    square, failed = torch.stack([1.0 / block.norm(dim=0).max(), bad.to(block.dtype)]).tolist()
+    return float(square**0.5) if not failed and square > 1e-13 else 0.0
 
 
 def by_svd(C: Tensor, cut: float) -> Found:
-    """The reference: a thin SVD."""
-    U, S, Vh = thin_svd(C)
+    """The reference: a thin SVD; a small one on the CPU, which is faster at it than any accelerator."""
+    U, S, Vh = (part.to(C.device) for part in thin_svd(C.cpu() if len(C) <= SMALL else C))
     rank = int((cut * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
     return Found(U[:, :rank], Vh[:rank].T, U[:, rank:], S[:rank], S)
 
@@ -247,11 +247,12 @@ ROUTES: dict[str, Callable[[Tensor, float], Found | None]] = {  # from the most 
 }
 
 
-def _choose(C: Tensor, cut: float) -> str:
+def _choose(C: Tensor, cut: float, most: int | None) -> str:
     """The route for a shape; a coarse cut (of half-precision signals) as good as never leaves full rank."""
     if len(C) <= SMALL:
         return "svd"
-    return "qdwh" if len(C) >= LARGE and cut < 1e-6 else "eigh"
+    full = cut < 1e-6 and (most is None or most >= len(C))
+    return "qdwh" if full and len(C) >= LARGE else "eigh"
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:

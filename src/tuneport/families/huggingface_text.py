@@ -47,6 +47,13 @@ WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
 LONGEST = 512  # tokens, where the model itself would take more
+POOLING = {  # in the words of sentence-transformers
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean": "mean",
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_cls": "first",
+    "pooling_mode_lasttoken": "last",
+}
 SENTENCE_SCALE = 20.0  # of cosines, as sentence encoders are trained
 
 
@@ -191,25 +198,40 @@ def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if config.pad_token_id is None:  # classifiers look for the last token that is no padding
         config.pad_token_id = tokenizer.pad_token_id
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST
-    if config.model_type in OFFSET_POSITIONS:
-        positions -= int(config.pad_token_id or 0) + 1
     accepted = inspect.signature(type(module).forward).parameters
     names = tuple(name for name in tokenizer.model_input_names if name in accepted)
-    longest = int(min(positions, tokenizer.model_max_length, LONGEST))
-    return Reader(tokenizer, longest, tuple(dict.fromkeys((*names, "input_ids", "attention_mask"))))
+    wanted = tuple(dict.fromkeys((*names, "input_ids", "attention_mask")))
+    return Reader(tokenizer, _longest(tokenizer, config), wanted, int(config.vocab_size))
+
+
+def _longest(tokenizer: Any, config: Any) -> int:
+    """How many tokens a text may have."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST
+    limits = {"max_position_embeddings": positions, "model_max_length of the tokenizer": tokenizer.model_max_length}
+    for name, limit in limits.items():
+        if not isinstance(limit, (int, float)) or not limit >= 1:
+            raise CheckpointError(f"{name} is {limit!r}; expected the number of tokens that a text may have.")
+    if config.model_type in OFFSET_POSITIONS:
+        positions -= int(config.pad_token_id or 0) + 1
+    return int(min(positions, tokenizer.model_max_length, LONGEST))
 
 
 def _pooling(model: Model, parts: Parts) -> str:
-    """How token states become one vector: as the folder says (sentence-transformers), mean of them, or the last."""
-    if parts.kind == DECODER:
-        return "last"
+    """How token states become one vector: as the folder says (sentence-transformers), else the mean or the last."""
     said = model.folder / "1_Pooling" / "config.json" if model.folder is not None else None
-    if said is not None and said.is_file():
-        config = read_json(said, "a pooling configuration")
-        if isinstance(config, dict) and config.get("pooling_mode_cls_token") is True:
-            return "first"
-    return "mean"
+    if said is None or not said.is_file():
+        return "last" if parts.kind == DECODER else "mean"
+    config = read_json(said, "a pooling configuration")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{said} is not a pooling configuration: expected a JSON object.")
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [f"pooling_mode_{config['pooling_mode']}"] if isinstance(config.get("pooling_mode"), str) else modes
+    known = [POOLING[mode] for mode in modes if mode in POOLING]
+    if len(known) != 1 or len(modes) != 1:
+        raise CheckpointError(
+            f"{said} asks for {first_of(modes) or 'no pooling'}; tuneport knows one of {', '.join(POOLING)}."
+        )
+    return known[0]
 
 
 def _hidden(module: Any, batch: Batch, parts: Parts) -> Tensor:

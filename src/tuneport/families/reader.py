@@ -42,6 +42,7 @@ class Reader:
     tokenizer: Any
     longest: int
     names: tuple[str, ...] = ("input_ids", "attention_mask")
+    vocabulary: int | None = None
 
     def texts(self, texts: Sequence[Text]) -> Encoded:
         """Texts, or pairs of texts read as one sequence, padded on the right and cut at the longest length."""
@@ -57,6 +58,7 @@ class Reader:
     def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:
         """For a causal model: predict each whole text, or only the target that is appended to it."""
         starts = [_joined(text) for text in texts]
+        _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
         glue = [
             " " if end and start and not start[-1].isspace() else "" for start, end in zip(starts, ends, strict=True)
@@ -72,12 +74,13 @@ class Reader:
             if lost:
                 raise DataError(
                     f"no token of the target of a sample is left to predict: its text is longer than {self.longest} "
-                    f"tokens, or its target is empty: {whole[lost[0]][:60]!r}. Shorten or drop it."
+                    f"tokens: {whole[lost[0]][:60]!r}. Shorten or drop it."
                 )
         return replace(found, labels=labels)
 
     def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
         """For an encoder-decoder model: predict the target from the text."""
+        _check_targets([_joined(text) for text in texts], targets)
         found, wanted = self._encode(texts), self._encode(targets)
         ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
         labels = ids.masked_fill(mask == 0, IGNORED)
@@ -107,6 +110,12 @@ class Reader:
         bare = [row for row, count in enumerate(found["attention_mask"].sum(1).tolist()) if count == 0]
         if bare:
             raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
+        highest = int(found["input_ids"].max())
+        if self.vocabulary is not None and highest >= self.vocabulary:
+            raise CheckpointError(
+                f"the tokenizer gives token {highest}, but the model has embeddings for {self.vocabulary}: they do not "
+                "belong together. Copy the tokenizer's files from the original model."
+            )
         inputs = {name: found[name] for name in self.names if name in found}
         rows = [
             _spans(text, found["offset_mapping"][row].tolist(), found.sequence_ids(row), found["attention_mask"][row])
@@ -132,6 +141,12 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
             raise CheckpointError(
                 f"{folder} has {part} but no usable tokenizer ({first_line(error)}); pass --head NAME or FILE."
             ) from error
+
+
+def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
+    for text, target in zip(texts, targets, strict=False):
+        if not target.strip():
+            raise DataError(f"the target of {text[:60]!r} is empty: there is nothing to predict. Fill or drop it.")
 
 
 def _joined(text: Text) -> str:

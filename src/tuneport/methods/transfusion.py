@@ -92,6 +92,14 @@ class TransFusion(Method):
                     f"transfusion needs the number of attention heads of {pair.target.name}; "
                     "use a model of a known family, or find_layers(heads=...)."
                 )
+        counts: dict[tuple[str, int | None], Layer] = {}
+        for layer in (pair.target for pair in plan.pairs if SPACES.get(pair.target.role, ("", ""))[0] == "heads"):
+            first = counts.setdefault((layer.stack, layer.block), layer)
+            if first.heads != layer.heads:
+                raise MethodError(
+                    f"transfusion matches heads one by one, but {first.name} has {first.heads} of them and "
+                    f"{layer.name} {layer.heads}: grouped queries share their keys. Use bico, theseus or naive."
+                )
 
     def transfer(self, problem: Problem) -> Transfer:
         self.check(problem.plan)

@@ -1,0 +1,115 @@
+"""Port a question classifier (TREC-6) from all-MiniLM-L6-v2 to gte-small and to MPNet, with 20 sentences.
+
+The classifier is MiniLM fine-tuned on the training questions, its head frozen: embeddings of a description of each
+class. gte-small is a relative of MiniLM (same tokenizer, related initialisation), so it is the easy case; MPNet was
+pre-trained independently, is twice as wide and deep, and numbers the same word pieces differently. Few-shot
+fine-tuning of the target on the same 20 sentences stands beside it; its rate and steps are chosen on validation data.
+
+    python examples/question_classifier.py --encoders ENCODERS --data trec6.jsonl.gz --out question-classifier.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import tuneport
+from tuneport.calibration import select
+from tuneport.data import Dataset
+from tuneport.evaluation import zero_shot
+from tuneport.families import Head, Model, choose_head, open_model
+from tuneport.finetuning import Schedule, finetune
+from tuneport.tasks import TASKS
+
+
+def head_of(model: Model, data: Dataset) -> Head:
+    return choose_head(model, None, data.name, data.classes, data.prompts, data.label_texts)
+
+
+def tune(model: Model, head: Head, data: Dataset, schedule: Schedule) -> nn.Module:
+    *_, (_, module) = finetune(model, head, data, schedule)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--encoders", type=Path, required=True, help="folder with minilm-l6, gte-small and mpnet")
+    parser.add_argument("--data", type=Path, required=True, help="TREC-6: a table with split, text and label")
+    parser.add_argument("--out", type=Path, default=Path("question-classifier.md"))
+    parser.add_argument("--targets", default="gte-small,mpnet")
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300, help="of the source's fine-tuning")
+    parser.add_argument("--test", type=int, default=500, help="test questions at most")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    targets = options.targets.split(",")
+    missing = [name for name in ("minilm-l6", *targets) if not (options.encoders / name).is_dir()]
+    if missing:
+        raise SystemExit(f"not in {options.encoders}: {', '.join(missing)}. Fetch the encoders first.")
+    train, validation, test = (TASKS["trec6"].read(options.data, split) for split in ("train", "validation", "test"))
+    validation = validation.subset(np.random.default_rng(0).permutation(len(validation))[:150])
+    test = test.subset(range(min(options.test, len(test))))
+    source = open_model(options.encoders / "minilm-l6", device=options.device)
+    head, rows = head_of(source, train), []
+    torch.manual_seed(0)
+    tuned = tune(source, head, train, Schedule(options.steps, batch_size=32, learning_rate=5e-5, weight_decay=0.01))
+    for words, module in (("as it is", source.module), ("fine-tuned", tuned)):
+        rows.append(("minilm-l6", words, zero_shot(source.with_module(module), head, test).accuracy))
+    for name in targets:
+        target = open_model(options.encoders / name, device=options.device)
+        head = head_of(target, train)
+
+        def accuracy(module: nn.Module, data: Dataset = test) -> float:
+            return zero_shot(target.with_module(module), head, data).accuracy  # noqa: B023
+
+        rows.append((name, "as it is", accuracy(target.module)))
+        few = train.subset(select(train, samples=options.samples, sampler="class_balanced", seed=99))
+        schedules = [Schedule(steps, batch_size=32, learning_rate=rate) for rate in (2e-5, 1e-4) for steps in (20, 60)]
+        best = max(schedules, key=lambda schedule: accuracy(tune(target, head, few, schedule), validation))
+        for seed in range(options.seeds):
+            for method in ("naive", "theseus", "bico"):
+                result = tuneport.transfer(
+                    source,
+                    tuned,
+                    target,
+                    train,
+                    method=method,
+                    samples=options.samples,
+                    sampler="class_balanced",
+                    seed=seed,
+                )
+                rows.append((name, method, accuracy(result.apply())))
+                print(*rows[-1], flush=True)
+            few = train.subset(select(train, samples=options.samples, sampler="class_balanced", seed=seed))
+            words = f"few-shot fine-tuning ({best.steps} steps at {best.learning_rate:g})"
+            rows.append((name, words, accuracy(tune(target, head, few, replace(best, seed=seed)))))
+            print(*rows[-1], flush=True)
+    options.out.write_text(table(rows, options))
+    print(options.out.read_text())
+
+
+def table(rows: list[tuple[str, str, float]], options: argparse.Namespace) -> str:
+    lines = [
+        f"Accuracy on {options.test} test questions; {options.samples} calibration sentences, {options.seeds} draws.",
+        "",
+    ]
+    lines += ["| model | method | accuracy |", "|---|---|---|"]
+    for name, method in dict.fromkeys(row[:2] for row in rows):
+        values = [row[2] for row in rows if row[:2] == (name, method)]
+        spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        lines.append(f"| {name} | {method} | {statistics.mean(values):.1f}{spread} |")
+    command = f"python examples/question_classifier.py --samples {options.samples} --seeds {options.seeds}"
+    lines += ["", f"`{command}`, {time.strftime('%Y-%m-%d')}", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
