@@ -210,6 +210,7 @@ def write(options: argparse.Namespace) -> None:
         f"- machine: {platform.machine()}, CPU, torch {torch.__version__}",
         f"- commit: {commit.strip()}",
         f"- date: {datetime.now(timezone.utc).date()}",
+        *([f"- note: {options.note}"] if options.note else []),
     ]
     options.write.write_text("\n".join(lines) + "\n")
     rows = [{**cell, "trial": asdict(cell["trial"])} for cell in measured]
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="where the file of each cell is, or goes")
     parser.add_argument("--trial-only", action="store_true", help="leave the layer-by-layer likeness out")
     parser.add_argument("--write", type=Path, help="write the tables of the runs to this file")
+    parser.add_argument("--note", help="a line to end the tables with")
     options = parser.parse_args()
     if options.write is not None:
         write(options)

@@ -95,6 +95,7 @@ class TestTrial:
     def test_without_a_head_only_the_loss_counts(self, job: Any) -> None:
         found = try_transfer(replace(job, target_head=None))
         assert found.gain is None
+        assert found.samples == 24
         assert math.isfinite(found.loss_after)
         assert judge(found).verdict in (UNCERTAIN, UNLIKELY)
 

@@ -144,7 +144,9 @@ def try_transfer(job: Job, *, progress: Progress | None = None) -> Trial:
     before: list[tuple[float, bool | None]] = []
     after: list[tuple[float, bool | None]] = []
     for number, fold in enumerate(folds):
-        batches = [batch.target for batch in fold.batches]
+        assert isinstance(fold.batches, PairedBatches)
+        size = fold.batches.size if job.target_head is not None else 1  # a loss is a sum: one sample, one number
+        batches = [batch.target for batch in replace(fold.batches, size=size)]
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         moved = job.method.transfer(problem_of(job, rest))
         before += _scores(job, job.target.module, batches)
@@ -265,14 +267,15 @@ def _together(folds: list[Job]) -> Job:
 
 
 def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[tuple[float, bool | None]]:
-    """The loss of each sample and whether its class is right; without a head, one mean loss per batch."""
+    """The loss of each sample and whether its class is right; without a head, the loss of each batch."""
     assert job.target_loss is not None
     found: list[tuple[float, bool | None]] = []
     with frozen(module), torch.no_grad():
-        for inputs, labels in batches:
+        for batch in batches:
             if job.target_head is None:
-                found.append((float(job.target_loss(module, (inputs, labels))) / len(labels), None))
+                found.append((float(job.target_loss(module, batch)), None))
                 continue
+            inputs, labels = batch
             scores = job.target_head.scores(job.target, module, inputs)
             losses = F.cross_entropy(scores, labels, reduction="none")
             found += zip(losses.tolist(), (scores.argmax(-1) == labels).tolist(), strict=True)
