@@ -60,6 +60,8 @@ class Setting:
     """Both models, the samples and a task vector, made from seeds on the device."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        import tuneport.pipeline  # noqa: F401 - loading is no part of any time or memory
+
         self.device = torch.device(options.device)
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
         shapes = SHAPES[options.shapes]
