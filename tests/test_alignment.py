@@ -321,3 +321,37 @@ def test_few_tokens_are_solved_inside_their_range() -> None:
     filled = procrustes(covariance)
     torch.testing.assert_close(filled.matrix @ filled.matrix.T, torch.eye(120, dtype=torch.float64))
     torch.testing.assert_close(filled.matrix, procrustes(covariance.matrix).matrix, rtol=0, atol=1e-9)
+
+
+def test_tokens_are_kept_while_they_are_few_and_summed_up_to_the_same_bits() -> None:
+    X, Y = randn(60, 40, dtype=torch.float32), randn(60, 50, seed=1, dtype=torch.float32)
+    kept, summed = CrossCovariance(40, 50), CrossCovariance(40, 50)
+    summed.matrix = torch.zeros(40, 50, dtype=torch.float64)
+    sizes = []
+    for part in torch.arange(60).split(5):
+        kept.update(X[part], Y[part])
+        summed.update(X[part], Y[part])
+        sizes.append(kept.nbytes)
+        assert torch.equal(kept.matrix, summed.matrix)
+        assert (kept.rows is None) == (2 * kept.tokens * 90 * 4 > 40 * 50 * 8)
+    assert sizes[0] < sizes[1] < 40 * 50 * 8 == sizes[-1]
+    halves = [streamed(X[part].double(), Y[part].double()) for part in (slice(0, 5), slice(5, 10))]
+    both = halves[0] + halves[1]
+    assert both.rows is not None
+    assert both.tokens == 10
+    torch.testing.assert_close(both.matrix, X[:10].double().T @ Y[:10].double())
+
+
+def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneport.alignment.HELD", 8 * 6 * 12 * 2)  # two maps
+    own = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6, seed=9)) for index in range(4)}
+    statistics = Statistics(own)
+    first = statistics.align("0", "input")
+    assert statistics.align("0", "input") is first
+    for index in range(1, 4):
+        statistics.align(str(index), "input")
+    again = statistics.align("0", "input")
+    assert again is not first
+    assert torch.equal(again.matrix, first.matrix)
+    statistics.solve(own)  # all that is asked for at once is there
+    assert len(statistics._solved) == 4

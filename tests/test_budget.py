@@ -10,7 +10,7 @@ import torch
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.budget import parse_bytes, plan_passes
 from tuneport.errors import TuneportError
-from tuneport.pipeline import Job, prepare, run
+from tuneport.pipeline import Job, measure_job, prepare, run, split_samples
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Job:
@@ -71,3 +71,20 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(TuneportError, match=r"must be a size such as 8GiB or 500MB, got "):
         parse_bytes(text)
+
+
+def test_limits_below_one_are_refused_before_any_work() -> None:
+    with pytest.raises(TuneportError, match=r"max_tokens must be at least 1, got 0. Leave it out to use every token"):
+        job(max_tokens=0)
+    with pytest.raises(TuneportError, match=r"memory_budget must be a number of bytes, got 0"):
+        job(budget=0)
+
+
+def test_max_tokens_count_over_the_whole_measurement() -> None:
+    few = measure_job(job(max_tokens=30))
+    assert {covariance.tokens for covariance in few.covariances.values()} == {30}
+    assert few.samples == 48
+    fit, rest = split_samples(replace(job(max_tokens=30), batches=batches(count=48, batch=4)))
+    assert fit is not rest
+    both = measure_job(fit) + measure_job(rest)
+    assert {covariance.tokens for covariance in both.covariances.values()} <= {28, 29, 30}

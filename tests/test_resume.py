@@ -63,6 +63,19 @@ class TestStatisticsOnDisk:
         assert (after.samples, after.passes) == (12, {"forward": 3, "backward": 0})
         assert [file.name for file in tmp_path.iterdir()] == ["all.safetensors"]
 
+    def test_kept_tokens_come_back_in_their_batches(self, tmp_path: Path) -> None:
+        before = CrossCovariance(40, 50)
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            before.update(torch.randn(3, 40, generator=generator), torch.randn(3, 50, generator=generator))
+        save_statistics(tmp_path / "all.safetensors", Statistics({("q", "input"): before}), {})
+        after = load_statistics(tmp_path / "all.safetensors").covariances["q", "input"]
+        assert before.rows is not None
+        assert after.rows is not None
+        assert [[part.dtype for part in pair] for pair in after.rows] == [[torch.float32] * 2] * 2
+        for ours, theirs in zip(after.rows, before.rows, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
     def test_damage_is_one_clear_line(self, tmp_path: Path) -> None:
         file = tmp_path / "all.safetensors"
         stated = {"format": "tuneport-statistics", "version": "1"}

@@ -145,3 +145,16 @@ def test_the_gram_route_counts_values_near_the_cut_as_an_svd_does() -> None:
     C, _ = planted(100, 120, values)
     expected = int((np.linalg.svd(C.numpy(), compute_uv=False) > CUT * 1.0).sum())
     assert polar(C, CUT, "eigh").rank == polar(C, CUT, "svd").rank == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_a_gpu_gives_the_maps_of_the_cpu_also_side_by_side(spectrum: str) -> None:
+    problems = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for rows, columns in SHAPES]
+    for route in (None, *ROUTES):
+        there = [complete(polar(C, CUT, route)).dense() for C in problems]
+        tasks = [lambda C=C, route=route: complete(polar(C.cuda(), CUT, route)) for C in problems]
+        here = solver.side_by_side(tasks, torch.device("cuda"), lambda found: (found.left, found.right))
+        for one, other in zip(here, there, strict=True):
+            assert float((one.dense().cpu() - other).abs().max()) < 1e-6

@@ -25,7 +25,7 @@ SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its 
 ORTHOGONALITY = 1e-6  # the certificate's limits, see Certificate
 STATIONARITY = 1e-6
 SMALL = 64  # up to this width an SVD is as fast as anything
-LARGE = 1024  # from this width on, products are so much faster than decompositions that an iteration wins
+LARGE = 1024  # from this width on, an accelerator's products are so much faster that an iteration wins
 BLIND = 1e-8  # a singular value of the projected identity that says nothing
 STREAMS = 4  # decompositions that run side by side on a GPU
 _PROBES = 8
@@ -248,11 +248,14 @@ ROUTES: dict[str, Callable[[Tensor, float], Found | None]] = {  # from the most 
 
 
 def _choose(C: Tensor, cut: float, most: int | None) -> str:
-    """The route for a shape; a coarse cut (of half-precision signals) as good as never leaves full rank."""
+    """The route for a shape and a device; a coarse cut (of half-precision signals) as good as never leaves full rank.
+
+    On a CPU one decomposition costs half of what the iteration's products do.
+    """
     if len(C) <= SMALL:
         return "svd"
     full = cut < 1e-6 and (most is None or most >= len(C))
-    return "qdwh" if full and len(C) >= LARGE else "eigh"
+    return "qdwh" if C.device.type != "cpu" and full and len(C) >= LARGE else "eigh"
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
