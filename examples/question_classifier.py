@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +54,7 @@ def main() -> None:
     if missing:
         raise SystemExit(f"not in {options.encoders}: {', '.join(missing)}. Fetch the encoders first.")
     train, validation, test = (TASKS["trec6"].read(options.data, split) for split in ("train", "validation", "test"))
-    validation = validation.subset(np.random.default_rng(0).permutation(len(validation))[:150])
+    validation = validation.subset(np.random.default_rng(0).permutation(len(validation))[:100])
     test = test.subset(range(min(options.test, len(test))))
     source = open_model(options.encoders / "minilm-l6", device=options.device)
     head, rows = head_of(source, train), []
@@ -72,8 +71,12 @@ def main() -> None:
 
         rows.append((name, "as it is", accuracy(target.module)))
         few = train.subset(select(train, samples=options.samples, sampler="class_balanced", seed=99))
-        schedules = [Schedule(steps, batch_size=32, learning_rate=rate) for rate in (2e-5, 1e-4) for steps in (20, 60)]
-        best = max(schedules, key=lambda schedule: accuracy(tune(target, head, few, schedule), validation))
+        tries = {
+            (rate, steps): accuracy(module, validation)
+            for rate in (2e-5, 1e-4)
+            for steps, module in finetune(target, head, few, Schedule(30, learning_rate=rate), at=(10,))
+        }
+        rate, steps = max(tries, key=lambda key: tries[key])
         for seed in range(options.seeds):
             for method in ("naive", "theseus", "bico"):
                 result = tuneport.transfer(
@@ -89,8 +92,9 @@ def main() -> None:
                 rows.append((name, method, accuracy(result.apply())))
                 print(*rows[-1], flush=True)
             few = train.subset(select(train, samples=options.samples, sampler="class_balanced", seed=seed))
-            words = f"few-shot fine-tuning ({best.steps} steps at {best.learning_rate:g})"
-            rows.append((name, words, accuracy(tune(target, head, few, replace(best, seed=seed)))))
+            schedule = Schedule(30, learning_rate=rate, seed=seed)
+            modules = (module for step, module in finetune(target, head, few, schedule, at=(10,)) if step == steps)
+            rows.append((name, f"few-shot fine-tuning ({steps} steps at {rate:g})", accuracy(next(modules))))
             print(*rows[-1], flush=True)
     options.out.write_text(table(rows, options))
     print(options.out.read_text())

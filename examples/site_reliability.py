@@ -18,6 +18,7 @@ import argparse
 import copy
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tuneport.families import Model, open_model
 
 PAIRS = Path(__file__).with_name("site_reliability.jsonl")
 SAMPLES, CHOICE = 36, 12
+RATES, STEPS = (1e-5, 5e-5), (5, 15)  # of few-shot fine-tuning
 
 
 def embed(module: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -62,17 +64,20 @@ def follows(change: Tensor, wanted: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([change, wanted]))[0, 1])
 
 
-def finetuned(model: Model, pairs: list[Any], rate: float, steps: int) -> nn.Module:
+def finetuned(model: Model, pairs: list[Any], rate: float) -> Iterator[tuple[int, nn.Module]]:
+    """The target after some steps on the same pairs, with the same loss."""
     assert model.reader is not None
     module = copy.deepcopy(model.module).requires_grad_(True).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
     inputs = {key: value.to(model.device) for key, value in model.reader.pairs(pairs).inputs.items()}
-    for _ in range(steps):
+    for step in range(1, STEPS[-1] + 1):
         loss = pull_together(module, (inputs, torch.empty(0))) / len(pairs)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return module.eval()
+        if step in STEPS:
+            yield step, module.eval()
+            module.train()
 
 
 def main() -> None:
@@ -115,16 +120,13 @@ def main() -> None:
                 print(*rows[-1], flush=True)
             texts = [text for pair in choice.inputs for text in pair]
             aim, start = moved(texts), cosines(target, target.module, texts)
-            tries = {
-                (rate, steps): follows(
-                    cosines(target, finetuned(target, list(samples.inputs), rate, steps), texts) - start, aim
-                )
-                for rate in (1e-5, 5e-5)
-                for steps in (10, 30)
-            }
-            best = max(tries, key=lambda key: tries[key])
-            rows.append((name, "few-shot fine-tuning", *score(finetuned(target, list(samples.inputs), *best))))
-            print(*rows[-1], best, flush=True)
+            best = (-2.0, 0.0, 0, 0.0, 0.0)
+            for rate in RATES:
+                for step, module in finetuned(target, list(samples.inputs), rate):
+                    followed = follows(cosines(target, module, texts) - start, aim)
+                    best = max(best, (followed, rate, step, *score(module)))
+            rows.append((name, "few-shot fine-tuning", *best[3:]))
+            print(*rows[-1], f"{best[2]} steps at {best[1]:g}", flush=True)
     options.out.write_text(table(rows, wanted, options))
     print(options.out.read_text())
 
