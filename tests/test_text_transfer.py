@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from texts import LABELS, SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, tokens, write, write_rows
-from tuneport import evaluation, transfer
+from tuneport import bench, evaluation, transfer
 from tuneport.calibration import select
 from tuneport.cli import app
 from tuneport.data import read_data
@@ -255,3 +255,41 @@ def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp
     with torch.no_grad():
         total = sum(float(job.target_loss(job.target.module, batch.target)) for batch in held_out)
     assert losses[0.0] == pytest.approx(total / rest, rel=1e-5)
+
+
+def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path], tmp_path: Path) -> None:
+    """The recipe of the paper's table as it comes, with fewer samples: tiny T5s lie where T5-3B and T5-Large would."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "t5-3b").symlink_to(paper["source"])
+    (tmp_path / "models" / "t5-large").symlink_to(paper["target"])
+    columns = {
+        "mnli": ("premise", "hypothesis", 3),
+        "snli": ("premise", "hypothesis", 3),
+        "qnli": ("question", "sentence", 2),
+        "rte": ("sentence1", "sentence2", 2),
+        "qqp": ("question1", "question2", 2),
+    }
+    random = np.random.default_rng(0)
+    words = ["the", "old", "cat", "dog", "river", "town", "winter"]
+    for task, (first, second, classes) in columns.items():
+        tuned = tmp_path / "finetuned" / "t5-3b" / task
+        tuned.parent.mkdir(parents=True, exist_ok=True)
+        tuned.symlink_to(paper["tuned"])
+        (tmp_path / "data" / task).mkdir(parents=True)
+        for split in ("train", "validation"):
+            rows = [
+                {key: " ".join(random.choice(words, 4).tolist()) for key in (first, second)}
+                | {"label": index % classes}
+                for index in range(24)
+            ]
+            write_rows(tmp_path / "data" / task / f"{split}.jsonl", rows)
+    recipe = Path(__file__).parents[1] / "recipes" / "t5-linear-probe.toml"
+    text = recipe.read_text(encoding="utf-8").replace("samples = [50, 100, 200]", "samples = [6, 12]", 1)
+    (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
+    bench.run_recipe(tmp_path / "recipe.toml", tmp_path / "out", root=tmp_path)
+    found = bench.load(tmp_path / "out")
+    assert {row.task for row in found.rows} == set(columns)
+    assert {(row.method, row.budget) for row in found.rows} == {
+        (method, budget) for method in ("source", "target", "theseus", "bico") for budget in (6, 12)
+    }
+    assert all(0 <= row.accuracy <= 100 for row in found.rows)
