@@ -110,7 +110,10 @@ def table(rows: list[tuple[str, str, float]], options: argparse.Namespace) -> st
         values = [row[2] for row in rows if row[:2] == (name, method)]
         spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
         lines.append(f"| {name} | {method} | {statistics.mean(values):.1f}{spread} |")
-    command = f"python examples/question_classifier.py --samples {options.samples} --seeds {options.seeds}"
+    command = (
+        f"python examples/question_classifier.py --samples {options.samples} --seeds {options.seeds} "
+        f"--steps {options.steps} --test {options.test}"
+    )
     lines += ["", f"`{command}`, {time.strftime('%Y-%m-%d')}", ""]
     return "\n".join(lines)
 
