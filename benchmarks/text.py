@@ -195,7 +195,6 @@ def main() -> None:
         splits = read_splits(task, options.data, options.test)
         about = (task, splits["train"].classes, (), splits["train"].label_texts)
         head = choose_head(source, None, *about)
-        torch.manual_seed(0)
         tuned = tune(source, head, splits["train"], options.steps)
         ours = Judge(source, head, splits["test"])
         fixed = {"source": ours.zero_shot(source.module), "fine-tuned source": ours.zero_shot(tuned)}

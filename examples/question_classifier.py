@@ -58,7 +58,6 @@ def main() -> None:
     test = test.subset(range(min(options.test, len(test))))
     source = open_model(options.encoders / "minilm-l6", device=options.device)
     head, rows = head_of(source, train), []
-    torch.manual_seed(0)
     tuned = tune(source, head, train, Schedule(options.steps, batch_size=32, learning_rate=5e-5, weight_decay=0.01))
     for words, module in (("as it is", source.module), ("fine-tuned", tuned)):
         rows.append(("minilm-l6", words, zero_shot(source.with_module(module), head, test).accuracy))

@@ -122,6 +122,7 @@ def main() -> None:
             aim, start = moved(texts), cosines(target, target.module, texts)
             best = (-2.0, 0.0, 0, 0.0, 0.0)
             for rate in RATES:
+                torch.manual_seed(seed)  # of what training drops
                 for step, module in finetuned(target, list(samples.inputs), rate):
                     followed = follows(cosines(target, module, texts) - start, aim)
                     best = max(best, (followed, rate, step, *score(module)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import texts
 from folders import Zoo
 from tuneport.data import Dataset, align_labels, read_data
 from tuneport.errors import TuneportError
@@ -78,6 +81,26 @@ def test_the_same_seed_gives_the_same_bits(setting: tuple[Model, Head, Dataset])
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dropout_follows_the_seed_and_leaves_the_generators_alone(tmp_path: Path) -> None:
+    """BERT drops a tenth while it trains: a seed gives the same bits, another one others."""
+    words = texts.bert_tokenizer()
+    model = open_model(texts.write(tmp_path / "bert", texts.make("bert"), words))
+    for part in model.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.5
+    data = Dataset(inputs=["the old cat", "a river"], labels=np.array([0, 1]), classes=("0", "1"))
+    head = choose_head(model, None, data.name, data.classes)
+    found = []
+    for seed, noise in ((3, 1), (3, 2), (4, 1)):
+        torch.manual_seed(noise)
+        state = torch.get_rng_state()
+        *_, (_, module) = finetune(model, head, data, Schedule(3, learning_rate=1e-2, seed=seed))
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 def test_what_was_given_is_untouched(setting: tuple[Model, Head, Dataset]) -> None:

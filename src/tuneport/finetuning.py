@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,11 +83,12 @@ def finetune(
             group["lr"] = schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
         losses = []
-        for part in rows.split(PASS):  # gradients of a large batch add up
-            batch, labels = batch_of(part)
-            share = F.cross_entropy(head.scores(model, module, batch), labels) * (len(part) / len(rows))
-            share.backward()
-            losses.append(share.detach())
+        with _dropout(schedule.seed, step, model.device):
+            for part in rows.split(PASS):  # gradients of a large batch add up
+                batch, labels = batch_of(part)
+                share = F.cross_entropy(head.scores(model, module, batch), labels) * (len(part) / len(rows))
+                share.backward()
+                losses.append(share.detach())
         optimizer.step()
         if progress is not None:
             progress(1)
@@ -96,6 +98,14 @@ def finetune(
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
+
+
+@contextmanager
+def _dropout(seed: int, step: int, device: torch.device) -> Iterator[None]:
+    """What a model drops depends on seed and step only, and the global generators are left as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed((seed * 1_000_003 + step) % 2**63)
+        yield
 
 
 def batch_reader(model: Model, data: Dataset) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
