@@ -226,6 +226,7 @@ class TestRecipes:
             "protocol": "linear-probe",
             "source_rows": True,
             "full_batch": True,
+            "exclude": ["*.bias"],
             "test_samples": 9,
         }
         tuning = {"checkpoint_every": 1, "finetune": asdict(Schedule(3, warmup=1))}
