@@ -7,6 +7,7 @@ words describe the class, so that a sentence encoder can tell it by their embedd
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ def _read_pairs(columns: Mapping[str, str], place: Path, split: Literal["train",
         for file in _places(place, split):
             found = read_columns(file, split, {**columns, **labels})
             if found is not None and found.labels is not None:
-                return found
+                return found if file == place else replace(found, split=split)  # a file of one split is all of it
     return None
 
 
