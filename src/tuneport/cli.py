@@ -390,7 +390,9 @@ def evaluate(
     protocol: Annotated[str, typer.Option(help="zero-shot, linear-probe or perplexity.")] = "zero-shot",
     samples: Annotated[int | None, typer.Option(help="Linear probe: training samples (all unless given).")] = None,
     seed: Seed = 0,
-    batch_size: BatchSize = 128,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples per pass through the model (128; 16 for perplexity).", min=1)
+    ] = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -406,6 +408,7 @@ def evaluate(
     from .tasks import read_data
 
     chosen = evaluation.check_protocol(protocol)
+    size = batch_size or (16 if chosen == "perplexity" else 128)
     if samples is not None and chosen != "linear-probe":
         raise TuneportError(f"--samples goes with --protocol linear-probe; {chosen} scores the whole test split.")
     test = read_data(data, "test", labelled=chosen != "perplexity")
@@ -414,16 +417,16 @@ def evaluate(
         scorer = choose_head(opened, head, test.name, test.classes, test.prompts, test.label_texts)
         align_labels(test, scorer.classes)
         with _progress("evaluating", len(test)) as advance:
-            result = evaluation.zero_shot(opened, scorer, test, batch_size=batch_size, progress=advance)
+            result = evaluation.zero_shot(opened, scorer, test, batch_size=size, progress=advance)
     elif chosen == "perplexity":
         with _progress("evaluating", len(test)) as advance:
-            result = evaluation.perplexity(opened, test, batch_size=min(batch_size, 32), progress=advance)
+            result = evaluation.perplexity(opened, test, batch_size=size, progress=advance)
     else:
         train = read_data(data, "train")
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
         with _progress("evaluating", len(train) + len(test)) as advance:
-            result = evaluation.linear_probe(opened, train, test, batch_size=batch_size, progress=advance)
+            result = evaluation.linear_probe(opened, train, test, batch_size=size, progress=advance)
     if json:
         found = {key: value for key, value in asdict(result).items() if value is not None}
         _emit(json_module.dumps({"model": model, "data": data, "head": head, **found}))

@@ -135,7 +135,7 @@ def features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Pr
 def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """The samples as the model wants them, on its device, batch by batch, with their labels."""
     if model.encode is None:
-        raise TuneportError(f"{model.name} cannot read raw samples: tuneport does not know its family.")
+        raise TuneportError(model.unreadable)
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
     if model.prompted:

@@ -142,7 +142,7 @@ def _plain(model: Model, samples: Dataset) -> Encoded:
     if model.reader is not None:
         return replace(model.reader.texts(list(samples.inputs)), labels=labels)
     if model.encode is None:
-        raise TuneportError(f"{model.name} cannot read raw samples; pass batches and loss=, or a model folder.")
+        raise TuneportError(model.unreadable)
     return Encoded(model.encode(list(samples.inputs)), labels, ())
 
 
@@ -158,7 +158,7 @@ def _classification(model: Model, head: Head | None) -> Loss:
 
 def _reader(model: Model) -> Reader:
     if model.reader is None:
-        raise TuneportError(f"{model.name} has no tokenizer beside it: copy its files from the original model.")
+        raise TuneportError(model.unreadable)
     return model.reader
 
 

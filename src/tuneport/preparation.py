@@ -467,7 +467,7 @@ def _losses(
 def _check_kind(dataset: Dataset, *models: Model) -> None:
     for model in models:
         if model.encode is None:
-            raise TuneportError(f"{model.name} cannot read raw samples; pass batches and loss=, or a model folder.")
+            raise TuneportError(model.unreadable)
         if model.kind != dataset.kind:
             raise DataError(f"{dataset.name} holds {dataset.kind}s, but {model.name} reads {model.kind}s.")
 

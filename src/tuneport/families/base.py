@@ -81,6 +81,13 @@ class Model:
     write: Write = write_weights
 
     @property
+    def unreadable(self) -> str:
+        """Why the model cannot read raw samples, where it has no `encode`, and what to do."""
+        if self.kind == "text" and self.folder is not None:
+            return f"{self.name} has no tokenizer beside it: copy its files (tokenizer.json) from the original model."
+        return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
+
+    @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
