@@ -127,7 +127,9 @@ class TestTokenizers:
         assert model.reader is None
         rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "0"}, {"text": "b", "label": "1"}])
         paths = (folder, root / "bert-tuned", folder)
-        in_one_line(TuneportError, "bert has no tokenizer beside it: copy its files", lambda: prepare(*paths, rows, samples=2))
+        in_one_line(
+            TuneportError, "bert has no tokenizer beside it: copy its files", lambda: prepare(*paths, rows, samples=2)
+        )
 
 
 class TestConfigurations:
