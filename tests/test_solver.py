@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport import solver
+from tuneport import iteration, solver
+from tuneport.certificate import certify
+from tuneport.completion import complete, complete_thin, rectangular_identity
 from tuneport.errors import TuneportError
-from tuneport.solver import ROUTES, complete, complete_thin, polar, polar_of_factors, rectangular_identity
+from tuneport.solver import ROUTES, Polar, polar, polar_of_factors, polar_together, thin_factors
 
 CUT = 1e-9
 SHAPES = [(96, 96), (80, 130), (130, 80)]
@@ -46,18 +48,18 @@ def test_every_route_finds_the_planted_map(route: str, spectrum: str, rows: int,
     values = SPECTRA[spectrum](min(rows, columns))
     C, expected = planted(rows, columns, values)
     found = polar(C, CUT, route)
-    full = bool((values > CUT).all())
-    assert found.route == (route if full or route != "qdwh" else "eigh")
+    few = int((values <= CUT).sum()) < iteration.NULLS
+    assert found.route == (route if few or route != "qdwh" else "lift")
     assert found.rank == int((values > CUT).sum())
-    assert float((found.left @ found.right.T - expected).norm() / expected.norm()) < 1e-6
-    for factor in (found.left, found.right):
+    assert float((found.dense() - expected).norm() / expected.norm()) < 1e-6
+    for factor in thin_factors(found):
         assert float((factor.T @ factor - torch.eye(found.rank)).abs().max()) < 1e-7
-    assert float(found.total) == pytest.approx(float(values[: found.rank].sum()), rel=1e-9)
+    assert found.total == pytest.approx(float(values[: found.rank].sum()), rel=1e-9)
     if found.singular_values is not None:
         assert torch.allclose(found.singular_values[: found.rank], values[: found.rank], rtol=1e-5, atol=1e-15)
         assert len(found.singular_values) == len(values)
     assert found.certificate.holds
-    short = found.left if rows <= columns else found.right
+    short = thin_factors(found)[0 if rows <= columns else 1]
     assert found.null.shape == (len(short), len(short) - found.rank)
     assert float((short.T @ found.null).abs().sum()) < 1e-6
 
@@ -80,7 +82,7 @@ def test_few_tokens_give_the_map_of_the_whole_problem(rows: int, columns: int, t
     X, Y = randn(tokens, rows), randn(tokens, columns, seed=1)
     thin, whole = polar_of_factors(X, Y, CUT), polar(X.T @ Y, CUT, "svd")
     assert thin.rank == whole.rank == tokens
-    assert float((thin.left @ thin.right.T - whole.left @ whole.right.T).abs().max()) < 1e-12
+    assert float((thin.dense() - whole.dense()).abs().max()) < 1e-12
     filled, dense = complete_thin(thin), complete(whole).dense()
     assert filled.identity
     assert filled.left.shape[1] < 4 * tokens
@@ -113,14 +115,14 @@ def test_a_zero_matrix_has_rank_zero_and_is_completed_by_the_identity() -> None:
 def test_a_route_that_fails_its_certificate_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     C, expected = planted(80, 90, SPECTRA["conditioned"](80))
 
-    def sloppy(matrix: Tensor, cut: float) -> solver.Found:
-        found = solver.by_svd(matrix, cut)
-        return found._replace(right=found.right + 1e-4 * randn(*found.right.shape))
+    def sloppy(matrix: Tensor, cut: float) -> Polar:
+        U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
+        return solver._decomposed("svd", matrix, U, Vh.T + 1e-4 * randn(*Vh.T.shape), S, S)
 
     monkeypatch.setitem(ROUTES, "eigh", sloppy)
     found = polar(C, CUT, "eigh")
     assert found.route == "svd"
-    assert float((found.left @ found.right.T - expected).abs().max()) < 1e-10
+    assert float((found.dense() - expected).abs().max()) < 1e-10
     monkeypatch.setitem(ROUTES, "svd", sloppy)
     with pytest.raises(TuneportError, match=r"no route gives a certified polar factor of a \(80, 90\)"):
         polar(C, CUT, "eigh")
@@ -128,15 +130,55 @@ def test_a_route_that_fails_its_certificate_is_not_used(monkeypatch: pytest.Monk
 
 def test_a_wrong_map_does_not_get_a_certificate() -> None:
     C, _ = planted(80, 80, SPECTRA["conditioned"](80))
-    good = solver.by_svd(C, CUT)
-    assert solver.certify(C, good).holds
-    assert not solver.certify(C, good._replace(right=good.right.roll(1, dims=1))).holds  # orthogonal, but others
-    assert not solver.certify(C, good._replace(right=-good.right)).holds  # stationary, but the worst map of all
-    full = solver.by_qdwh(C, CUT)
-    assert full is not None
-    assert solver.certify(C, full).holds
-    turned = full.core @ torch.linalg.matrix_exp(1e-4 * (randn(80, 80) - randn(80, 80).T))
-    assert not solver.certify(C, full._replace(core=turned)).holds
+    U, S, Vh = torch.linalg.svd(C)
+    assert certify(C, U, Vh.T, S).holds
+    assert not certify(C, U, Vh.T.roll(1, dims=1), S).holds  # orthogonal, but others
+    assert not certify(C, U, -Vh.T, S).holds  # stationary, but the worst map of all
+
+
+@pytest.mark.parametrize("fault", ["turned", "worst", "stretched"])
+def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    C, _ = planted(80, 80, SPECTRA["conditioned"](80))
+    right = solver.by_qdwh(C, CUT)
+    assert right is not None
+    assert right.certificate.holds
+    turn = torch.linalg.matrix_exp(1e-4 * (randn(80, 80) - randn(80, 80).T))
+    finish = iteration._finish
+    wrong = {"turned": lambda X: X @ turn, "worst": lambda X: -X, "stretched": lambda X: X * (1 + 1e-5)}[fault]
+    monkeypatch.setattr(iteration, "_finish", lambda X, steps: wrong(finish(X, steps)))
+    for route in ("qdwh", "lift"):
+        found = ROUTES[route](C, CUT)
+        assert found is None or not found.certificate.holds
+        assert polar(C, CUT, route).route == "eigh"
+
+
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
+def test_many_at_once_are_what_each_is_alone(rows: int, columns: int, fill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "TOGETHER", 8 * rows * columns * 4)  # several batches
+    n = min(rows, columns)
+    spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
+    problems = [planted(rows, columns, spectrum(n))[0] for spectrum in spectra]
+    found = polar_together(problems, CUT, fill=fill)
+    for C, one in zip(problems, found, strict=True):
+        alone = polar(C, CUT, "svd")
+        assert one.rank == alone.rank
+        assert one.certificate.holds
+        assert one.total == pytest.approx(alone.total, rel=1e-9)
+        expected = complete(alone).dense() if fill else alone.dense()
+        assert float(((complete(one).dense() if fill else one.dense()) - expected).abs().max()) < 1e-7
+    assert [one.route for one in found[:4]] == ["qdwh", "qdwh", "qdwh", "lift"]
+    assert [one.route for one in found[4:]] == ["qdwh", "lift", "eigh"]
+
+
+def test_null_directions_that_the_identity_does_not_see_are_paired_in_order() -> None:
+    """Dead units: the source's last two and the target's first two, in a square problem."""
+    values = torch.linspace(1, 0.1, 78, dtype=torch.float64)
+    C = torch.zeros(80, 80, dtype=torch.float64)
+    C[:78, 2:] = planted(78, 78, values)[0]
+    maps = [complete(one).dense() for one in (*polar_together([C, C], CUT, fill=True), polar(C, CUT, "svd"))]
+    for R in maps[:2]:
+        assert float((R - maps[2]).abs().max()) < 1e-8
 
 
 def test_the_gram_route_counts_values_near_the_cut_as_an_svd_does() -> None:
@@ -150,11 +192,12 @@ def test_the_gram_route_counts_values_near_the_cut_as_an_svd_does() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_a_gpu_gives_the_maps_of_the_cpu_also_side_by_side(spectrum: str) -> None:
+def test_a_gpu_gives_the_maps_of_the_cpu_also_together(spectrum: str) -> None:
     problems = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for rows, columns in SHAPES]
+    there = [complete(polar(C, CUT, "svd")).dense() for C in problems]
     for route in (None, *ROUTES):
-        there = [complete(polar(C, CUT, route)).dense() for C in problems]
-        tasks = [lambda C=C, route=route: complete(polar(C.cuda(), CUT, route)) for C in problems]
-        here = solver.side_by_side(tasks, torch.device("cuda"), lambda found: (found.left, found.right))
-        for one, other in zip(here, there, strict=True):
-            assert float((one.dense().cpu() - other).abs().max()) < 1e-6
+        here = [complete(polar(C.cuda(), CUT, route)) for C in problems]
+        together = [complete(polar_together([C.cuda()] * 3, CUT, fill=True)[1]) for C in problems]
+        for one, other, expected in zip(here, together, there, strict=True):
+            assert float((one.dense().cpu() - expected).abs().max()) < 1e-6
+            assert float((other.dense().cpu() - expected).abs().max()) < 1e-6

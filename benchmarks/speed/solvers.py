@@ -19,7 +19,8 @@ import torch
 from record import now, publish, table
 from torch import Tensor
 
-from tuneport.solver import ROUTES, certify, complete, polar, side_by_side
+from tuneport.completion import complete
+from tuneport.solver import ROUTES, polar, polar_together
 
 CUT = 9.3e-10  # the rank cut of float32 signals
 LIMITS = (1e-6, 1e-5)  # orthogonality defect, map error

@@ -7,25 +7,18 @@ how much of it the data determine (rank) and how well it fits (residual).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .certificate import Certificate
+from .completion import CoordinateMap, complete, complete_thin, rectangular_identity
 from .errors import MethodError, TuneportError
-from .solver import (
-    Certificate,
-    CoordinateMap,
-    complete,
-    complete_thin,
-    polar,
-    polar_of_factors,
-    rectangular_identity,
-    side_by_side,
-)
+from .solver import Polar, polar, polar_of_factors, polar_together
 
 __all__ = [
     "COMPLETIONS",
@@ -48,8 +41,9 @@ HELD = 2**28  # bytes of solved maps that are remembered
 class CrossCovariance:
     """Streaming `C = X_A^T X_B` over paired tokens (the matrix of eqs. 6 and 7), uncentred.
 
-    While the tokens take less than half the memory of C, they are kept as they came; then they are summed up, to
-    the same bits as if they had been summed from the start.
+    While the tokens take less than half the memory of C, they are kept as they came, without those that are zero in
+    either signal (all but the class tokens in the last gradients of a model that reads only those); then they are
+    summed up, to the same bits as if they had been summed from the start.
 
     >>> covariance = CrossCovariance(2, 3)
     >>> covariance.update(torch.ones(5, 2), torch.ones(5, 3))
@@ -106,17 +100,26 @@ class CrossCovariance:
         self.source_energy += _energy(source)
         self.target_energy += _energy(target)
         self.tokens += len(source)
+        if self.rows is not None:  # so few that it pays to look
+            alive = source.any(dim=1) & target.any(dim=1)
+            if int(alive.sum()) < len(source):
+                source, target = source[alive], target[alive]
         more = source.numel() * source.element_size() + target.numel() * target.element_size()
         if self.rows is not None and 2 * (self.nbytes + more) > self.shape[0] * self.shape[1] * self.dtype.itemsize:
             self.matrix = self._total()
-        if self.rows is not None:
-            self.rows.append((source.clone(), target.clone()))
-        else:
+        if self.rows is None:
             _add_product(self.matrix, source, target)
+        elif len(source):
+            self.rows.append((source.clone(), target.clone()))
+
+    @property
+    def most(self) -> int:
+        """The largest rank that C can have by the number of tokens."""
+        return self.tokens if self.rows is None else sum(len(source) for source, _ in self.rows)
 
     def few_tokens(self) -> tuple[Tensor, Tensor] | None:
         """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
-        if not self.rows or 5 * self.tokens > 4 * min(self.shape):
+        if not self.rows or 5 * self.most > 4 * min(self.shape):
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
@@ -203,20 +206,45 @@ def procrustes(
         raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C[0].shape)}")
     if not all(bool(torch.isfinite(part).all()) for part in C):
         raise TuneportError("the cross-covariance holds NaN or Inf: check the models and the calibration data")
-    if rtol is None and streamed is not None:
-        rtol = rank_cut(streamed.signal_dtype, streamed.dtype, max(streamed.shape))
-    elif rtol is None:
-        rtol = rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
-    most = streamed.tokens if streamed is not None else None
+    if rtol is None:
+        rtol = _cut_of(streamed) if streamed is not None else rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
+    most = streamed.most if streamed is not None else None
     found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=most)
+    return _alignment(found, streamed, completion, thin=few is not None)
+
+
+def procrustes_together(covariances: Sequence[CrossCovariance], completion: Completion = "svd") -> list[Alignment]:
+    """`procrustes` of each; on an accelerator, those of one shape all at once."""
+    alignments: dict[int, Alignment] = {}
+    alike: dict[tuple[tuple[int, int], float], list[int]] = {}
+    for index, covariance in enumerate(covariances):
+        if covariance.device.type == "cpu" or covariance.few_tokens() is not None:
+            alignments[index] = procrustes(covariance, completion=completion)
+        else:
+            alike.setdefault((covariance.shape, _cut_of(covariance)), []).append(index)
+    for (_, cut), indices in alike.items():
+        chosen = [covariances[index] for index in indices]
+        found = polar_together([one.matrix.double() for one in chosen], cut, fill=completion == "svd")
+        for index, one, solved in zip(indices, chosen, found, strict=True):
+            alignments[index] = _alignment(solved, one, completion)
+    return [alignments[index] for index in range(len(covariances))]
+
+
+def _cut_of(covariance: CrossCovariance) -> float:
+    return rank_cut(covariance.signal_dtype, covariance.dtype, max(covariance.shape))
+
+
+def _alignment(
+    found: Polar, streamed: CrossCovariance | None, completion: Completion, thin: bool = False
+) -> Alignment:
     if completion == "none":
         mapping = CoordinateMap(found.left, found.right)
     else:
-        mapping = complete_thin(found) if few else complete(found)
+        mapping = complete_thin(found) if thin else complete(found)
     residual = None
     if streamed is not None:
         energy = float(streamed.source_energy * streamed.target_energy) ** 0.5
-        cosine = min(float(found.total) / energy, 1.0) if energy > 0 else 0.0
+        cosine = min(found.total / energy, 1.0) if energy > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
 
@@ -311,18 +339,36 @@ class Statistics:
         return self._solved[id(self.covariances[layer, signal]), completion]
 
     def solve(self, keys: Iterable[tuple[str, str]], completion: Completion = "svd") -> None:
-        """Solve the maps of several layers and signals, side by side where that is faster; `align` then gives them.
+        """Solve the maps of several layers and signals, together where that is faster; `align` then gives them.
 
-        Maps solved earlier are forgotten, oldest first, when all together take more than HELD bytes.
+        Maps solved earlier are forgotten, oldest first, when all together take more than `held_bytes`.
         """
         wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
         known = {key: self._solved.pop(key) for key in [*wanted] if key in self._solved}
         wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
-        tasks = [partial(procrustes, covariance, completion=completion) for covariance in wanted.values()]
-        device = next((covariance.device for covariance in wanted.values()), None)
-        found = side_by_side(tasks, device, lambda alignment: (alignment.map.left, alignment.map.right))
+        found = procrustes_together(list(wanted.values()), completion)
         asked = {**known, **dict(zip(wanted, found, strict=True))}
         held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *asked.values()))
-        while self._solved and held > HELD:
+        room = held_bytes(next((covariance.device for covariance in wanted.values()), None))
+        while self._solved and held > room:
             held -= self._solved.pop(next(iter(self._solved))).map.nbytes
         self._solved.update(asked)
+
+    def in_batches(self, groups: Iterable[Sequence[tuple[str, str]]]) -> Iterator[int]:
+        """How many of the next groups of maps (blocks) to solve together: one on a CPU, else as many as may be held."""
+        count, held = 0, 0
+        for keys in groups:
+            covariances = {id(self.covariances[key]): self.covariances[key] for key in keys if key in self.covariances}
+            more = sum(8 * covariance.shape[0] * covariance.shape[1] for covariance in covariances.values())
+            device = next((covariance.device for covariance in covariances.values()), None)
+            if count and (device is None or device.type == "cpu" or held + more > held_bytes(device)):
+                yield count
+                count, held = 0, 0
+            count, held = count + 1, held + more
+        if count:
+            yield count
+
+
+def held_bytes(device: torch.device | None) -> int:
+    """The bytes of solved maps that are remembered: more on accelerators, which solve many at once."""
+    return HELD if device is None or device.type == "cpu" else 8 * HELD

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .alignment import HELD, PIECE, CrossCovariance, Statistics
+from .alignment import PIECE, CrossCovariance, Statistics, held_bytes
 from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure
 from .errors import TuneportError
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
-from .solver import STREAMS
+from .solver import TOGETHER
 
 UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
@@ -142,7 +142,8 @@ class _Cost:
         """The peak of measuring and solving these pairs, beyond the fixed bytes."""
         pairs = list(pairs)
         names = {pair.target.name for pair in pairs}
-        held, kept_inputs, kept_gradients, widest, work = 0, 0, 0, 0, 0
+        held, kept_inputs, kept_gradients, widest = 0, 0, 0, 0
+        works: dict[tuple[int, int], list[int]] = {}
         maps: dict[tuple[str, int | None], int] = {}
         blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
         seen: set[int] = set()
@@ -160,15 +161,22 @@ class _Cost:
             widest = max(widest, 8 * min(rows, PIECE) * sum(covariance.shape))
             mapped, working = _solving(covariance, self._tokens(covariance))
             maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
-            work = max(work, working)
+            works.setdefault(covariance.shape, []).append(working)
         source, target = (saved * self._batch // self._size for saved in self._saved)
         measuring = max(source + kept_inputs, kept_inputs + kept_gradients, kept_gradients + target) + widest
         gradients = [self._statistics.weight_gradients[name] for name in names & set(self._statistics.weight_gradients)]
         held += sum(12 * gradient.total.numel() for gradient in gradients)
-        streams = STREAMS if self._job.target.device.type == "cuda" else 1
+        device = self._job.target.device
+        work = max((self._at_once(shape, len(each)) * max(each) for shape, each in works.items()), default=0)
         moving = max((_moving(pair) for pair in pairs), default=0)
-        solved = min(sum(maps.values()), HELD + max(maps.values(), default=0))
-        return held + max(measuring, solved + max(streams * work, moving))
+        solved = min(sum(maps.values()), held_bytes(device) + max(maps.values(), default=0))
+        return held + max(measuring, solved + max(work, moving))
+
+    def _at_once(self, shape: tuple[int, int], count: int) -> int:
+        """How many maps of a shape are in work together."""
+        if self._job.target.device.type == "cpu":
+            return 1
+        return min(count, max(TOGETHER // (8 * shape[0] * shape[1]), 1))
 
     def _tokens(self, covariance: CrossCovariance) -> int:
         tokens = covariance.tokens * self._samples // self._size

@@ -7,7 +7,7 @@ transfer are the same formula with other signals, or none. A low-rank tau = B A 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..alignment import Alignment
+from ..completion import CoordinateMap
 from ..pairing import Kept, LayerPair, LoosePair
-from ..solver import CoordinateMap
 from ..task_vector import Entry, LowRank, as_dense
 from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of, spectrum_of
 
@@ -90,17 +90,26 @@ class BilinearAlignment(Method):
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
     def _solved_in_groups(self, problem: Problem) -> Iterator[LayerPair]:
-        """All pairs; the maps of a block are solved together when its first pair is due."""
-        for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block)):
-            pairs = list(group)
-            wanted = [
-                (pair.target.name, signal)
-                for pair in pairs
-                for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map))
-                if fixed is None and signal is not None
-            ]
-            problem.statistics.solve([key for key in wanted if key in problem.statistics], problem.completion)
-            yield from pairs
+        """All pairs; the maps of a block, or of several, are solved together when the first pair is due."""
+        statistics = problem.statistics
+        blocks = [
+            list(group)
+            for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block))
+        ]
+        keys = [[key for key in self._keys(block) if key in statistics] for block in blocks]
+        at = 0
+        for count in statistics.in_batches(keys):
+            statistics.solve([key for block in keys[at : at + count] for key in block], problem.completion)
+            for block in blocks[at : at + count]:
+                yield from block
+            at += count
+
+    def _keys(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[str, str]]:
+        """What has to be solved for these pairs."""
+        for pair in pairs:
+            for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
+                if fixed is None and signal is not None:
+                    yield pair.target.name, signal
 
     def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[Map, Alignment | None] | str]:
         """For the input side, then the output side: the map and its evidence, or why there is none."""

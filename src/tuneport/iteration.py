@@ -1,0 +1,299 @@
+"""The weighted Halley iteration for the polar factors of many matrices of one shape at once.
+
+Each step sends a singular value s to s (a + b s^2) / (1 + c s^2), by products and an inverse that is made of products
+too, so that a GPU is busy; nothing waits for the host before the end. The weights follow from the rank cut alone.
+Large weights cost digits (c eps), so c is capped, and a few heavy steps first lift everything above the cut to
+`low`. There the Gram matrix resolves all that matters, and what lies below the cut is taken out: by a few inverse
+iterations where that is little (`iterate`), or by eigenvectors (`iterate_split`).
+
+Torch only. Matrices are (B, n, m) with n <= m, float64; a map that cannot be had so is None, and one that is there
+carries its certificate, whether it holds or not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .certificate import PROBES, STATIONARITY, Certificate, gaussian, rounding
+
+NULLS = 8  # null directions that inverse iteration looks for, less one
+_HEAVIEST = 1e6  # the largest weight c
+_MARGIN = 1.05  # above the largest singular value, which is found from below
+_SURE = 1.2  # how far above the cut a value counts as determined without a closer look; below it, three times
+_LEAF = 128  # width of an inverse that is not divided any more
+_BLIND = 1e-3  # the least that the identity must say about a null direction, to be filled in here
+_TINY = 1e-300
+
+Weights = tuple[float, float, float]
+
+
+class Iterated(NamedTuple):
+    """The polar factor of one matrix on its determined directions, completed where that was asked for."""
+
+    matrix: Tensor  # (n, m)
+    null: Tensor  # (n, n - rank), empty where the matrix is completed
+    rank: int
+    total: float  # the sum of the singular values above the cut
+    certificate: Certificate
+
+
+def iterate(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
+    """Polar factors of matrices with fewer than NULLS singular values at or below `cut` times the largest.
+
+    With `fill`, null directions are mapped as near to the identity as can be. None for a matrix with more of them,
+    with values too near to the cut, or whose null directions the identity says nothing about.
+    """
+    plan, size = _schedule(cut), largest_values(C)
+    X = _lifted(C, size, plan)
+    null, unclear = _null_directions(X, plan)
+    X = X - null @ (null.mT @ X)
+    return _finished(C, cut, size, _finish(X, plan.tail), null, unclear, fill)
+
+
+def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
+    """`iterate` for any rank, at the price of the eigenvectors of one Gram matrix each."""
+    plan, size = _schedule(cut), largest_values(C)
+    X = _lifted(C, size, plan)
+    gram = X @ X.mT
+    broken = ~gram.isfinite().all(dim=(-2, -1))
+    squares, Q = torch.linalg.eigh(torch.where(broken[:, None, None], torch.zeros_like(gram), gram))
+    kept = squares > plan.lifted**2
+    X = Q @ ((torch.where(kept, squares, 1.0).rsqrt() * kept)[..., None] * (Q.mT @ X))
+    return _finished(C, cut, size, _finish(X, ()), Q * ~kept[:, None], broken, fill)
+
+
+def largest_values(C: Tensor) -> Tensor:
+    """The largest singular values (B,), or a little less, by a few power steps with several vectors."""
+    block = gaussian(C.shape[-2], PROBES, C.device)
+    for _ in range(8):
+        block = C @ (C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY)))
+    found = C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY))
+    return found.norm(dim=-2).amax(-1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The weights of all steps for one rank cut."""
+
+    heavy: tuple[Weights, ...]
+    lifted: float  # what the heavy steps make of a singular value at the cut
+    tail: tuple[Weights, ...]
+
+
+@lru_cache(maxsize=64)
+def _schedule(cut: float) -> Schedule:
+    low, heavy, lifted = cut / _MARGIN, [], cut / _MARGIN
+    while low < 1e-3:
+        weights = step_weights(0.0)
+        heavy.append(weights)
+        low, lifted = _image(weights, low), _value(weights, lifted)
+    return Schedule(tuple(heavy), lifted, _tail(0.9 * low))
+
+
+@lru_cache(maxsize=64)
+def _tail(low: float) -> tuple[Weights, ...]:
+    """The steps from singular values in [low, 1] to 1 - 1e-4; a step of Newton and Schulz squares the rest away."""
+    steps = []
+    while low < 1 - 1e-4:
+        steps.append(step_weights(low))
+        low = _image(steps[-1], low)
+    return tuple(steps)
+
+
+def step_weights(low: float) -> Weights:
+    """The best weights for singular values in [low, 1], 0 for an unknown low."""
+    a = 2 * _HEAVIEST**0.5
+    if low > 0:
+        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+        a = min(a, (1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
+
+
+def _value(weights: Weights, at: float) -> float:
+    a, b, c = weights
+    return at * (a + b * at**2) / (1 + c * at**2)
+
+
+def _image(weights: Weights, low: float) -> float:
+    """The least that a step makes of values in [low, 1]."""
+    spots = torch.logspace(math.log10(low), 0, 512, dtype=torch.float64)
+    return min(_value(weights, float(spot)) for spot in spots)
+
+
+def _lifted(C: Tensor, size: Tensor, plan: Schedule) -> Tensor:
+    X = C / (_MARGIN * size[:, None, None])
+    for weights in plan.heavy:
+        X = _step(X, weights)
+    return X
+
+
+def _step(X: Tensor, weights: Weights) -> Tensor:
+    a, b, c = weights
+    gram = _lower_gram(X).mul_(c)
+    gram.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    inverse = _inverse(gram).mul_(a - b / c)
+    inverse.diagonal(dim1=-2, dim2=-1).add_(b / c)
+    return inverse @ X
+
+
+def _finish(X: Tensor, steps: tuple[Weights, ...]) -> Tensor:
+    for weights in steps:
+        X = _step(X, weights)
+    gram = X @ X.mT
+    return torch.baddbmm(X, gram, X, beta=1.5, alpha=-0.5)  # null directions stay null
+
+
+def _null_directions(X: Tensor, plan: Schedule) -> tuple[Tensor, Tensor]:
+    """Orthonormal left directions in which nothing above the cut is left, zero columns beside; and where that failed.
+
+    Inverse iteration with corrections by the residual, so that the error of the inverse does not stay. Rayleigh
+    quotients are bounds from above, so never too many directions are taken out.
+    """
+    shift = 1e4 / plan.lifted**2
+    gram = _lower_gram(X).mul_(shift)
+    gram.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    inverse = _inverse(gram)
+    found = _orthonormal(inverse @ _orthonormal(inverse @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
+    for _ in range(3):
+        seen = X.mT @ found
+        squares, turn = _small_eigh(seen.mT @ seen)
+        found, seen = found @ turn, seen @ turn
+        residual = X @ seen - found * squares[:, None]
+        found = _orthonormal(found - shift * (inverse @ residual))
+    seen = X.mT @ found
+    squares, turn = _small_eigh(seen.mT @ seen)
+    found, limit = found @ turn, plan.lifted**2
+    unclear = ((squares > limit / 9) & (squares < limit * _SURE**2)).any(-1) | ~squares.isfinite().all(-1)
+    null = squares < limit
+    return found * null[:, None], unclear | null.all(-1)
+
+
+def _finished(
+    C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor, failed: Tensor, fill: bool
+) -> list[Iterated | None]:
+    """Certify, fill, and look at the verdict on all matrices at once."""
+    probe = gaussian(C.shape[-2], PROBES, C.device)
+    ranks = C.shape[-2] - null.square().sum((-2, -1)).round()
+    H = C @ X.mT
+    total = H.diagonal(dim1=-2, dim2=-1).sum(-1)
+    stationarity, spread, bad = _stationarity(H, null, size, cut, probe)
+    orthogonality = (X @ (X.mT @ probe) + null @ (null.mT @ probe) - probe).square().mean((-2, -1)).sqrt()
+    beyond = (C.mT @ null).norm(dim=-2).amax(-1) > _SURE * cut * size
+    if fill:
+        X, blind = _filled(X, null)
+        whole = (X @ (X.mT @ probe) - probe).square().mean((-2, -1)).sqrt()
+        orthogonality = torch.maximum(orthogonality, whole)
+        bad = bad | blind
+    bad = bad | failed | beyond | ~total.isfinite()
+    numbers = torch.stack([bad.double(), ranks, total, orthogonality, stationarity, rounding(C.dtype) * spread]).T
+    results: list[Iterated | None] = []
+    for index, (refused, rank, value, defect, residual, limit) in enumerate(numbers.tolist()):
+        if refused:
+            results.append(None)
+            continue
+        there = null[index, :, :0]
+        if not fill and rank < C.shape[-2]:
+            there = null[index][:, null[index].square().sum(0) > 0.5]
+        matrix = X[index] if len(C) == 1 else X[index].clone()  # not a view that holds them all
+        results.append(Iterated(matrix, there, int(rank), value, Certificate(defect, residual, STATIONARITY + limit)))
+    return results
+
+
+def _stationarity(H: Tensor, null: Tensor, size: Tensor, cut: float, probe: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of S^-1/2 (H - H^T) S^-1/2 / 2, with a Cholesky factor of H in place of the root; the spread of H; failures.
+
+    H is lifted by the null directions and lowered by the cut: no factor means that a value lies below the cut.
+    """
+    lifted = (H + H.mT).div_(2)
+    spread = lifted.diagonal(dim1=-2, dim2=-1).amax(-1)
+    lifted += (null * size[:, None, None]) @ null.mT
+    lifted.diagonal(dim1=-2, dim2=-1).sub_((cut * size)[:, None])
+    root, bad = _inverse_root(lifted)
+    turned = root.mT @ probe
+    residual = root @ (H @ turned - H.mT @ turned) / 2
+    spread = spread * root.diagonal(dim1=-2, dim2=-1).square().amax(-1)
+    return residual.square().mean((-2, -1)).sqrt(), spread, bad
+
+
+def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
+    """X with its null directions mapped as near to the identity as can be; and where the identity is blind."""
+    rows, columns = X.shape[-2:]
+    there = null.square().sum(-2) > 0.5
+    if null.shape[-1] <= NULLS:
+        F = torch.nn.functional.pad(null.mT, (0, columns - rows))
+        F = F - (F @ X.mT) @ X
+        squares, turn = _small_eigh(F @ F.mT + torch.diag_embed((~there).double()))
+        root = turn @ (squares.clamp_min(_TINY).rsqrt()[..., None] * turn.mT)
+        return X + null @ (root @ F), (squares < _BLIND**2).any(-1)
+    F = torch.nn.functional.pad(null @ null.mT, (0, columns - rows))
+    return _finish(X + F - (F @ X.mT) @ X, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
+
+
+def _lower_gram(X: Tensor, parts: int = 4) -> Tensor:
+    """The lower triangle of X X^T; what stands above the diagonal blocks is not set."""
+    n = X.shape[-2]
+    if n < parts * _LEAF:
+        return X @ X.mT
+    gram = X.new_empty(*X.shape[:-1], n)
+    for start in range(0, n, -(-n // parts)):
+        stop = min(start - (-n // parts), n)
+        gram[..., start:, start:stop] = X[..., start:, :] @ X[..., start:stop, :].mT
+    return gram
+
+
+def _inverse(A: Tensor, parts: int = 4) -> Tensor:
+    """The inverse of a positive definite matrix of which the lower triangle is read, nearly all by products.
+
+    By way of the inverse of its Cholesky factor: halving A itself would square its condition.
+    """
+    root, _ = _inverse_root(A)
+    n = A.shape[-1]
+    if n < parts * _LEAF:
+        return root.mT @ root
+    whole, size = torch.empty_like(A), -(-n // parts)
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        rows = root[..., start:, start:stop].mT @ root[..., start:, :stop]
+        whole[..., start:stop, :stop] = rows
+        whole[..., :start, start:stop] = rows[..., :start].mT
+    return whole
+
+
+def _inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of the Cholesky factor, lower triangular, and where there is none."""
+    n = A.shape[-1]
+    if n <= _LEAF:
+        root, info = torch.linalg.cholesky_ex(A)
+        eye = torch.eye(n, device=A.device, dtype=A.dtype).expand_as(A)
+        return torch.linalg.solve_triangular(root, eye, upper=False), info != 0
+    k = n // 2
+    first, bad = _inverse_root(A[..., :k, :k])
+    below = A[..., k:, :k] @ first.mT
+    second, worse = _inverse_root(torch.baddbmm(A[..., k:, k:], below, below.mT, alpha=-1))
+    whole = torch.zeros_like(A)
+    whole[..., :k, :k] = first
+    whole[..., k:, :k] = -(second @ below) @ first
+    whole[..., k:, k:] = second
+    return whole, bad | worse
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns of the same span, by two rounds of eigenvectors of their small Gram matrix."""
+    for _ in range(2):
+        squares, turn = _small_eigh(columns.mT @ columns)
+        columns = columns @ (turn * squares.clamp_min(_TINY).rsqrt()[..., None, :])
+    return columns
+
+
+def _small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors of a few small matrices; one that is not finite gives NaN."""
+    broken = ~matrix.isfinite().all(dim=(-2, -1), keepdim=True)
+    values, vectors = torch.linalg.eigh(torch.where(broken, torch.zeros_like(matrix), matrix))
+    return torch.where(broken[..., 0], torch.nan, values), vectors
