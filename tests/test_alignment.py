@@ -355,3 +355,29 @@ def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPa
     assert torch.equal(again.matrix, first.matrix)
     statistics.solve(own)  # all that is asked for at once is there
     assert len(statistics._solved) == 4
+
+
+def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneport.alignment.HELD", 1)  # no room at all
+    statistics = Statistics({("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))})
+    statistics.solve([("a", "input"), ("b", "input")])
+    first = [statistics.align(name, "input") for name in ("a", "b", "a")]
+    assert first[0] is first[2]
+    assert [statistics.align(name, "input") for name in ("a", "b")] == first[:2]
+
+
+def test_tokens_without_a_signal_change_nothing() -> None:
+    x, y = randn(60, 20), randn(60, 30)
+    x[2:58] = 0.0
+    y[1] = 0.0
+    plain = CrossCovariance(20, 30)
+    plain.matrix = x.T @ y
+    sparse = CrossCovariance(20, 30)
+    for part in range(0, 60, 20):
+        sparse.update(x[part : part + 20], y[part : part + 20])
+    assert sparse.tokens == 60
+    assert sparse.most == 3
+    assert torch.allclose(sparse.matrix, x.T @ y, atol=1e-12)
+    assert float(sparse.source_energy) == pytest.approx(float(x.square().sum()))
+    assert procrustes(sparse).rank == procrustes(plain).rank == 3
+    assert float((procrustes(sparse).matrix - procrustes(plain).matrix).abs().max()) < 1e-9

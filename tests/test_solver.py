@@ -155,7 +155,7 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
 @pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
 def test_many_at_once_are_what_each_is_alone(rows: int, columns: int, fill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "TOGETHER", 8 * rows * columns * 4)  # several batches
+    monkeypatch.setattr(solver, "together_bytes", lambda device: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
     spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
     problems = [planted(rows, columns, spectrum(n))[0] for spectrum in spectra]

@@ -1,12 +1,13 @@
 """Every route to a polar factor against a planted one: orthogonality defect, map error, seconds.
 
     python benchmarks/speed/solvers.py --out OUT
-    python benchmarks/speed/solvers.py --device cuda --sizes 768x1024 3072x4096 4096x4096 --side-by-side 8 --out OUT
+    python benchmarks/speed/solvers.py --device cuda --sizes 768x1024 3072x4096 4096x4096 --together 8 --out OUT
 
 Shape classes: square, wide, tall. Spectra: conditioned (1 to 0.1), ill-conditioned (1 to 1e-8), like gradients (32
 large directions, the rest at 1e-6 to 1e-8), with three null directions, and half null. A route may decline (qdwh
-serves full rank only); a result that is not certified counts as a failure. The defect is that of both factors (largest
-entry of Q^T Q - I), the map error is relative (Frobenius). With --side-by-side K, the chosen route solves K at once.
+serves a few null directions at most); a result that is not certified counts as a failure. The defect is that of both
+factors (largest entry of Q^T Q - I), the map error is relative (Frobenius). With --together K, K of them are solved
+and completed at once, as a transfer does on an accelerator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from record import now, publish, table
 from torch import Tensor
 
 from tuneport.completion import complete
-from tuneport.solver import ROUTES, polar, polar_together
+from tuneport.solver import ROUTES, polar, polar_together, thin_factors
 
 CUT = 9.3e-10  # the rank cut of float32 signals
 LIMITS = (1e-6, 1e-5)  # orthogonality defect, map error
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["256x256", "192x320", "320x192"])
     parser.add_argument("--spectra", nargs="+", default=list(SPECTRA), choices=SPECTRA)
     parser.add_argument("--routes", nargs="+", default=list(ROUTES), choices=list(ROUTES))
-    parser.add_argument("--side-by-side", type=int, default=0, metavar="K")
+    parser.add_argument("--together", type=int, default=0, metavar="K")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--out", type=Path)
@@ -86,14 +87,14 @@ def main() -> None:
                 if found is None:
                     lines.append([size, name, route, "declines", None, None, None, seconds])
                     continue
-                holds = certify(wide, found).holds
-                R = found.left @ found.right.T
+                holds = found.certificate.holds
+                R = found.dense()
                 R = R.T if rows > columns else R
                 error = float((R - expected).norm() / expected.norm())
-                worst = max(defect(found.left), defect(found.right))
+                worst = max(defect(factor) for factor in thin_factors(found))
                 good = holds and worst < LIMITS[0] and error < LIMITS[1]
                 failures += not good
-                lines.append([size, name, route, "yes" if good else "NO", found.left.shape[1], worst, error, seconds])
+                lines.append([size, name, route, "yes" if good else "NO", found.rank, worst, error, seconds])
             started = now(device)
             solved = polar(C, CUT)
             middle = now(device)
@@ -115,13 +116,19 @@ def main() -> None:
                     middle - started + filling,
                 ]
             )
-            if options.side_by_side:
-                tasks = [lambda matrix=C + 0: polar(matrix, CUT)] * options.side_by_side
-                side_by_side(tasks, device, lambda found: (found.left, found.right))
+            if options.together:
+                copies = [C + 0 for _ in range(options.together)]
+                polar_together(copies, CUT, fill=True)
                 started = now(device)
-                side_by_side(tasks, device, lambda found: (found.left, found.right))
-                each = (now(device) - started) / len(tasks)
-                lines.append([size, name, f"chosen, {len(tasks)} side by side, each", "", None, None, None, each])
+                all_of_them = polar_together(copies, CUT, fill=True)
+                each = (now(device) - started) / len(copies)
+                route = f"together: {all_of_them[0].route}, {len(copies)} completed at once, each"
+                whole = complete(all_of_them[-1]).dense()
+                off = defect(whole if rows > columns else whole.T)
+                error = float((whole - filled.dense()).norm() / whole.norm())
+                good = off < LIMITS[0] and error < LIMITS[1]
+                failures += not good
+                lines.append([size, name, route, "yes" if good else "NO", all_of_them[0].rank, off, error, each])
             print(f"{size} {name}: done", file=sys.stderr, flush=True)
     head = ["shape", "spectrum", "route", "certified, within limits", "rank", "defect", "map error", "seconds"]
     text = table(head, lines) + f"\n\n{failures} failures; limits: defect {LIMITS[0]:g}, map error {LIMITS[1]:g}\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 from .certificate import Certificate
 from .completion import CoordinateMap, complete, complete_thin, rectangular_identity
 from .errors import MethodError, TuneportError
-from .solver import Polar, polar, polar_of_factors, polar_together
+from .solver import Polar, polar, polar_of_factors, polar_together, together_bytes
 
 __all__ = [
     "COMPLETIONS",
@@ -344,31 +344,43 @@ class Statistics:
         Maps solved earlier are forgotten, oldest first, when all together take more than `held_bytes`.
         """
         wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
-        known = {key: self._solved.pop(key) for key in [*wanted] if key in self._solved}
+        room = held_bytes(next((covariance.device for covariance in wanted.values()), None))
+        known = {key: self._solved[key] for key in wanted if key in self._solved}
         wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
+        if not wanted:  # maps that were solved together stay together
+            return
         found = procrustes_together(list(wanted.values()), completion)
         asked = {**known, **dict(zip(wanted, found, strict=True))}
-        held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *asked.values()))
-        room = held_bytes(next((covariance.device for covariance in wanted.values()), None))
-        while self._solved and held > room:
-            held -= self._solved.pop(next(iter(self._solved))).map.nbytes
+        earlier = [key for key in self._solved if key not in asked]
+        held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))
+        for key in earlier:
+            if held > room:
+                held -= self._solved.pop(key).map.nbytes
         self._solved.update(asked)
 
-    def in_batches(self, groups: Iterable[Sequence[tuple[str, str]]]) -> Iterator[int]:
-        """How many of the next groups of maps (blocks) to solve together: one on a CPU, else as many as may be held."""
-        count, held = 0, 0
+    def in_batches(self, groups: Sequence[Iterable[tuple[str, str]]]) -> Iterator[int]:
+        """How many of the next groups of maps (blocks) to solve together.
+
+        One on a CPU; on an accelerator as many as may be held, in batches of much the same size.
+        """
+        sizes, room = [], 0
         for keys in groups:
-            covariances = {id(self.covariances[key]): self.covariances[key] for key in keys if key in self.covariances}
-            more = sum(8 * covariance.shape[0] * covariance.shape[1] for covariance in covariances.values())
+            covariances = {id(self.covariances[key]): self.covariances[key] for key in keys}
+            sizes.append(sum(8 * covariance.shape[0] * covariance.shape[1] for covariance in covariances.values()))
             device = next((covariance.device for covariance in covariances.values()), None)
-            if count and (device is None or device.type == "cpu" or held + more > held_bytes(device)):
+            if device is not None and device.type != "cpu":
+                room = held_bytes(device)
+        share = sum(sizes) / max(-(-sum(sizes) // room), 1) if room else 0.0
+        count, held = 0, 0
+        for size in sizes:
+            if count and held + size > share:
                 yield count
                 count, held = 0, 0
-            count, held = count + 1, held + more
+            count, held = count + 1, held + size
         if count:
             yield count
 
 
 def held_bytes(device: torch.device | None) -> int:
-    """The bytes of solved maps that are remembered: more on accelerators, which solve many at once."""
-    return HELD if device is None or device.type == "cpu" else 8 * HELD
+    """The bytes of solved maps that are remembered, those solved last aside: more on accelerators."""
+    return HELD if device is None or device.type == "cpu" else max(HELD, together_bytes(device))

@@ -22,7 +22,7 @@ from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure
 from .errors import TuneportError
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
-from .solver import TOGETHER
+from .solver import together_bytes
 
 UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
@@ -176,7 +176,7 @@ class _Cost:
         """How many maps of a shape are in work together."""
         if self._job.target.device.type == "cpu":
             return 1
-        return min(count, max(TOGETHER // (8 * shape[0] * shape[1]), 1))
+        return min(count, max(together_bytes(self._job.target.device) // (8 * shape[0] * shape[1]), 1))
 
     def _tokens(self, covariance: CrossCovariance) -> int:
         tokens = covariance.tokens * self._samples // self._size

@@ -115,6 +115,7 @@ def measure(
     on_batch: OnBatch | None = None,
     limit: TokenLimit | None = None,
     make_sum: MakeSum | None = None,
+    most_samples: int | None = None,
 ) -> Statistics:
     """Accumulate the statistics that `signals` name, for every pair, over all batches.
 
@@ -125,7 +126,8 @@ def measure(
     `start` holds the statistics of earlier batches, to which these are added as if there had been no pause;
     `on_batch` gets all statistics so far after each batch, to be used before it returns. `limit` caps the tokens
     that enter covariances. `make_sum(pair, signal, source width, target width, device)` puts other sums in the place
-    of CrossCovariance, for diagnostics.
+    of CrossCovariance, for diagnostics. At most `most_samples` go through the models at once: a larger batch is run in
+    parts, which for a sum over samples is the same but for rounding (a PairedBatch with a match of its own stays whole).
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
@@ -144,22 +146,46 @@ def measure(
     with frozen(source), frozen(target):
         for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
-            size = paired.size or _first_dimension(paired.target)
-            rows = paired.rows or size
-            accumulator.start(paired.match, samples, size)
-            if any(accumulator.source_layers.values()):
-                _run(source, paired.source, source_loss, accumulator.source_layers, accumulator.keep, rows, backward)
-            _run(target, paired.target, target_loss, accumulator.target_layers, accumulator.consume, rows, backward)
-            accumulator.finish(index)
-            samples += size
+            for part, size in _parts(paired, most_samples):
+                rows = part.rows or size
+                accumulator.start(part.match, samples, size)
+                if any(accumulator.source_layers.values()):
+                    _run(source, part.source, source_loss, accumulator.source_layers, accumulator.keep, rows, backward)
+                _run(target, part.target, target_loss, accumulator.target_layers, accumulator.consume, rows, backward)
+                accumulator.finish(index)
+                samples += size
+                if progress is not None:
+                    progress(size)
             passes += 1
-            if progress is not None:
-                progress(size)
             if on_batch is not None:
                 on_batch(so_far())
     if passes == 0:
         raise CaptureError("there are no calibration batches; give at least one sample.")
     return so_far()
+
+
+def _parts(batch: PairedBatch, most: int | None) -> Iterator[tuple[PairedBatch, int]]:
+    """The batch, or parts of at most so many samples, each with its size."""
+    size = batch.size or _first_dimension(batch.target)
+    if most is None or size <= most or batch.match is not None or batch.rows not in (None, size):
+        yield batch, size
+        return
+    for start in range(0, size, most):
+        stop = min(start + most, size)
+        ours, theirs = (part_of(side, size, start, stop) for side in (batch.source, batch.target))
+        yield PairedBatch(ours, theirs, size=stop - start), stop - start
+
+
+def part_of(batch: Any, size: int, start: int, stop: int) -> Any:
+    """Some of `size` samples, in the same nest of tensors."""
+    if isinstance(batch, Tensor):
+        return batch[start:stop] if batch.ndim and len(batch) == size else batch
+    if isinstance(batch, Mapping):
+        return {key: part_of(value, size, start, stop) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [part_of(value, size, start, stop) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 def watch(
@@ -253,6 +279,7 @@ class _Accumulator:
         self._ran: Counter[tuple[str, str]] = Counter()
         self._kept: dict[tuple[str, str, int], Tensor] = {}
         self._copies: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._resized: dict[int, tuple[weakref.ref[Tensor], torch.Size, Tensor]] = {}
         self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
         self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -286,7 +313,7 @@ class _Accumulator:
         added = self._added.get((id(covariance), call))
         if added is None:
             self._added[id(covariance), call] = (id(ours), weakref.ref(tensor))
-            covariance.update(*self._limited(*self._match(ours, tensor)))
+            covariance.update(*self._limited(*self._matched(ours, tensor)))
         elif added[0] != id(ours) or added[1]() is not tensor:
             raise CaptureError(
                 f"{layer.name} read the same tensor as another layer in the first batch but not in this one; "
@@ -295,6 +322,17 @@ class _Accumulator:
         self._unread[pair.source.name, signal, call] -= 1
         if not self._unread[pair.source.name, signal, call]:  # the last reader: let its memory go
             del self._kept[pair.source.name, signal, call]
+            self._resized.pop(id(ours), None)
+
+    def _matched(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Paired rows of both; where a deeper target reads a source layer several times, its side is resized once."""
+        known = self._resized.get(id(ours))
+        if known is not None and known[0]() is ours and known[1] == theirs.shape[:2]:
+            return known[2], theirs.flatten(0, 1)
+        found = self._match(ours, theirs)
+        if found[1].data_ptr() == theirs.data_ptr() and len(found[1]) == theirs.shape[:2].numel():  # as they came
+            self._resized[id(ours)] = (weakref.ref(ours), theirs.shape[:2], found[0])
+        return found
 
     def _limited(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of a batch that are looked at, the same ones for every layer with so many."""
@@ -349,6 +387,7 @@ class _Accumulator:
             )
         self._kept.clear()
         self._copies.clear()
+        self._resized.clear()
 
 
 Sink = Callable[..., None]

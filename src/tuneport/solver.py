@@ -20,7 +20,8 @@ from .iteration import Iterated, iterate, iterate_split, largest_values
 
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
 SMALL = 64  # up to this width an SVD is as fast as anything
-TOGETHER = 2**30  # bytes of matrices of one shape that an accelerator solves at once
+NEAR = 128  # up to this width the CPU is faster at it than any accelerator
+TOGETHER = 64  # matrices that an accelerator solves at once take this part of its memory, their work six times that
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,11 @@ class Polar:
         """The polar factor of the transposed problem."""
         return replace(self, left=self.right, right=self.left)
 
+    def to(self, device: torch.device) -> Polar:
+        """The same on another device."""
+        left, right, values = (None if x is None else x.to(device) for x in (self.left, self.right, self.singular_values))
+        return replace(self, left=left, right=right, null=self.null.to(device), singular_values=values)
+
     def dense(self) -> Tensor:
         """R itself (d_A, d_B)."""
         return product(self.left, self.right)
@@ -69,6 +75,8 @@ def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None =
     """
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route, most=most).T
+    if C.device.type != "cpu" and len(C) <= NEAR and route is None:
+        return polar(C.cpu(), cut).to(C.device)
     names = list(ROUTES)
     for name in names[names.index(route or _choose(C, most)) :]:
         found = ROUTES[name](C, cut)
@@ -86,13 +94,13 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
     """The polar factors of matrices of one shape, by products over all of them at once: the way of accelerators.
 
     With `fill`, they are completed to isometries where that can be done on the way: `null` is empty there. At most
-    TOGETHER bytes are in work; whatever is not certified goes through `polar` by itself.
+    `together_bytes` of them are in work; whatever is not certified goes through `polar` by itself.
     """
     rows, columns = matrices[0].shape
     if rows > columns:
         return [found.T for found in polar_together([C.T for C in matrices], cut, fill=fill)]
     results: dict[int, Polar] = {}
-    each = max(TOGETHER // (8 * rows * columns), 1)
+    each = max(together_bytes(matrices[0].device) // (8 * rows * columns), 1)
     for name in (QDWH, LIFT):
         waiting = [index for index in range(len(matrices)) if index not in results]
         parts = -(-len(waiting) // each)
@@ -101,6 +109,13 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
             found = _attempt(name, torch.stack([matrices[index] for index in indices]), cut, fill)
             results.update({i: one for i, one in zip(indices, found, strict=True) if one and one.certificate.holds})
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
+
+
+def together_bytes(device: torch.device) -> int:
+    """The bytes of matrices that are solved at once."""
+    if device.type != "cuda":
+        return 2**28
+    return int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER
 
 
 def _attempt(name: str, C: Tensor, cut: float, fill: bool = False) -> list[Polar | None]:
@@ -128,8 +143,8 @@ def by_lift(C: Tensor, cut: float) -> Polar | None:
 
 
 def by_svd(C: Tensor, cut: float) -> Polar:
-    """The reference: a thin SVD; a small one on the CPU, which is faster at it than any accelerator."""
-    U, S, Vh = (part.to(C.device) for part in thin_svd(C.cpu() if len(C) <= SMALL else C))
+    """The reference: a thin SVD."""
+    U, S, Vh = thin_svd(C)
     rank = int((cut * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
     return _decomposed("svd", C, U, Vh[:rank].T, S[:rank], S)
 
@@ -200,7 +215,7 @@ def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
     """
     (Q_A, R_A), (Q_B, R_B) = torch.linalg.qr(X.double().T), torch.linalg.qr(Y.double().T)
     core = R_A @ R_B.T  # (M, M)
-    small = polar(core, cut, "svd" if len(core) <= SMALL else None)
+    small = polar(core, cut)
     left, right = thin_factors(small)
     nothing = core.new_zeros(min(X.shape[1], Y.shape[1]), 0)
     return replace(small, left=Q_A @ left, right=Q_B @ right, null=nothing, route=f"qr+{small.route}")

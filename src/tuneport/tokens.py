@@ -49,7 +49,8 @@ def match_tokens(source: TokenLayout | None, target: TokenLayout | None) -> Matc
             exact = grid.to(torch.promote_types(grid.dtype, torch.float32))
             grid = F.interpolate(exact, size=target.grid, mode="bilinear", align_corners=False).to(ours.dtype)
         ours = torch.cat([ours[:, :common], grid.flatten(2).transpose(1, 2)], dim=1)
-        theirs = torch.cat([theirs[:, :common], theirs[:, special[1] :]], dim=1)
+        if special[1] > common:
+            theirs = torch.cat([theirs[:, :common], theirs[:, special[1] :]], dim=1)
         return ours.flatten(0, 1), theirs.flatten(0, 1)
 
     return match
