@@ -359,7 +359,9 @@ def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPa
 
 def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneport.alignment.HELD", 1)  # no room at all
-    statistics = Statistics({("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))})
+    statistics = Statistics(
+        {("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))}
+    )
     statistics.solve([("a", "input"), ("b", "input")])
     first = [statistics.align(name, "input") for name in ("a", "b", "a")]
     assert first[0] is first[2]

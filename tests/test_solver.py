@@ -115,7 +115,7 @@ def test_a_zero_matrix_has_rank_zero_and_is_completed_by_the_identity() -> None:
 def test_a_route_that_fails_its_certificate_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     C, expected = planted(80, 90, SPECTRA["conditioned"](80))
 
-    def sloppy(matrix: Tensor, cut: float) -> Polar:
+    def sloppy(matrix: Tensor, _: float) -> Polar:
         U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
         return solver._decomposed("svd", matrix, U, Vh.T + 1e-4 * randn(*Vh.T.shape), S, S)
 
@@ -154,8 +154,10 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
-def test_many_at_once_are_what_each_is_alone(rows: int, columns: int, fill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "together_bytes", lambda device: 8 * rows * columns * 4)  # several batches
+def test_many_at_once_are_what_each_is_alone(
+    rows: int, columns: int, fill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
     spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
     problems = [planted(rows, columns, spectrum(n))[0] for spectrum in spectra]

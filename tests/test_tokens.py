@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from texts import LABELS, SENTENCES, SMALL, TOKENIZERS, bert_tokenizer, make, write
 from tuneport import transfer
 from tuneport.alignment import Statistics
-from tuneport.capture import INPUT, OUTPUT_GRADIENT, PairedBatch, measure
+from tuneport.capture import INPUT, OUTPUT_GRADIENT, PairedBatch, measure, samples_at_once
 from tuneport.data import Dataset
 from tuneport.errors import CaptureError
 from tuneport.families import describe_module, open_model
@@ -300,7 +300,7 @@ def test_one_tokenizer_on_both_sides_gives_the_sums_of_the_plain_path(tmp_path: 
     job = prepare(*paths, data, samples=16)
     assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.batches)
     by_spans = measure_job(job)
-    plain = [replace(batch, match=None) for batch in job.batches]
+    plain = [replace(batch, match=None, part=None) for batch in job.batches]
     by_place = measure(
         job.source.module,
         job.target.module,
@@ -309,6 +309,7 @@ def test_one_tokenizer_on_both_sides_gives_the_sums_of_the_plain_path(tmp_path: 
         signals={INPUT, OUTPUT_GRADIENT},
         source_loss=job.source_loss,
         target_loss=job.target_loss,
+        most_samples=samples_at_once(torch.device("cpu")),
     )
     for key, found in by_place.covariances.items():
         assert torch.equal(found.matrix, by_spans.covariances[key].matrix), key

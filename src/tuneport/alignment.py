@@ -234,9 +234,7 @@ def _cut_of(covariance: CrossCovariance) -> float:
     return rank_cut(covariance.signal_dtype, covariance.dtype, max(covariance.shape))
 
 
-def _alignment(
-    found: Polar, streamed: CrossCovariance | None, completion: Completion, thin: bool = False
-) -> Alignment:
+def _alignment(found: Polar, streamed: CrossCovariance | None, completion: Completion, thin: bool = False) -> Alignment:
     if completion == "none":
         mapping = CoordinateMap(found.left, found.right)
     else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .alignment import PIECE, CrossCovariance, Statistics, held_bytes
-from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure
+from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure, part_of, samples_at_once
 from .errors import TuneportError
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
@@ -134,6 +134,7 @@ class _Cost:
             self._batch = min(job.batches.size, self._samples)
         elif isinstance(job.batches, (list, tuple)):
             self._batch = max((count_samples([batch]) for batch in job.batches), default=1)
+        self._batch = min(self._batch, samples_at_once(job.target.device) or self._batch)
 
     def peak(self) -> int:
         return self.fixed + self.of(self._job.plan.pairs)
@@ -214,7 +215,7 @@ def _probe(job: Job) -> tuple[Statistics, tuple[int, int], int]:
         raise TuneportError("a memory budget needs batches that can be gone through again: pass a list.")
     elif batches:
         size = count_samples(batches[:1])
-        batches = [batches[0] if isinstance(batches[0], PairedBatch) else _first_sample(batches[0], size)]
+        batches = [batches[0] if isinstance(batches[0], PairedBatch) else part_of(batches[0], size, 0, 1)]
     counts = [0, 0]
 
     def counted(loss: Loss, side: int, module: nn.Module) -> Loss:
@@ -235,18 +236,6 @@ def _probe(job: Job) -> tuple[Statistics, tuple[int, int], int]:
         match=job.match,
     )
     return statistics, (counts[0], counts[1]), statistics.samples
-
-
-def _first_sample(batch: Any, size: int) -> Any:
-    """The first of `size` samples, in the same nest of tensors."""
-    if isinstance(batch, Tensor):
-        return batch[:1] if batch.ndim and len(batch) == size else batch
-    if isinstance(batch, Mapping):
-        return {key: _first_sample(value, size) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [_first_sample(value, size) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
 
 
 @contextmanager

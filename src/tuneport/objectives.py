@@ -28,12 +28,16 @@ UNLABELLED = -100  # which cross-entropy ignores
 
 @dataclass(frozen=True)
 class Objective:
-    """A way to ask: `encode` makes a batch of samples for a model, `loss` scores one."""
+    """A way to ask: `encode` makes a batch of samples for a model, `loss` scores one.
+
+    `by_sample` says that the loss is a sum over samples that do not see each other, so that batches may be divided.
+    """
 
     name: str
     summary: str
     encode: Callable[[Model, Dataset], Encoded]
     loss: Callable[[Model, Head | None], Loss]
+    by_sample: bool = True
 
 
 def objective_of(dataset: Dataset, models: Sequence[Model], wanted: str | None = None) -> Objective:
@@ -192,7 +196,11 @@ def _answered(model: Model, samples: Dataset) -> Encoded:
 OBJECTIVES: Mapping[str, Objective] = {
     "classification": Objective("classification", "cross-entropy of the head's class scores", _plain, _classification),
     "contrastive": Objective(
-        "contrastive", "each text finds its partner among those of the batch (pairs of texts)", _pairs, _contrastive
+        "contrastive",
+        "each text finds its partner among those of the batch (pairs of texts)",
+        _pairs,
+        _contrastive,
+        False,
     ),
     "causal": Objective(
         "causal", "next tokens of the text, or of the target after it", _continued, lambda model, _: token_loss(model)

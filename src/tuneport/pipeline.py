@@ -34,7 +34,7 @@ from .adapter import (
 )
 from .alignment import Statistics
 from .budget import Passes, in_groups, plan_passes
-from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure
+from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure, samples_at_once
 from .checkpoint import (
     check_finite,
     describe,
@@ -548,6 +548,7 @@ def measure_job(
         start=earlier,
         on_batch=work.keeper(stage) if work is not None else None,
         limit=replace(limit, offset=before) if limit is not None else None,
+        most_samples=samples_at_once(job.target.device),
     )
     return reduced(statistics, job.plan)
 

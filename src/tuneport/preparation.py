@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -227,18 +228,27 @@ class PairedBatches:
 
     def __iter__(self) -> Iterator[PairedBatch]:
         for ours, theirs in self._encoded():
-            batches = [on_device(side, model.device) for model, side in zip(self._sides, (ours, theirs), strict=True)]
-            if ours.spans and theirs.spans:
-                match = match_spans(ours.spans, theirs.spans)
-            else:
-                layouts = [
-                    model.layout(batch) if model.layout is not None else None
-                    for model, (batch, _) in zip(self._sides, batches, strict=True)
-                ]
-                match = match_tokens(*layouts)
-            rows = len(next(iter(theirs.inputs.values())))
-            size = len(theirs.labels) if theirs.labels is not None else rows
-            yield PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows)
+            yield self._paired(ours, theirs)
+
+    def _paired(self, ours: Encoded, theirs: Encoded) -> PairedBatch:
+        batches = [on_device(side, model.device) for model, side in zip(self._sides, (ours, theirs), strict=True)]
+        if ours.spans and theirs.spans:
+            match = match_spans(ours.spans, theirs.spans)
+        else:
+            layouts = [
+                model.layout(batch) if model.layout is not None else None
+                for model, (batch, _) in zip(self._sides, batches, strict=True)
+            ]
+            match = match_tokens(*layouts)
+        rows = len(next(iter(theirs.inputs.values())))
+        size = len(theirs.labels) if theirs.labels is not None else rows
+        part = None
+        if rows == size and self.objective.by_sample:
+            part = partial(self._part, ours, theirs)
+        return PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows, part=part)
+
+    def _part(self, ours: Encoded, theirs: Encoded, start: int, stop: int) -> PairedBatch:
+        return self._paired(ours.part(start, stop), theirs.part(start, stop))
 
     def coverage(self) -> Coverage | None:
         """How well the tokens of both models meet on all samples; None where they are not texts."""

@@ -50,7 +50,9 @@ class Polar:
 
     def to(self, device: torch.device) -> Polar:
         """The same on another device."""
-        left, right, values = (None if x is None else x.to(device) for x in (self.left, self.right, self.singular_values))
+        left, right, values = (
+            None if x is None else x.to(device) for x in (self.left, self.right, self.singular_values)
+        )
         return replace(self, left=left, right=right, null=self.null.to(device), singular_values=values)
 
     def dense(self) -> Tensor:

@@ -34,6 +34,12 @@ class Encoded:
     labels: Tensor | None
     spans: tuple[Tensor, ...]
 
+    def part(self, start: int, stop: int) -> Encoded:
+        """Some of the samples, one row each."""
+        inputs = {name: rows[start:stop] for name, rows in self.inputs.items()}
+        labels = self.labels[start:stop] if self.labels is not None else None
+        return Encoded(inputs, labels, tuple(rows[start:stop] for rows in self.spans))
+
 
 @dataclass(frozen=True, eq=False)
 class Reader:
