@@ -173,6 +173,38 @@ def test_many_at_once_are_what_each_is_alone(
     assert [one.route for one in found[4:]] == ["qdwh", "lift", "eigh"]
 
 
+@pytest.mark.parametrize("cut", [1e-12, 1e-9, 1e-6, 1e-4, 1e-3, 0.03])
+def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
+    """Lifted values stay on their side of the cut, and every determined one arrives at 1."""
+    plan = iteration._schedule(cut)
+    values = torch.logspace(0, -16, 2000, dtype=torch.float64) / 1.05
+    lifted = values.clone()
+    for a, b, c in plan.heavy:
+        lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
+    above = values > cut / 1.05
+    assert float(lifted[above].min()) >= plan.lifted > float(lifted[~above].max())
+    for a, b, c in plan.tail:
+        lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
+    assert float((1 - lifted[above]).abs().max()) < 1.1e-4
+    for route in ("qdwh", "lift"):
+        C, _ = planted(90, 100, torch.cat([torch.linspace(1, 3 * cut, 86), torch.full((4,), cut / 10)]).double())
+        found = polar(C, cut, route)
+        assert found.rank == 86
+        assert found.route == route or cut < 1e-10  # where rounding is too near, another route may have to serve
+        assert float((found.dense() - polar(C, cut, "svd").dense()).abs().max()) < 1e-6 + 1e-17 / cut
+
+
+def test_full_rank_is_not_taken_for_granted_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "LARGE", 64)
+    problems = [planted(80, 130, SPECTRA[name](80))[0] for name in SPECTRA]
+    for C, one in zip(problems, polar_together(problems, CUT), strict=True):
+        alone = polar(C, CUT, "svd")
+        assert one.rank == alone.rank
+        assert float((one.dense() - alone.dense()).abs().max()) < 1e-7
+    blind = iteration.iterate(torch.stack(problems), CUT, look=False)
+    assert [one is not None and one.certificate.holds for one in blind] == [True, True, True, False, False, False]
+
+
 def test_null_directions_that_the_identity_does_not_see_are_paired_in_order() -> None:
     """Dead units: the source's last two and the target's first two, in a square problem."""
     values = torch.linspace(1, 0.1, 78, dtype=torch.float64)

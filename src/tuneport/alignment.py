@@ -35,6 +35,7 @@ __all__ = [
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
 PIECE = 4096  # tokens that are converted to the sums' dtype at once
+PIECE_ON_CPU = 512  # which stay in its caches
 HELD = 2**28  # bytes of solved maps that are remembered
 
 
@@ -249,7 +250,8 @@ def _alignment(found: Polar, streamed: CrossCovariance | None, completion: Compl
 
 def _add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
     """Add X_A^T X_B to a sum in its dtype, a piece at a time, so that only a piece is converted at once."""
-    for x, y in zip(source.split(PIECE), target.split(PIECE), strict=True):
+    pieces = -(-len(source) // (PIECE_ON_CPU if total.device.type == "cpu" else PIECE)) or 1
+    for x, y in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
         total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
 
 

@@ -43,16 +43,19 @@ class Iterated(NamedTuple):
     certificate: Certificate
 
 
-def iterate(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
+def iterate(C: Tensor, cut: float, *, fill: bool = False, look: bool = True) -> list[Iterated | None]:
     """Polar factors of matrices with fewer than NULLS singular values at or below `cut` times the largest.
 
     With `fill`, null directions are mapped as near to the identity as can be. None for a matrix with more of them,
-    with values too near to the cut, or whose null directions the identity says nothing about.
+    with values too near to the cut, or whose null directions the identity says nothing about. Without `look`, full
+    rank is taken for granted, which saves an inverse; where that is wrong, the result is None or not certified.
     """
     plan, size = _schedule(cut), largest_values(C)
     X = _lifted(C, size, plan)
-    null, unclear = _null_directions(X, plan)
-    X = X - null @ (null.mT @ X)
+    null, unclear = C.new_zeros(*C.shape[:2], 1), size == 0
+    if look:
+        null, unclear = _null_directions(X, plan)
+        X = X - null @ (null.mT @ X)
     return _finished(C, cut, size, _finish(X, plan.tail), null, unclear, fill)
 
 
@@ -73,8 +76,9 @@ def largest_values(C: Tensor) -> Tensor:
     block = gaussian(C.shape[-2], PROBES, C.device)
     for _ in range(8):
         block = C @ (C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY)))
-    found = C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY))
-    return found.norm(dim=-2).amax(-1)
+    found: Tensor = C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY))
+    largest: Tensor = found.norm(dim=-2).amax(-1)
+    return largest
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,11 @@ class Schedule:
 
 @lru_cache(maxsize=64)
 def _schedule(cut: float) -> Schedule:
-    low, heavy, lifted = cut / _MARGIN, [], cut / _MARGIN
-    while low < 1e-3:
-        weights = step_weights(0.0)
-        heavy.append(weights)
-        low, lifted = _image(weights, low), _value(weights, lifted)
-    return Schedule(tuple(heavy), lifted, _tail(0.9 * low))
+    heavy, lifted = [], cut / _MARGIN
+    while lifted < 1e-3:  # small values in order, and below what the others sink to
+        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / lifted)))
+        lifted = _value(heavy[-1], lifted)
+    return Schedule(tuple(heavy), lifted, _tail(0.9 * lifted))
 
 
 @lru_cache(maxsize=64)
@@ -107,11 +110,12 @@ def _tail(low: float) -> tuple[Weights, ...]:
 
 
 def step_weights(low: float) -> Weights:
-    """The best weights for singular values in [low, 1], 0 for an unknown low."""
-    a = 2 * _HEAVIEST**0.5
-    if low > 0:
-        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
-        a = min(a, (1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
+    """The best weights for singular values in [low, 1]."""
+    d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+    return _weights_of((1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
+
+
+def _weights_of(a: float) -> Weights:
     b = (a - 1) ** 2 / 4
     return a, b, a + b - 1
 
@@ -146,7 +150,8 @@ def _step(X: Tensor, weights: Weights) -> Tensor:
 def _finish(X: Tensor, steps: tuple[Weights, ...]) -> Tensor:
     for weights in steps:
         X = _step(X, weights)
-    gram = X @ X.mT
+    gram = _lower_gram(X)
+    gram = gram.tril() + gram.tril(-1).mT
     return torch.baddbmm(X, gram, X, beta=1.5, alpha=-0.5)  # null directions stay null
 
 
@@ -268,20 +273,24 @@ def _inverse(A: Tensor, parts: int = 4) -> Tensor:
 
 def _inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of the Cholesky factor, lower triangular, and where there is none."""
+    whole = torch.zeros_like(A, memory_format=torch.contiguous_format)
+    return whole, _put_inverse_root(A, whole)
+
+
+def _put_inverse_root(A: Tensor, into: Tensor) -> Tensor:
     n = A.shape[-1]
     if n <= _LEAF:
         root, info = torch.linalg.cholesky_ex(A)
         eye = torch.eye(n, device=A.device, dtype=A.dtype).expand_as(A)
-        return torch.linalg.solve_triangular(root, eye, upper=False), info != 0
+        into.copy_(torch.linalg.solve_triangular(root, eye, upper=False))
+        failed: Tensor = info != 0
+        return failed
     k = n // 2
-    first, bad = _inverse_root(A[..., :k, :k])
-    below = A[..., k:, :k] @ first.mT
-    second, worse = _inverse_root(torch.baddbmm(A[..., k:, k:], below, below.mT, alpha=-1))
-    whole = torch.zeros_like(A)
-    whole[..., :k, :k] = first
-    whole[..., k:, :k] = -(second @ below) @ first
-    whole[..., k:, k:] = second
-    return whole, bad | worse
+    bad = _put_inverse_root(A[..., :k, :k], into[..., :k, :k])
+    below = A[..., k:, :k] @ into[..., :k, :k].mT
+    worse = _put_inverse_root(torch.baddbmm(A[..., k:, k:], below, below.mT, alpha=-1), into[..., k:, k:])
+    into[..., k:, :k] = (into[..., k:, k:] @ below).neg_() @ into[..., :k, :k]
+    return bad | worse
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

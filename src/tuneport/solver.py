@@ -21,6 +21,7 @@ from .iteration import Iterated, iterate, iterate_split, largest_values
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
 SMALL = 64  # up to this width an SVD is as fast as anything
 NEAR = 128  # up to this width the CPU is faster at it than any accelerator
+LARGE = 2048  # from this width on, full rank is tried first
 TOGETHER = 64  # matrices that an accelerator solves at once take this part of its memory, their work six times that
 
 
@@ -103,12 +104,13 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
         return [found.T for found in polar_together([C.T for C in matrices], cut, fill=fill)]
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device) // (8 * rows * columns), 1)
-    for name in (QDWH, LIFT):
+    attempts = [(QDWH, False)] if rows >= LARGE else []  # where a look for null directions costs more than a miss
+    for name, look in (*attempts, (QDWH, True), (LIFT, True)):
         waiting = [index for index in range(len(matrices)) if index not in results]
         parts = -(-len(waiting) // each)
         for part in range(parts):
             indices = waiting[part::parts]
-            found = _attempt(name, torch.stack([matrices[index] for index in indices]), cut, fill)
+            found = _attempt(name, torch.stack([matrices[index] for index in indices]), cut, fill, look)
             results.update({i: one for i, one in zip(indices, found, strict=True) if one and one.certificate.holds})
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
@@ -120,9 +122,9 @@ def together_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER
 
 
-def _attempt(name: str, C: Tensor, cut: float, fill: bool = False) -> list[Polar | None]:
+def _attempt(name: str, C: Tensor, cut: float, fill: bool = False, look: bool = True) -> list[Polar | None]:
     try:
-        found = (iterate if name == QDWH else iterate_split)(C, cut, fill=fill)
+        found = iterate(C, cut, fill=fill, look=look) if name == QDWH else iterate_split(C, cut, fill=fill)
     except RuntimeError as error:  # eigenvectors on an accelerator may fail
         if isinstance(error, torch.OutOfMemoryError):
             raise
