@@ -7,7 +7,7 @@ how much of it the data determine (rank) and how well it fits (residual).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -65,6 +65,8 @@ class CrossCovariance:
         self.rows: list[tuple[Tensor, Tensor]] | None = []  # what was given, until it is summed up
         self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self.source_total = torch.zeros(source_width, device=device, dtype=torch.float64)  # the sum of all tokens
+        self.target_total = torch.zeros(target_width, device=device, dtype=torch.float64)
         self.tokens = 0
         self.signal_dtype = torch.float64
         self._sum: Tensor | None = None
@@ -100,6 +102,8 @@ class CrossCovariance:
         source, target = source.to(self.device), target.to(self.device)
         self.source_energy += _energy(source)
         self.target_energy += _energy(target)
+        self.source_total += source.sum(0, dtype=torch.float64)
+        self.target_total += target.sum(0, dtype=torch.float64)
         self.tokens += len(source)
         if self.rows is not None:  # so few that it pays to look
             alive = source.any(dim=1) & target.any(dim=1)
@@ -124,6 +128,20 @@ class CrossCovariance:
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
+    def centred(self) -> CrossCovariance:
+        """The statistic of the same tokens after their means have been taken from both signals."""
+        result = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
+        result.tokens, result.signal_dtype = self.tokens, self.signal_dtype
+        count = max(self.tokens, 1)
+        result.source_energy = (self.source_energy - self.source_total.square().sum() / count).clamp_min(0)
+        result.target_energy = (self.target_energy - self.target_total.square().sum() / count).clamp_min(0)
+        if self.rows is not None and self.most == self.tokens:  # no token was left out
+            means = [total / count for total in (self.source_total, self.target_total)]
+            result.rows = [(_without(pair[0], means[0]), _without(pair[1], means[1])) for pair in self.rows]
+        else:
+            result.matrix = self.matrix - torch.outer(self.source_total, self.target_total).to(self.dtype) / count
+        return result
+
     def _total(self) -> Tensor:
         total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
         for source, target in self.rows or ():
@@ -135,6 +153,8 @@ class CrossCovariance:
         total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
         total.source_energy = self.source_energy + other.source_energy
         total.target_energy = self.target_energy + other.target_energy
+        total.source_total = self.source_total + other.source_total
+        total.target_total = self.target_total + other.target_total
         total.tokens = self.tokens + other.tokens
         total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
         room = self.shape[0] * self.shape[1] * self.dtype.itemsize
@@ -255,6 +275,11 @@ def _add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
         total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
 
 
+def _without(signal: Tensor, mean: Tensor) -> Tensor:
+    """A signal without its mean, in float32 or better."""
+    return (signal - mean).to(torch.promote_types(signal.dtype, torch.float32))
+
+
 def _energy(signal: Tensor) -> Tensor:
     """|X|^2, summed in float64."""
     norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
@@ -305,7 +330,7 @@ class Statistics:
     weight_gradients: Mapping[str, WeightGradient] = field(default_factory=dict)
     samples: int = 0
     passes: Mapping[str, int] = field(default_factory=dict)
-    _solved: dict[tuple[int, Completion], Alignment] = field(default_factory=dict, repr=False)
+    _solved: dict[tuple[int, Completion, bool], Alignment] = field(default_factory=dict, repr=False)
 
     def __contains__(self, key: object) -> bool:
         return key in self.covariances
@@ -333,23 +358,41 @@ class Statistics:
         passes = {name: count + other.passes[name] for name, count in self.passes.items()}
         return Statistics(covariances, gradients, self.samples + other.samples, passes)
 
-    def align(self, layer: str, signal: str, completion: Completion = "svd") -> Alignment:
-        """The Procrustes map of one signal at one target layer, solved once and remembered while there is room."""
-        self.solve([(layer, signal)], completion)
-        return self._solved[id(self.covariances[layer, signal]), completion]
+    def extended(self, more: Statistics) -> Statistics:
+        """With what was measured of some of these signals on further samples; what was shared stays shared."""
+        sums: dict[int, CrossCovariance] = {}
+        covariances = {}
+        for key, ours in self.covariances.items():
+            if id(ours) not in sums:
+                sums[id(ours)] = ours + more.covariances[key] if key in more.covariances else ours
+            covariances[key] = sums[id(ours)]
+        passes = {name: count + more.passes.get(name, 0) for name, count in self.passes.items()}
+        return Statistics(covariances, self.weight_gradients, self.samples, passes)
 
-    def solve(self, keys: Iterable[tuple[str, str]], completion: Completion = "svd") -> None:
+    def align(
+        self, layer: str, signal: str, completion: Completion = "svd", centred: Collection[str] = ()
+    ) -> Alignment:
+        """The Procrustes map of one signal at one target layer, solved once and remembered while there is room."""
+        self.solve([(layer, signal)], completion, centred)
+        return self._solved[id(self.covariances[layer, signal]), completion, signal in centred]
+
+    def solve(
+        self, keys: Iterable[tuple[str, str]], completion: Completion = "svd", centred: Collection[str] = ()
+    ) -> None:
         """Solve the maps of several layers and signals, together where that is faster; `align` then gives them.
+
+        The means of the signals in `centred` are taken out first.
 
         Maps solved earlier are forgotten, oldest first, when all together take more than `held_bytes`.
         """
-        wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
+        wanted = {(id(self.covariances[key]), completion, key[1] in centred): self.covariances[key] for key in keys}
         room = held_bytes(next((covariance.device for covariance in wanted.values()), None))
         known = {key: self._solved[key] for key in wanted if key in self._solved}
         wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
         if not wanted:  # maps that were solved together stay together
             return
-        found = procrustes_together(list(wanted.values()), completion)
+        sums = [covariance.centred() if key[2] else covariance for key, covariance in wanted.items()]
+        found = procrustes_together(sums, completion)
         asked = {**known, **dict(zip(wanted, found, strict=True))}
         earlier = [key for key in self._solved if key not in asked]
         held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))

@@ -6,7 +6,7 @@ only for the final accuracies, and what does not depend on the draw is measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from .data import Dataset, align_labels
 from .evaluation import features, linear_probe
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, batch_reader, finetune
-from .methods import METHODS, Transfer, get_method
-from .pipeline import measure_job, problem_of, transfer_auto
+from .methods import METHODS, Method, Transfer, get_method
+from .pipeline import halves, measure_job, problem_of, transfer_auto
 from .preparation import Job, PairedBatches, prepare
 from .recipe import Comparison
-from .scaling import Scaled, fitting_samples
+from .scaling import Scaled, first_half
 from .tables import Row
 from .task_vector import TaskVector
 from .tasks import read_data
@@ -93,15 +93,10 @@ def run_cell(
         head = judges["judge"].head
         yield from _fixed_rows(comparison, source, judges, blank)
     assert isinstance(job.batches, PairedBatches)
-    cuts = sorted({cut for count in budgets.values() for cut in (fitting_samples(count), count)})
-    prefix = {0: Statistics()}
-    for before, cut in zip([0, *cuts], cuts, strict=False):
-        part = replace(job, batches=replace(job.batches, indices=job.batches.indices[before:cut]))
-        found = measure_job(part, signals=signals) if signals else Statistics()
-        prefix[cut] = prefix[before] + found
+    measured = _Measured(job, signals, sorted({cut for n in budgets.values() for cut in (first_half(n), n)}))
     captures["captures"] += 1 if signals else 0
     for name in ("forward", "backward"):
-        captures[name] += prefix[cuts[-1]].passes.get(name, 0)
+        captures[name] += measured.between(0, measured.cuts[-1]).passes.get(name, 0)
     solved: dict[tuple[str, int], Transfer] = {}
 
     def solver(name: str) -> Callable[[Statistics], Transfer]:
@@ -125,12 +120,57 @@ def run_cell(
             yield replace(blank, method="target", accuracy=score(target.module))
         warm: TaskVector | None = None
         for name in methods:
-            for row, vector in _method_rows(comparison, chosen, solver(name), prefix, score):
+            found = measured.by(methods[name])
+            for row, vector in _method_rows(comparison, chosen, solver(name), found, score):
                 yield replace(row, task=task, method=name, budget=budget, seed=seed, sampler=sampler)
                 if name == comparison.warm_start and row.scale_rule == comparison.scales[0]:
                     warm = (row.scale or 0.0) * vector
         if head is not None:
             yield from _finetuning_rows(comparison, chosen, head, blank, warm, score)
+
+
+class _Measured:
+    """The statistics of any part of a cell's samples, from one pass over all of them.
+
+    Methods that rehearse see more than those, so they have passes of their own.
+    """
+
+    def __init__(self, job: Job, signals: frozenset[str], cuts: Sequence[int]) -> None:
+        self._job, self.cuts = job, cuts
+        self._sums: dict[tuple[str, int, int], Statistics] = {}
+        for before, cut in zip([0, *cuts], cuts, strict=False):
+            part = self._part(before, cut)
+            self._sums["", before, cut] = measure_job(part, signals=signals) if signals else Statistics()
+
+    def between(self, start: int, stop: int) -> Statistics:
+        """Of the samples from `start` to `stop`, both among the cuts."""
+        key = ("", start, stop)
+        if key not in self._sums:
+            inner = next(cut for cut in reversed(self.cuts) if start < cut < stop)
+            self._sums[key] = self.between(start, inner) + self.between(inner, stop)
+        return self._sums[key]
+
+    def by(self, method: Method) -> Callable[[int, int], Statistics]:
+        """`between` as a method sees it."""
+        if not method.rehearses:
+            return self.between
+
+        def found(start: int, stop: int) -> Statistics:
+            key = (repr(method), start, stop)
+            if key not in self._sums:
+                half = first_half(stop)
+                if start == 0 and half < stop and stop in self.cuts and half in self.cuts and stop != half:
+                    self._sums[key] = found(0, half) + found(half, stop)
+                else:
+                    self._sums[key] = measure_job(replace(self._part(start, stop), method=method))
+            return self._sums[key]
+
+        return found
+
+    def _part(self, start: int, stop: int) -> Job:
+        assert isinstance(self._job.batches, PairedBatches)
+        batches = replace(self._job.batches, indices=self._job.batches.indices[start:stop])
+        return replace(self._job, batches=batches, samples=stop - start)
 
 
 def _fixed_rows(comparison: Comparison, source: Model, judges: dict[str, Any], blank: Row) -> Iterator[Row]:
@@ -211,27 +251,27 @@ def _method_rows(
     comparison: Comparison,
     job: Job,
     solve: Callable[[Statistics], Transfer],
-    prefix: Mapping[int, Statistics],
+    found: Callable[[int, int], Statistics],
     accuracy: Score,
 ) -> Iterator[tuple[Row, TaskVector]]:
     """A method at every scale rule."""
     assert isinstance(job.batches, PairedBatches)
     indices = job.batches.indices
-    count, fit = len(indices), fitting_samples(len(indices))
+    count, half = len(indices), first_half(len(indices))
     for rule in comparison.scales:
         before = after = None
         if rule == "auto":
-            held_out = indices[fit:] if fit < count else indices
-            rest = replace(job, batches=replace(job.batches, indices=held_out), samples=len(held_out))
-            moved, choice = transfer_auto(rest, solve, prefix[fit], prefix[count], held_out=fit < count)
+            sides = halves(job)
+            parts = (found(0, half), found(half, count) if half < count else found(0, half))
+            moved, choice = transfer_auto(sides, solve, parts, found(0, count))
             scale = choice.scale
             before, after = choice.scores[0.0].accuracy, choice.scores[scale].accuracy
         else:
-            moved, scale = solve(prefix[count]), float(rule)
+            moved, scale = solve(found(0, count)), float(rule)
         with Scaled(job.target.module, moved.task_vector) as scaled:
             scaled.set(scale)
-            found = accuracy(scaled.module)
-        yield Row("", "", rule, 0, 0, found, scale, before, after), moved.task_vector
+            share = accuracy(scaled.module)
+        yield Row("", "", rule, 0, 0, share, scale, before, after), moved.task_vector
 
 
 def _finetuning_rows(

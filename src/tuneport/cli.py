@@ -127,8 +127,12 @@ def transfer(
     sampler: SamplerName = "random",
     seed: Seed = 0,
     scale: Annotated[
-        str, typer.Option(help="Strength of the transfer: a number, or auto (chosen on calibration samples).")
-    ] = "1.0",
+        str | None,
+        typer.Option(
+            help="Strength of the transfer: a number, or auto (chosen on calibration samples). The method's own unless "
+            "given: 1, or auto for bico+."
+        ),
+    ] = None,
     head: HeadName = None,
     loss: LossName = None,
     as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
@@ -171,7 +175,7 @@ def transfer(
     check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
     with processes(device) as here:
-        strength = pipeline.check_scale(scale)
+        strength = pipeline.check_scale(scale, method)
         scored = strength == "auto" or compare or evaluate
         if compare and here.size > 1:
             raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")

@@ -49,14 +49,15 @@ from .errors import CheckpointError, DataError, TuneportError, first_of
 from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
-from .methods import LayerRecord, Problem, Transfer
+from .methods import LayerRecord, Method, Problem, Transfer, get_method
 from .output import check_new_file, check_new_folder, claimed, new_folder
 from .page import report_page
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions
+from .rehearsal import rehearsals
 from .report import copy_companions, model_card, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
-from .scaling import HOLD_OUT, ScaleChoice, Scaled, Score, choose_scale, fitting_samples
+from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, pooled
 from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "check_adapter",
     "check_scale",
     "extract",
+    "halves",
     "left_behind",
     "measure_job",
     "not_transported_by",
@@ -74,7 +76,6 @@ __all__ = [
     "prepare",
     "problem_of",
     "run",
-    "split_samples",
     "transfer",
     "transfer_auto",
 ]
@@ -162,23 +163,25 @@ def transfer(
     target: ModelLike,
     data: str | Path | Dataset | Iterable[Any] | None = None,
     *,
-    scale: float | Literal["auto"] = 1.0,
+    scale: float | Literal["auto"] | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Result:
     """Port a fine-tune of `source` to `target`: Algorithm 1 of the paper.
 
     `data` is a path or a Dataset, of which samples are drawn, or an iterable of batches for `loss`. The
-    options are those of `prepare`. Trap: with very few samples a full-strength transfer can harm;
-    `scale="auto"` chooses the strength on part of the calibration samples, and may choose zero.
+    options are those of `prepare`; without a `scale`, the method's own is used. Trap: with very few samples a
+    full-strength transfer can harm; `scale="auto"` chooses the strength on calibration samples, and may choose zero.
     """
-    check_scale(scale)
-    job = prepare(source, finetuned, target, data, scored=scale == "auto", **options)
-    return run(job, scale=scale, progress=progress)
+    strength = check_scale(scale, options.get("method", "bico"))
+    job = prepare(source, finetuned, target, data, scored=strength == "auto", **options)
+    return run(job, scale=strength, progress=progress)
 
 
-def check_scale(scale: float | str) -> float | Literal["auto"]:
-    """A finite number, or "auto"."""
+def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | Literal["auto"]:
+    """A finite number, or "auto"; None is the method's own."""
+    if scale is None:
+        return (get_method(method) if isinstance(method, str) else method).usual_scale
     if scale == "auto":
         return "auto"
     try:
@@ -193,7 +196,7 @@ def check_scale(scale: float | str) -> float | Literal["auto"]:
 def run(
     job: Job,
     *,
-    scale: float | Literal["auto"] = 1.0,
+    scale: float | Literal["auto"] | None = None,
     progress: Progress | None = None,
     work: Work | None = None,
     passes: Passes | None = None,
@@ -201,8 +204,10 @@ def run(
     """Measure both models, align, and carry the task vector over.
 
     `work` keeps what is measured, and gives back what an earlier run under the same conditions has measured.
-    `passes` says which layers are measured together; a job with a memory budget makes its own.
+    `passes` says which layers are measured together; a job with a memory budget makes its own. Without a `scale`, the
+    method's own is used.
     """
+    scale = check_scale(scale, job.method)
     if ranks().size > 1 and (scale == "auto" or work is not None or (job.method.signals and not job.method.by_layer)):
         raise TuneportError(
             "several processes share a transfer of layers one by one, at a fixed scale and without saves for --resume; "
@@ -214,8 +219,7 @@ def run(
         passes = plan_passes(job, job.memory_budget)
     clock = _Clock()
     if scale == "auto":
-        fit, rest = split_samples(job)
-        moved, choice, counted = _move_auto(fit, rest, passes, clock, progress, work)
+        moved, choice, counted = _move_auto(halves(job), passes, clock, progress, work)
         number = choice.scale
     else:
         moved, counted = _move(job, passes, clock, progress, work)
@@ -296,29 +300,35 @@ def _move(
 
 
 def _move_auto(
-    fit: Job, rest: Job, passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
+    sides: tuple[Job, Job], passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
 ) -> tuple[Transfer, ScaleChoice, Statistics]:
-    """As `_move`, with the scale chosen on the samples of `rest`."""
-    fits, rests = in_groups(fit, passes), in_groups(rest, passes)
-    moved: dict[str, list[Transfer]] = {"part": [], "whole": []}
-    counted = part = statistics = Statistics()
-    for index, (first, second) in enumerate(zip(fits, rests, strict=True)):
-        part = statistics = clock.measure(first, progress, work, _stage("fit", index, fits))
-        if rest is not fit:
-            statistics = part + clock.measure(second, progress, work, _stage("rest", index, fits))
-        counted = _count(counted, statistics)
-        if len(fits) > 1:
-            moved["part"].append(_solve(first, part))
-            moved["whole"].append(moved["part"][-1] if statistics is part else _solve(first, statistics))
-            part = statistics = Statistics()  # before the next group's are made
-    if len(fits) == 1:
-        found = transfer_auto(rest, lambda given: _solve(fit, given), part, statistics, held_out=rest is not fit)
-    else:
-        done = {name: _together(parts) for name, parts in moved.items()}
-        part, statistics = Statistics(), Statistics() if rest is not fit else part
-        names = {id(part): "part", id(statistics): "whole"}
-        found = transfer_auto(rest, lambda given: done[names[id(given)]], part, statistics, held_out=rest is not fit)
-    return *found, counted
+    """As `_move`, with the scale chosen by the two halves of the samples."""
+    groups = [in_groups(side, passes) for side in sides]
+    names, held_out = ("first", "second", "whole"), sides[0] is not sides[1]
+    moved: dict[str, list[Transfer]] = {name: [] for name in names}
+    counted = Statistics()
+    found: dict[str, Statistics] = {}
+    for index, (first, second) in enumerate(zip(*groups, strict=True)):
+        found["first"] = found["second"] = found["whole"] = clock.measure(
+            first, progress, work, _stage("first", index, groups[0])
+        )
+        if held_out:
+            found["second"] = clock.measure(second, progress, work, _stage("second", index, groups[0]))
+            found["whole"] = found["first"] + found["second"]
+        counted = _count(counted, found["whole"])
+        if len(groups[0]) > 1:
+            solved = {id(found[name]): _solve(first, found[name]) for name in names}
+            for name in names:
+                moved[name].append(solved[id(found[name])])
+            found = {}  # before the next group's are made
+    if len(groups[0]) == 1:
+        parts = (found["first"], found["second"])
+        return *transfer_auto(sides, lambda given: _solve(sides[0], given), parts, found["whole"]), counted
+    done = {name: _together(parts) for name, parts in moved.items()}
+    marks = {name: Statistics() for name in names}
+    by_mark = {id(mark): name for name, mark in marks.items()}
+    parts = (marks["first"], marks["second"])
+    return *transfer_auto(sides, lambda given: done[by_mark[id(given)]], parts, marks["whole"]), counted
 
 
 def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
@@ -343,7 +353,7 @@ def port(
     job: Job,
     out: str | Path,
     *,
-    scale: float | Literal["auto"] = 1.0,
+    scale: float | Literal["auto"] | None = None,
     kind: str = "model",
     rank: int | None = None,
     energy: float | None = None,
@@ -364,6 +374,7 @@ def port(
     does the `verdict` of a pre-flight.
     """
     out, say = Path(out), note or (lambda _: None)
+    scale = check_scale(scale, job.method)
     conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
     work = Work(out, conditions, save_every)
     several = ranks().size > 1
@@ -429,30 +440,33 @@ def _finished(out: Path, kind: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def split_samples(job: Job) -> tuple[Job, Job]:
-    """The job with the samples that make the maps, and with those that choose the scale (the same where few)."""
+def halves(job: Job) -> tuple[Job, Job]:
+    """The job with each half of its samples, for a scale chosen by `transfer_auto`; twice the same where too few."""
     if isinstance(job.batches, PairedBatches):
-        count = fitting_samples(len(job.batches.indices))
+        count = first_half(len(job.batches.indices))
         if count == len(job.batches.indices):
             return job, job
-        first, rest = np.split(job.batches.indices, [count])
-        sides = (replace(job.batches, indices=first), replace(job.batches, indices=rest))
-        return tuple(  # type: ignore[return-value]
+        first, second = (
             replace(
-                job, batches=side, samples=len(side.indices), max_tokens=_share_of(job, len(side.indices), job.samples)
+                job,
+                batches=replace(job.batches, indices=side),
+                samples=len(side),
+                max_tokens=_share_of(job, len(side), job.samples),
             )
-            for side in sides
+            for side in np.split(job.batches.indices, [count])
         )
+        return first, second
     batches = list(job.batches)
     if not batches:
         raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
-    held_out = int(len(batches) * HOLD_OUT)
-    if held_out == 0:
+    if len(batches) == 1:
         return (whole := replace(job, batches=batches)), whole
-    return tuple(  # type: ignore[return-value]
-        replace(job, batches=side, max_tokens=_share_of(job, len(side), len(batches)))
-        for side in (batches[:-held_out], batches[-held_out:])
+    count = (len(batches) + 1) // 2
+    first, second = (
+        replace(job, batches=side, samples=count_samples(side), max_tokens=_share_of(job, len(side), len(batches)))
+        for side in (batches[:count], batches[count:])
     )
+    return first, second
 
 
 def _share_of(job: Job, part: int, whole: int) -> int | None:
@@ -461,26 +475,25 @@ def _share_of(job: Job, part: int, whole: int) -> int | None:
 
 
 def transfer_auto(
-    rest: Job, solve: Callable[[Statistics], Transfer], part: Statistics, whole: Statistics, *, held_out: bool
-) -> tuple[Transfer, ScaleChoice]:
-    """Choose the scale of a transfer on the samples of the job `rest`, which maps from `part` have not seen.
+    sides: tuple[Job, Job], solve: Callable[[Statistics], Transfer], found: tuple[Statistics, Statistics],
+    whole: Statistics,
+) -> tuple[Transfer, ScaleChoice]:  # fmt: skip
+    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
 
-    The maps that ship come from the `whole` statistics, unless those score below the target itself on `rest`;
-    then the maps from `part` stand.
+    The maps that ship come from the `whole` statistics.
     """
-    batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in rest.batches]
-    moved = solve(part)
-    with Scaled(rest.target.module, moved.task_vector) as scaled:
-        choice = choose_scale(
-            lambda scale: _score(rest, scaled, scale, batches), samples=rest.samples, held_out=held_out
-        )
-    if choice.scale == 0 or part is whole:
-        return moved, choice
-    final = solve(whole)
-    with Scaled(rest.target.module, final.task_vector) as scaled:
-        found, floor = _score(rest, scaled, choice.scale, batches), choice.scores[0.0]
-    worse = found.loss > floor.loss or (found.accuracy or 0.0) < (floor.accuracy or 0.0)
-    return (moved if worse else final), choice
+    held_out = sides[0] is not sides[1]
+    scores: dict[float, list[tuple[Score, int]]] = {scale: [] for scale in SCALES}
+    for statistics, judge in zip(found, reversed(sides), strict=True):
+        batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.batches]
+        with Scaled(judge.target.module, solve(statistics).task_vector) as scaled:
+            for scale, seen in scores.items():
+                seen.append((_score(judge, scaled, scale, batches), judge.samples))
+        if not held_out:
+            break
+    samples = sum(side.samples for side in (sides if held_out else sides[:1]))
+    choice = choose_scale(lambda scale: pooled(scores[scale]), samples=samples, held_out=held_out)
+    return solve(whole), choice
 
 
 def _score(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> Score:
@@ -521,36 +534,53 @@ def measure_job(
 ) -> Statistics:
     """The statistics that a job's method needs (or the given signals, to serve several methods at once).
 
-    With `work`, they are saved under the name of the `stage` from time to time, and begin with what it holds.
+    With `work`, they are saved under the name of the `stage` from time to time, and begin with what it holds. A method
+    that rehearses sees more than the job's samples (`tuneport.rehearsal`), which are not saved.
     """
     wanted = frozenset(job.method.signals if signals is None else signals)
     if not wanted:
         return Statistics()
     if job.max_tokens is not None and not job.samples:
         job = replace(job, batches=(batches := list(job.batches)), samples=count_samples(batches))
-    assert job.source_loss is not None
-    assert job.target_loss is not None
     earlier = work.load(stage, job.target.device) if work is not None else None
     if earlier is not None and progress is not None:
         progress(earlier.samples)
+    keeper = work.keeper(stage) if work is not None else None
+    statistics = _measured(job, wanted, progress, earlier, keeper)
+    if job.method.rehearses:
+        for more, signals in rehearsals(job):
+            if signals & wanted:
+                statistics = statistics.extended(_measured(more, signals & wanted))
+    return reduced(statistics, job.plan)
+
+
+def _measured(
+    job: Job,
+    signals: frozenset[str],
+    progress: Progress | None = None,
+    earlier: Statistics | None = None,
+    keeper: Callable[[Statistics], None] | None = None,
+) -> Statistics:
+    """This process's share of the statistics."""
+    assert job.source_loss is not None
+    assert job.target_loss is not None
     limit = _token_limit(job)
     mine, before = share_of(job)
-    statistics = measure(
+    return measure(
         job.source.module,
         job.target.module,
         job.plan.pairs,
         _batches_after(mine.batches, earlier),
-        signals=wanted,
+        signals=signals,
         source_loss=job.source_loss,
         target_loss=job.target_loss,
         match=job.match,
         progress=progress,
         start=earlier,
-        on_batch=work.keeper(stage) if work is not None else None,
+        on_batch=keeper,
         limit=replace(limit, offset=before) if limit is not None else None,
         most_samples=samples_at_once(job.target.device),
     )
-    return reduced(statistics, job.plan)
 
 
 def _token_limit(job: Job) -> TokenLimit | None:

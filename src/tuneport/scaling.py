@@ -1,11 +1,12 @@
 """How strongly to apply a transfer: a scale chosen on calibration samples, by forward passes only.
 
-Zero is always a candidate, and no scale is chosen that scores worse than zero on the samples it is chosen
-on: an automatic transfer never ships a model that calibration says is worse than the target.
+The samples are parted into two halves; maps made from one half are judged on the other, so no sample judges a map
+that it has made. Zero is always a candidate: an automatic transfer may leave the target as it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from .task_vector import Entry, LowRank, TaskVector
 
-SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
-HOLD_OUT = 0.25
-LEAST_HELD_OUT = 5
+SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+FEWEST = 4  # samples that can be parted
+LOSS_WEIGHT = 0.2  # accuracy that a rise of the loss by one nat is worth
+ANYTHING = 0.1  # standard errors of the accuracy that a change must bring, and for each doubling
+DOUBLING = 1.0  # of the scale beyond one
 
 
 @dataclass(frozen=True)
@@ -37,34 +40,60 @@ class ScaleChoice:
     held_out: bool
 
 
-def fitting_samples(count: int) -> int:
-    """How many of `count` samples make the maps while the rest choose the scale; all of them where too few.
+def first_half(count: int) -> int:
+    """How many of `count` samples are the first half; all of them where too few to be parted.
 
-    >>> [fitting_samples(n) for n in (1, 10, 20, 100)]
-    [1, 10, 15, 75]
+    >>> [first_half(n) for n in (1, 3, 10, 25)]
+    [1, 3, 5, 13]
     """
-    held_out = int(count * HOLD_OUT)
-    return count - held_out if held_out >= LEAST_HELD_OUT else count
+    return (count + 1) // 2 if count >= FEWEST else count
+
+
+def pooled(scores: Sequence[tuple[Score, int]]) -> Score:
+    """The score on several sets of samples together, each given with its number of samples."""
+    count = max(sum(size for _, size in scores), 1)
+    accuracies = [score.accuracy for score, _ in scores]
+    right = None
+    if all(value is not None for value in accuracies):
+        right = sum((value or 0.0) * size for value, (_, size) in zip(accuracies, scores, strict=True)) / count
+    return Score(sum(score.loss * size for score, size in scores) / count, right)
 
 
 def choose_scale(
     score: Callable[[float], Score], *, samples: int, held_out: bool, candidates: Sequence[float] = SCALES
 ) -> ScaleChoice:
-    """The candidate with the least loss among those at least as accurate as no transfer at all.
+    """The candidate with the greatest merit, or the least loss where there are no classes.
+
+    Merit is accuracy, averaged with that of the two neighbouring candidates (a single one is noise: with 20 samples
+    its standard error is ten points), less a fifth of the rise of the loss. Scales beyond 1 extrapolate, and small
+    maps of few samples do so badly: each doubling must bring one standard error of the accuracy, and any change at
+    all a tenth of one. Among equals the one nearest to 1 is taken.
 
     >>> losses = {0.0: 2.0, 0.5: 1.5, 1.0: 1.8}
     >>> choose_scale(lambda s: Score(losses[s]), samples=8, held_out=True, candidates=(0.0, 0.5, 1.0)).scale
     0.5
     """
-    scores = {scale: score(scale) for scale in dict.fromkeys((0.0, *candidates))}
-    floor = scores[0.0].accuracy
-    allowed = [
-        scale
-        for scale, found in scores.items()
-        if floor is None or (found.accuracy is not None and found.accuracy >= floor)
-    ]
-    best = min(allowed, key=lambda scale: (scores[scale].loss, scale))
-    return ScaleChoice(best if scores[best].loss < scores[0.0].loss else 0.0, scores, samples, held_out)
+    scores = {scale: score(scale) for scale in sorted({0.0, *candidates})}
+    merits = merits_of(scores, samples)
+    best = max(merits, key=lambda scale: (merits[scale], -abs(math.log(max(scale, 0.1)))))
+    return ScaleChoice(best, scores, samples, held_out)
+
+
+def merits_of(scores: Mapping[float, Score], samples: int) -> dict[float, float]:
+    """The merit of every scale, by which `choose_scale` chooses; a scale whose loss is not a number has none."""
+    scales, floor = sorted(scores), scores[0.0]
+    merits = {}
+    for index, scale in enumerate(scales):
+        near = [scores[other].accuracy for other in scales[max(index - 1, 0) : index + 2]]
+        rise = scores[scale].loss - floor.loss
+        merit = -rise
+        if all(value is not None for value in near):
+            smooth = sum(value or 0.0 for value in near) / len(near)
+            error = 0.5 / math.sqrt(max(samples, 1))  # of a share, at most
+            due = DOUBLING * math.log2(max(scale, 1.0)) + (ANYTHING if scale > 0 else 0.0)
+            merit = smooth - LOSS_WEIGHT * rise - due * error
+        merits[scale] = merit if math.isfinite(merit) else -math.inf
+    return merits
 
 
 class Scaled:

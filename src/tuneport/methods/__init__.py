@@ -14,6 +14,14 @@ METHODS: dict[str, Method] = {
         out_signal="output_gradient",
         summary="the paper's method: layer inputs on one side, output gradients on the other",
     ),
+    "bico+": BilinearAlignment(
+        in_signal="input",
+        out_signal="output_gradient",
+        centred=True,
+        rehearsed=True,
+        scale="auto",
+        summary="bico with centred inputs, rehearsed samples and a scale chosen on held-out samples",
+    ),
     "theseus": BilinearAlignment(
         in_signal="input",
         out_signal="output",

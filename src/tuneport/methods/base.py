@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,6 +90,16 @@ class Method(ABC):
     def by_layer(self) -> bool:
         """Whether each pair is moved by itself, so that a transfer may be made in groups of them."""
         return False
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether changed views and random labels of the samples are measured too (`tuneport.rehearsal`)."""
+        return False
+
+    @property
+    def usual_scale(self) -> float | Literal["auto"]:
+        """The scale unless another is asked for; the paper's is 1."""
+        return 1.0
 
     @property
     @abstractmethod

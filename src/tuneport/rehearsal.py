@@ -1,0 +1,96 @@
+"""More calibration from the same samples, for methods that ask for it: changed views, and labels drawn at random.
+
+Few samples show few inputs, and their labels few directions of the gradient, so the maps of wide layers are made of
+noise. The input side needs no labels: it may see each sample again in changed views. The output side needs any
+question that both models are asked alike, not the right answer: it may see samples with random labels.
+Both depend on the samples and a seed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from .capture import INPUT, OUTPUT_GRADIENT
+from .preparation import Job, PairedBatches
+
+VIEWS = 4  # changed copies of each sample
+STRANGERS = 20  # samples with a random label at most: the more right ones there are, the less they help
+DROPPED = 0.2  # of the words of a text
+SHIFT = 8  # an image is moved by at most this part of its side
+
+
+def rehearsals(job: Job) -> Iterator[tuple[Job, frozenset[str]]]:
+    """Further samples to measure, each as a job, with the signals that may be taken from them.
+
+    None where the batches are the caller's own, or where there are no classes to draw labels from.
+    """
+    if not isinstance(job.batches, PairedBatches) or not len(job.batches.indices):
+        return
+    seed = int(job.record.get("options", {}).get("seed", 0) or 0)
+    chosen = job.batches.dataset.subset(job.batches.indices)
+    if chosen.kind == "image" or isinstance(chosen.inputs[0], str):
+        inputs = Views(chosen.inputs, VIEWS, seed)
+        labels = None if chosen.labels is None else np.tile(chosen.labels, VIEWS)
+        targets = None if chosen.targets is None else list(chosen.targets) * VIEWS
+        more = replace(chosen, inputs=inputs, labels=labels, targets=targets)
+        yield _with(job, job.batches, more), frozenset({INPUT})
+    if chosen.labels is not None and job.batches.heads is not None and len(chosen.classes) > 1:
+        some = chosen.subset(np.arange(min(STRANGERS, len(chosen))))
+        labels = np.random.default_rng((seed, len(chosen))).integers(0, len(chosen.classes), len(some))
+        strangers = replace(some, labels=labels)
+        yield _with(job, job.batches, strangers), frozenset({OUTPUT_GRADIENT})
+
+
+def _with(job: Job, batches: PairedBatches, samples: Any) -> Job:
+    count = len(samples)
+    tokens = None if job.max_tokens is None else max(job.max_tokens * count // max(job.samples, 1), 1)
+    other = replace(batches, dataset=samples, indices=np.arange(count))
+    return replace(job, batches=other, samples=count, max_tokens=tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Views(Sequence[Any]):
+    """Each input `copies` times over, each time changed: an image moved and perhaps mirrored, a text without some of
+    its words and in another order. Made when looked at.
+
+    >>> list(Views(["a short text of seven words only"], 2, seed=0))
+    ['of text short only words', 'words only seven text a of']
+    """
+
+    inputs: Sequence[Any]
+    copies: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.copies * len(self.inputs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index = int(index) % len(self)
+        random = np.random.default_rng((self.seed, index))
+        given = self.inputs[index % len(self.inputs)]
+        return _text(given, random) if isinstance(given, str) else _image(given, random)
+
+
+def _text(text: str, random: np.random.Generator) -> str:
+    words = text.split()
+    kept = [word for word in words if random.random() >= DROPPED] or words
+    return " ".join(kept[i] for i in random.permutation(len(kept)))
+
+
+def _image(image: Image.Image, random: np.random.Generator) -> Image.Image:
+    pixels = np.asarray(image.convert("RGB"))
+    height, width = pixels.shape[:2]
+    tall, wide = max(height // SHIFT, 1), max(width // SHIFT, 1)
+    padded = np.pad(pixels, ((tall, tall), (wide, wide), (0, 0)), mode="symmetric")
+    top, left = random.integers(0, 2 * tall + 1), random.integers(0, 2 * wide + 1)
+    moved = padded[top : top + height, left : left + width]
+    return Image.fromarray(np.ascontiguousarray(moved[:, ::-1] if random.random() < 0.5 else moved))
