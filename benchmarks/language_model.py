@@ -34,7 +34,7 @@ from tuneport.data import Dataset
 from tuneport.evaluation import perplexity
 from tuneport.families import Model, open_model
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.pipeline import measure_job, problem_of, split_samples, transfer_auto
+from tuneport.pipeline import halves, measure_job, problem_of, transfer_auto
 from tuneport.preparation import Job, prepare
 from tuneport.scaling import Scaled
 
@@ -196,16 +196,16 @@ def run(
                 samples=options.samples, seed=seed, batch_size=20, device=options.device,
             )  # fmt: skip
             share = job.record["tokens"]["share"]
-            fit, rest = split_samples(job)
-            part = measure_job(fit, signals=signals)
-            whole = part + measure_job(rest, signals=signals)
+            sides = halves(job)
+            parts = tuple(measure_job(side, signals=signals) for side in sides)
+            whole = parts[0] + parts[1]
             for method in METHOD_NAMES:
                 solve = partial(solved, METHODS[method], job)
                 moved = solve(whole)
                 with Scaled(target.module, moved.task_vector) as scaled:
                     scaled.set(1.0)
                     add(name, method, target, seed=seed, coverage=share)
-                chosen, choice = transfer_auto(rest, solve, part, whole, held_out=True)
+                chosen, choice = transfer_auto(sides, solve, (parts[0], parts[1]), whole)
                 with Scaled(target.module, chosen.task_vector) as scaled:
                     scaled.set(choice.scale)
                     add(name, f"{method}, scale auto", target, seed=seed, scale=choice.scale)

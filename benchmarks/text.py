@@ -36,7 +36,7 @@ from tuneport.evaluation import features
 from tuneport.families import Head, Model, choose_head, open_model
 from tuneport.finetuning import Schedule, finetune
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.pipeline import measure_job, problem_of, split_samples, transfer_auto
+from tuneport.pipeline import halves, measure_job, problem_of, transfer_auto
 from tuneport.preparation import Job, prepare
 from tuneport.scaling import Scaled
 from tuneport.tasks import TASKS
@@ -148,9 +148,9 @@ def run_cell(
             batch_size=budget,
             device=str(target.device),
         )
-        fit, rest = split_samples(job)
-        part = measure_job(fit, signals=signals)
-        whole = part if rest is fit else part + measure_job(rest, signals=signals)
+        sides = halves(job)
+        parts = tuple(measure_job(side, signals=signals) for side in sides)
+        whole = parts[0] if sides[0] is sides[1] else parts[0] + parts[1]
         indices = job.record["data"]["indices"]
         samples = splits["train"].subset(indices)
         yield row_of("target", budget, judge.both(target.module, samples))
@@ -162,7 +162,7 @@ def run_cell(
                 yield row_of(name, budget, judge.both(scaled.module, samples))
             if name != "bico":
                 continue
-            chosen, choice = transfer_auto(rest, partial(solved, method, job), part, whole, held_out=rest is not fit)
+            chosen, choice = transfer_auto(sides, partial(solved, method, job), (parts[0], parts[1]), whole)
             with Scaled(target.module, chosen.task_vector) as scaled:
                 scaled.set(choice.scale)
                 found = judge.both(scaled.module, samples)

@@ -35,7 +35,7 @@ from tuneport.errors import DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
 from tuneport.pipeline import measure_job, prepare
-from tuneport.scaling import fitting_samples
+from tuneport.scaling import first_half
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
 SHOTS = (1, 8)  # 3 and 24 samples: with and without samples to hold out
@@ -82,7 +82,7 @@ class TestEqualTerms:
 
         monkeypatch.setattr(cells, "problem_of", problem_of)
         compare(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": []}))
-        counts = {number for shots in (1, 3, 8) for number in (3 * shots, fitting_samples(3 * shots))}
+        counts = {number for shots in (1, 3, 8) for number in (3 * shots, first_half(3 * shots))}
         assert set(given) - {0} == counts
         signals = frozenset({"input", "output", "output_gradient", "weight_gradient"})
         for count in counts:
@@ -115,7 +115,7 @@ class TestEqualTerms:
         found = compare(make_comparison(settings | {"steps": []}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
-        cuts = sorted({number for shots in SHOTS for number in (3 * shots, fitting_samples(3 * shots))})
+        cuts = sorted({number for shots in SHOTS for number in (3 * shots, first_half(3 * shots))})
         assert calls == 2 * [after - before for before, after in zip([0, *cuts], cuts, strict=False)]
         assert found.about["forward"] == found.about["backward"] == len(calls)
 

@@ -10,7 +10,7 @@ import torch
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.budget import parse_bytes, plan_passes
 from tuneport.errors import TuneportError
-from tuneport.pipeline import Job, measure_job, prepare, run, split_samples
+from tuneport.pipeline import Job, halves, measure_job, prepare, run
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Job:
@@ -84,7 +84,7 @@ def test_max_tokens_count_over_the_whole_measurement() -> None:
     few = measure_job(job(max_tokens=30))
     assert {covariance.tokens for covariance in few.covariances.values()} == {30}
     assert few.samples == 48
-    fit, rest = split_samples(replace(job(max_tokens=30), batches=batches(count=48, batch=4)))
+    fit, rest = halves(replace(job(max_tokens=30), batches=batches(count=48, batch=4)))
     assert fit is not rest
     both = measure_job(fit) + measure_job(rest)
     assert {covariance.tokens for covariance in both.covariances.values()} <= {28, 29, 30}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tuneport.scaling import LEAST_HELD_OUT, SCALES, Scaled, Score, choose_scale, fitting_samples
+from tuneport.scaling import FEWEST, SCALES, Scaled, Score, choose_scale, first_half, merits_of, pooled
 from tuneport.task_vector import TaskVector
 
 scores = st.builds(
@@ -19,18 +19,19 @@ scores = st.builds(
 
 
 @given(st.lists(scores, min_size=len(SCALES), max_size=len(SCALES)))
-def test_no_scale_is_chosen_that_is_worse_than_none(found: list[Score]) -> None:
+def test_the_choice_has_the_greatest_merit(found: list[Score]) -> None:
     by_scale = dict(zip(SCALES, found, strict=True))
     choice = choose_scale(by_scale.__getitem__, samples=8, held_out=True)
-    chosen, nothing = choice.scores[choice.scale], choice.scores[0.0]
-    assert chosen.accuracy is not None
-    assert nothing.accuracy is not None
-    assert chosen.accuracy >= nothing.accuracy
-    assert chosen.loss <= nothing.loss
-    allowed = [score.loss for score in found if (score.accuracy or 0) >= nothing.accuracy]
-    assert chosen.loss == min(allowed)
+    merits = merits_of(by_scale, 8)
+    assert merits[choice.scale] == max(merits.values())
     assert dict(choice.scores) == by_scale
     assert (choice.samples, choice.held_out) == (8, True)
+
+
+@given(st.lists(st.floats(0, 10), min_size=len(SCALES), max_size=len(SCALES)), st.integers(1, 1000))
+def test_nothing_is_changed_where_neither_accuracy_nor_loss_gains(rises: list[float], samples: int) -> None:
+    found = {scale: Score(1 + (rise if scale else 0.0), 0.5) for scale, rise in zip(SCALES, rises, strict=True)}
+    assert choose_scale(found.__getitem__, samples=samples, held_out=True).scale == 0.0
 
 
 def test_zero_is_picked_when_nothing_helps() -> None:
@@ -38,9 +39,22 @@ def test_zero_is_picked_when_nothing_helps() -> None:
     assert choose_scale(lambda _: Score(1.0, 0.5), samples=4, held_out=False).scale == 0.0  # no gain either
 
 
-def test_a_lower_loss_does_not_buy_a_lower_accuracy() -> None:
-    found = {0.0: Score(2.0, 0.6), 0.5: Score(1.9, 0.6), 1.0: Score(0.1, 0.5)}
-    assert choose_scale(found.__getitem__, samples=9, held_out=True, candidates=(0.5, 1.0)).scale == 0.5
+def test_a_single_lucky_scale_is_not_believed() -> None:
+    """Accuracy counts with that of its neighbours: 3.0 alone gets everything right, 0.5 to 1.5 are good together."""
+    right = {0.25: 0.6, 0.5: 0.7, 1.0: 0.75, 1.5: 0.7, 3.0: 0.9}
+    found = {scale: Score(1.0, right.get(scale, 0.5)) for scale in SCALES}
+    assert choose_scale(found.__getitem__, samples=20, held_out=True).scale == 1.0
+
+
+def test_scales_beyond_one_must_bring_more_the_fewer_samples_there_are() -> None:
+    found = {scale: Score(1.0, 0.5 + 0.05 * min(scale, 2.0)) for scale in SCALES}
+    assert choose_scale(found.__getitem__, samples=10_000, held_out=True).scale == 3.0  # between two that are right
+    assert choose_scale(found.__getitem__, samples=20, held_out=True).scale == 1.0
+
+
+def test_the_halves_are_judged_together() -> None:
+    assert pooled([(Score(1.0, 0.5), 3), (Score(3.0, 1.0), 1)]) == Score(1.5, 0.625)
+    assert pooled([(Score(1.0), 3), (Score(3.0), 1)]) == Score(1.5)
 
 
 def test_zero_is_a_candidate_even_if_it_is_not_given() -> None:
@@ -55,21 +69,20 @@ def test_zero_is_a_candidate_even_if_it_is_not_given() -> None:
 
 
 def test_without_classes_the_loss_decides() -> None:
-    losses = dict.fromkeys(SCALES, 3.0) | {1.25: 1.0}
-    assert choose_scale(lambda scale: Score(losses[scale]), samples=8, held_out=True).scale == 1.25
+    losses = dict.fromkeys(SCALES, 3.0) | {1.5: 1.0}
+    assert choose_scale(lambda scale: Score(losses[scale]), samples=8, held_out=True).scale == 1.5
 
 
 def test_a_loss_that_is_no_number_is_not_chosen() -> None:
     """A transfer that blows up gives NaN: its accuracy is that of a coin, its loss compares with nothing."""
     found = {scale: Score(2.0 - scale, 0.5) if scale <= 1 else Score(float("inf"), 0.1) for scale in SCALES}
-    assert choose_scale(found.__getitem__, samples=8, held_out=True).scale == 1.0
+    assert choose_scale(found.__getitem__, samples=8, held_out=True).scale == 0.5  # 1.0 stands beside one that blows up
 
 
 @given(st.integers(1, 2000))
-def test_either_enough_samples_are_held_out_or_none(count: int) -> None:
-    held_out = count - fitting_samples(count)
-    assert held_out == 0 or LEAST_HELD_OUT <= held_out <= count / 4
-    assert held_out > 0 or count < 4 * LEAST_HELD_OUT
+def test_the_halves_are_halves_or_the_whole(count: int) -> None:
+    half = first_half(count)
+    assert half == count < FEWEST or half - (count - half) in (0, 1)
 
 
 def toy() -> tuple[nn.Module, dict[str, torch.Tensor], TaskVector]:

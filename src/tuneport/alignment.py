@@ -7,7 +7,7 @@ how much of it the data determine (rank) and how well it fits (residual).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -65,8 +65,6 @@ class CrossCovariance:
         self.rows: list[tuple[Tensor, Tensor]] | None = []  # what was given, until it is summed up
         self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
-        self.source_total = torch.zeros(source_width, device=device, dtype=torch.float64)  # the sum of all tokens
-        self.target_total = torch.zeros(target_width, device=device, dtype=torch.float64)
         self.tokens = 0
         self.signal_dtype = torch.float64
         self._sum: Tensor | None = None
@@ -102,8 +100,6 @@ class CrossCovariance:
         source, target = source.to(self.device), target.to(self.device)
         self.source_energy += _energy(source)
         self.target_energy += _energy(target)
-        self.source_total += source.sum(0, dtype=torch.float64)
-        self.target_total += target.sum(0, dtype=torch.float64)
         self.tokens += len(source)
         if self.rows is not None:  # so few that it pays to look
             alive = source.any(dim=1) & target.any(dim=1)
@@ -128,20 +124,6 @@ class CrossCovariance:
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
-    def centred(self) -> CrossCovariance:
-        """The statistic of the same tokens after their means have been taken from both signals."""
-        result = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
-        result.tokens, result.signal_dtype = self.tokens, self.signal_dtype
-        count = max(self.tokens, 1)
-        result.source_energy = (self.source_energy - self.source_total.square().sum() / count).clamp_min(0)
-        result.target_energy = (self.target_energy - self.target_total.square().sum() / count).clamp_min(0)
-        if self.rows is not None and self.most == self.tokens:  # no token was left out
-            means = [total / count for total in (self.source_total, self.target_total)]
-            result.rows = [(_without(pair[0], means[0]), _without(pair[1], means[1])) for pair in self.rows]
-        else:
-            result.matrix = self.matrix - torch.outer(self.source_total, self.target_total).to(self.dtype) / count
-        return result
-
     def _total(self) -> Tensor:
         total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
         for source, target in self.rows or ():
@@ -153,8 +135,6 @@ class CrossCovariance:
         total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
         total.source_energy = self.source_energy + other.source_energy
         total.target_energy = self.target_energy + other.target_energy
-        total.source_total = self.source_total + other.source_total
-        total.target_total = self.target_total + other.target_total
         total.tokens = self.tokens + other.tokens
         total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
         room = self.shape[0] * self.shape[1] * self.dtype.itemsize
@@ -226,7 +206,7 @@ def procrustes(
     if C[0].ndim != 2:
         raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C[0].shape)}")
     if not all(bool(torch.isfinite(part).all()) for part in C):
-        raise TuneportError("the cross-covariance holds NaN or Inf: check the models and the calibration data")
+        raise TuneportError(_NOT_FINITE)
     if rtol is None:
         rtol = _cut_of(streamed) if streamed is not None else rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
     most = streamed.most if streamed is not None else None
@@ -245,10 +225,15 @@ def procrustes_together(covariances: Sequence[CrossCovariance], completion: Comp
             alike.setdefault((covariance.shape, _cut_of(covariance)), []).append(index)
     for (_, cut), indices in alike.items():
         chosen = [covariances[index] for index in indices]
+        if not bool(torch.stack([one.matrix.sum() for one in chosen]).isfinite().all()):
+            raise TuneportError(_NOT_FINITE)
         found = polar_together([one.matrix.double() for one in chosen], cut, fill=completion == "svd")
         for index, one, solved in zip(indices, chosen, found, strict=True):
             alignments[index] = _alignment(solved, one, completion)
     return [alignments[index] for index in range(len(covariances))]
+
+
+_NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
 def _cut_of(covariance: CrossCovariance) -> float:
@@ -273,11 +258,6 @@ def _add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
     pieces = -(-len(source) // (PIECE_ON_CPU if total.device.type == "cpu" else PIECE)) or 1
     for x, y in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
         total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
-
-
-def _without(signal: Tensor, mean: Tensor) -> Tensor:
-    """A signal without its mean, in float32 or better."""
-    return (signal - mean).to(torch.promote_types(signal.dtype, torch.float32))
 
 
 def _energy(signal: Tensor) -> Tensor:
@@ -330,7 +310,7 @@ class Statistics:
     weight_gradients: Mapping[str, WeightGradient] = field(default_factory=dict)
     samples: int = 0
     passes: Mapping[str, int] = field(default_factory=dict)
-    _solved: dict[tuple[int, Completion, bool], Alignment] = field(default_factory=dict, repr=False)
+    _solved: dict[tuple[int, Completion], Alignment] = field(default_factory=dict, repr=False)
 
     def __contains__(self, key: object) -> bool:
         return key in self.covariances
@@ -369,30 +349,23 @@ class Statistics:
         passes = {name: count + more.passes.get(name, 0) for name, count in self.passes.items()}
         return Statistics(covariances, self.weight_gradients, self.samples, passes)
 
-    def align(
-        self, layer: str, signal: str, completion: Completion = "svd", centred: Collection[str] = ()
-    ) -> Alignment:
+    def align(self, layer: str, signal: str, completion: Completion = "svd") -> Alignment:
         """The Procrustes map of one signal at one target layer, solved once and remembered while there is room."""
-        self.solve([(layer, signal)], completion, centred)
-        return self._solved[id(self.covariances[layer, signal]), completion, signal in centred]
+        self.solve([(layer, signal)], completion)
+        return self._solved[id(self.covariances[layer, signal]), completion]
 
-    def solve(
-        self, keys: Iterable[tuple[str, str]], completion: Completion = "svd", centred: Collection[str] = ()
-    ) -> None:
+    def solve(self, keys: Iterable[tuple[str, str]], completion: Completion = "svd") -> None:
         """Solve the maps of several layers and signals, together where that is faster; `align` then gives them.
-
-        The means of the signals in `centred` are taken out first.
 
         Maps solved earlier are forgotten, oldest first, when all together take more than `held_bytes`.
         """
-        wanted = {(id(self.covariances[key]), completion, key[1] in centred): self.covariances[key] for key in keys}
+        wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
         room = held_bytes(next((covariance.device for covariance in wanted.values()), None))
         known = {key: self._solved[key] for key in wanted if key in self._solved}
         wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
         if not wanted:  # maps that were solved together stay together
             return
-        sums = [covariance.centred() if key[2] else covariance for key, covariance in wanted.items()]
-        found = procrustes_together(sums, completion)
+        found = procrustes_together(list(wanted.values()), completion)
         asked = {**known, **dict(zip(wanted, found, strict=True))}
         earlier = [key for key in self._solved if key not in asked]
         held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))

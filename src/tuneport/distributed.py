@@ -170,9 +170,6 @@ def _reduced(own: CrossCovariance, owner: int, facts: Sequence[Mapping[str, Any]
     total.source_energy += sum(other["energies"][0] for other in facts)
     total.target_energy += sum(other["energies"][1] for other in facts)
     total.signal_dtype = max((other["dtype"] for other in facts), key=lambda dtype: torch.finfo(dtype).eps)
-    total.source_total, total.target_total = own.source_total.clone(), own.target_total.clone()
-    for part in (total.source_total, total.target_total):
-        dist.reduce(part, owner)
     room = own.shape[0] * own.shape[1] * own.dtype.itemsize
     kept = all(other["rows"] for other in facts) and 2 * sum(other["nbytes"] for other in facts) <= room
     if kept and own.rows is not None:

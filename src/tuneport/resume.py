@@ -25,7 +25,7 @@ from .errors import CheckpointError, first_of
 from .output import new_file
 
 FORMAT = "tuneport-statistics"
-VERSION = "3"
+VERSION = "2"
 SAVE_EVERY = 60.0  # seconds
 _SHARE = 10  # saving takes at most one part in so many of the time
 
@@ -170,8 +170,6 @@ def _store(covariance: CrossCovariance, name: str, tensors: dict[str, Tensor]) -
     """Put the tensors of a covariance under a name, and return the rest; kept tokens stay in their batches."""
     tensors[f"{name}.source_energy"] = covariance.source_energy
     tensors[f"{name}.target_energy"] = covariance.target_energy
-    tensors[f"{name}.source_total"] = covariance.source_total
-    tensors[f"{name}.target_total"] = covariance.target_total
     if covariance.rows is None:
         tensors[f"{name}.matrix"] = covariance.matrix
     for index, (source, target) in enumerate(covariance.rows or ()):
@@ -200,8 +198,6 @@ def _restored(
         ]
     covariance.source_energy = read(f"{name}.source_energy")
     covariance.target_energy = read(f"{name}.target_energy")
-    covariance.source_total = read(f"{name}.source_total")
-    covariance.target_total = read(f"{name}.target_total")
     covariance.tokens = int(entry["tokens"])
     covariance.signal_dtype = getattr(torch, entry["signal_dtype"])
     return covariance

@@ -17,10 +17,9 @@ METHODS: dict[str, Method] = {
     "bico+": BilinearAlignment(
         in_signal="input",
         out_signal="output_gradient",
-        centred=True,
         rehearsed=True,
         scale="auto",
-        summary="bico with centred inputs, rehearsed samples and a scale chosen on held-out samples",
+        summary="bico with rehearsed samples and a scale chosen on held-out samples",
     ),
     "theseus": BilinearAlignment(
         in_signal="input",

@@ -29,15 +29,13 @@ class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
     `loose` says what happens to tensors outside linear layers: the target keeps its own, or the source's
-    change is added with zero-padding and cropping. `centred` takes the means out of the input side's signal: a mean is
-    one direction that all tokens share, and says nothing of how the others turn. `rehearsed` measures more than the
-    samples (`tuneport.rehearsal`), and `scale` is the scale unless another is asked for.
+    change is added with zero-padding and cropping. `rehearsed` measures more than the samples (`tuneport.rehearsal`),
+    and `scale` is the scale unless another is asked for.
     """
 
     in_signal: str | None
     out_signal: str | None
     loose: Literal["keep", "pad"] = "keep"
-    centred: bool = False
     rehearsed: bool = False
     scale: float | Literal["auto"] = 1.0
     summary: str = ""
@@ -112,15 +110,10 @@ class BilinearAlignment(Method):
         keys = [[key for key in self._keys(block) if key in statistics] for block in blocks]
         at = 0
         for count in statistics.in_batches(keys):
-            statistics.solve([key for block in keys[at : at + count] for key in block], problem.completion, self._means)
+            statistics.solve([key for block in keys[at : at + count] for key in block], problem.completion)
             for block in blocks[at : at + count]:
                 yield from block
             at += count
-
-    @property
-    def _means(self) -> frozenset[str]:
-        """The signals without their means."""
-        return frozenset({self.in_signal}) if self.centred and self.in_signal is not None else frozenset()
 
     def _keys(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[str, str]]:
         """What has to be solved for these pairs."""
@@ -139,7 +132,7 @@ class BilinearAlignment(Method):
             elif (pair.target.name, signal) not in problem.statistics:
                 yield "its layer did not run on the calibration data"
             else:
-                alignment = problem.statistics.align(pair.target.name, signal, problem.completion, self._means)
+                alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
                 words = signal.replace("_", " ")
                 yield (alignment.map, alignment) if alignment.rank else f"the {words} at this layer is zero"
 
