@@ -9,7 +9,8 @@ short warm-up: `bare` (forward and backward passes of both models as in training
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
 With --max-tokens, `limited` is tuneport from so many tokens: other maps, so a row by itself. Peak memory is what a
 contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU seconds of
---threads 1. The floor counts FLOP, those in float64 twice, at the speed of a large float32 product on this machine.
+--threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the speed of one
+large float32 product on this machine.
 """
 
 from __future__ import annotations
@@ -125,13 +126,15 @@ class Setting:
         elif self.device.type == "cuda":
             getattr(self, contender)([tuple(part[:2] for part in self.batches[0])])
         with peak_memory(self.device) as peak:
-            started, worked = now(self.device), time.process_time()
+            now(self.device)
+            started, worked = time.perf_counter(), time.process_time()
             if contender in ("bare", "frozen"):
                 self.bare(self.batches, frozen=contender == "frozen")
                 spent = {}
             else:
                 spent = getattr(self, contender)(self.batches)
-            seconds, worked = now(self.device) - started, time.process_time() - worked
+            now(self.device)
+            seconds, worked = time.perf_counter() - started, time.process_time() - worked
         return {
             "contender": contender,
             "seconds": seconds,
