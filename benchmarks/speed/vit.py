@@ -95,13 +95,16 @@ class Setting:
         return self.tuneport(batches, self.max_tokens)
 
     def tuneport(self, batches: list[Any], max_tokens: int | None = None) -> dict[str, float]:
+        return stages(self.job(batches, max_tokens), self.device)
+
+    def job(self, batches: list[Any], max_tokens: int | None = None) -> Any:
         from tuneport.layers import TokenLayout
         from tuneport.preparation import prepare
         from tuneport.task_vector import TaskVector
         from tuneport.tokens import match_tokens
 
         layouts = [TokenLayout(1, grid) for grid in self.grids]
-        job = prepare(
+        return prepare(
             self.source,
             TaskVector(self.task_vector),
             self.target,
@@ -111,7 +114,6 @@ class Setting:
             device=str(self.device),
             max_tokens=max_tokens,
         )
-        return stages(job, self.device)
 
     def reference(self, batches: list[Any]) -> dict[str, float]:
         seconds: dict[str, float] = {}
@@ -120,11 +122,29 @@ class Setting:
         )
         return seconds
 
+    def warm_up(self, contender: str) -> None:
+        """Load what a GPU loads at its first use: kernels of the passes and of the solvers, at the real shapes."""
+        from tuneport.pipeline import measure_job
+        from tuneport.solver import polar_together
+
+        few = [tuple(part[:2] for part in self.batches[0])]
+        widths = [(side.config.hidden_size, side.config.intermediate_size) for side in (self.source, self.target)]
+        for n, m in zip(*widths, strict=True):
+            C = torch.randn(n, m, device=self.device, dtype=torch.float64)
+            if contender == "reference":
+                torch.linalg.svd(C, full_matrices=False)
+            else:
+                polar_together([C] * 4, 1e-9, fill=True)
+        if contender == "reference":
+            self.bare(few, frozen=True)
+        else:
+            measure_job(self.job(few))
+
     def run(self, contender: str) -> dict[str, Any]:
         if contender in ("bare", "frozen"):
             self.bare(self.batches[:1])
         elif self.device.type == "cuda":
-            getattr(self, contender)([tuple(part[:2] for part in self.batches[0])])
+            self.warm_up(contender)
         with peak_memory(self.device) as peak:
             now(self.device)
             started, worked = time.perf_counter(), time.process_time()

@@ -206,7 +206,7 @@ def procrustes(
     if C[0].ndim != 2:
         raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C[0].shape)}")
     if not all(bool(torch.isfinite(part).all()) for part in C):
-        raise TuneportError("the cross-covariance holds NaN or Inf: check the models and the calibration data")
+        raise TuneportError(_NOT_FINITE)
     if rtol is None:
         rtol = _cut_of(streamed) if streamed is not None else rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
     most = streamed.most if streamed is not None else None
@@ -225,10 +225,15 @@ def procrustes_together(covariances: Sequence[CrossCovariance], completion: Comp
             alike.setdefault((covariance.shape, _cut_of(covariance)), []).append(index)
     for (_, cut), indices in alike.items():
         chosen = [covariances[index] for index in indices]
+        if not bool(torch.stack([one.matrix.sum() for one in chosen]).isfinite().all()):
+            raise TuneportError(_NOT_FINITE)
         found = polar_together([one.matrix.double() for one in chosen], cut, fill=completion == "svd")
         for index, one, solved in zip(indices, chosen, found, strict=True):
             alignments[index] = _alignment(solved, one, completion)
     return [alignments[index] for index in range(len(covariances))]
+
+
+_NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
 def _cut_of(covariance: CrossCovariance) -> float:
