@@ -7,6 +7,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -808,3 +809,62 @@ def test_limited_covariances_are_those_of_the_drawn_tokens() -> None:
     assert rows is not None
     expected = ours[rows].double().T @ theirs[rows].double()
     torch.testing.assert_close(whole.covariances[pair.target.name, INPUT].matrix, expected)
+
+
+@pytest.mark.parametrize("limit", [None, TokenLimit(60, 24)])
+def test_a_batch_in_parts_gives_the_sums_of_the_whole(limit: TokenLimit | None) -> None:
+    source, target = ToyViT().double(), ToyViT(width=16, seed=1).double()
+    given = [(images.double(), labels) for images, labels in batches(24, batch=12)]
+    pairs, steps = plan(source, target).pairs, []
+    whole, parts = (
+        measured(
+            source,
+            target,
+            given,
+            SIGNALS,
+            pairs=pairs,
+            source_loss=loss,
+            target_loss=loss,
+            most_samples=most,
+            progress=steps.append,
+            limit=limit,
+        )
+        for most in (None, 5)
+    )
+    assert steps == [12, 12, 5, 5, 2, 5, 5, 2]
+    assert parts.samples == whole.samples == 24
+    assert parts.passes == whole.passes  # of batches, for --resume
+    for key, one in whole.covariances.items():
+        assert parts.covariances[key].tokens == one.tokens
+        assert torch.allclose(parts.covariances[key].matrix, one.matrix, rtol=1e-9, atol=1e-12)
+    for name, one in whole.weight_gradients.items():
+        assert torch.allclose(parts.weight_gradients[name].total, one.total, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_with_its_own_match_is_divided_only_where_it_says_how() -> None:
+    source, target = ToyViT(), ToyViT(width=16, seed=1)
+    images, labels = batches(12, batch=12)[0]
+    sizes: list[int] = []
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        sizes.append(len(batch[1]))
+        return loss(model, batch)
+
+    def part(start: int, stop: int) -> PairedBatch:
+        half = (images[start:stop], labels[start:stop])
+        return PairedBatch(half, half, size=stop - start, match=match)
+
+    match = match_tokens(None, None)
+    whole = PairedBatch((images, labels), (images, labels), size=12, match=match)
+    for batch, wanted in ((whole, [12, 12]), (replace(whole, part=part), [8, 8, 4, 4])):
+        sizes.clear()
+        measured(
+            source,
+            target,
+            [batch],
+            pairs=plan(source, target).pairs,
+            source_loss=counted,
+            target_loss=counted,
+            most_samples=8,
+        )
+        assert sizes == wanted

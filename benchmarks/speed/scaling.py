@@ -1,6 +1,6 @@
 """Time and peak memory of a transfer against samples, width and depth, with fitted exponents.
 
-    python benchmarks/speed/scaling.py --out OUT
+    python benchmarks/speed/scaling.py --threads 1 --out OUT
     python benchmarks/speed/scaling.py --device cuda --base 768 12 128 --steps 1 2 4 --out OUT
 
 Towers as in vit.py, the target a third wider and as deep as the source. One of N, width and depth grows by the

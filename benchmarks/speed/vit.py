@@ -7,8 +7,10 @@
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
 short warm-up: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
-Peak memory is what a contender needs beyond the models and the task vector. On a CPU that others use too, look at the
-CPU seconds of --threads 1.
+With --max-tokens, `limited` is tuneport from so many tokens: other maps, so a row by itself. Peak memory is what a
+contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU seconds of
+--threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the speed of one
+large float32 product on this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ SHAPES = {  # width, depth, heads, patch, of source and target
     "small": ((384, 12, 6, 16), (768, 12, 12, 16)),
     "large": ((768, 12, 12, 16), (1024, 24, 16, 14)),
 }
-CONTENDERS = ("bare", "frozen", "tuneport", "reference")
+CONTENDERS = ("bare", "frozen", "tuneport", "limited", "reference")
 CLASSES = 10
 
 
@@ -63,6 +65,7 @@ class Setting:
         import tuneport.pipeline  # noqa: F401 - loading is no part of any time or memory
 
         self.device = torch.device(options.device)
+        self.max_tokens = getattr(options, "max_tokens", None)
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
         shapes = SHAPES[options.shapes]
         if getattr(options, "depth", None):
@@ -88,14 +91,20 @@ class Setting:
                 value.backward()
                 model.zero_grad(set_to_none=True)
 
-    def tuneport(self, batches: list[Any]) -> dict[str, float]:
+    def limited(self, batches: list[Any]) -> dict[str, float]:
+        return self.tuneport(batches, self.max_tokens)
+
+    def tuneport(self, batches: list[Any], max_tokens: int | None = None) -> dict[str, float]:
+        return stages(self.job(batches, max_tokens), self.device)
+
+    def job(self, batches: list[Any], max_tokens: int | None = None) -> Any:
         from tuneport.layers import TokenLayout
         from tuneport.preparation import prepare
         from tuneport.task_vector import TaskVector
         from tuneport.tokens import match_tokens
 
         layouts = [TokenLayout(1, grid) for grid in self.grids]
-        job = prepare(
+        return prepare(
             self.source,
             TaskVector(self.task_vector),
             self.target,
@@ -103,8 +112,8 @@ class Setting:
             loss=loss,
             match=match_tokens(*layouts),
             device=str(self.device),
+            max_tokens=max_tokens,
         )
-        return stages(job, self.device)
 
     def reference(self, batches: list[Any]) -> dict[str, float]:
         seconds: dict[str, float] = {}
@@ -113,19 +122,39 @@ class Setting:
         )
         return seconds
 
+    def warm_up(self, contender: str) -> None:
+        """Load what a GPU loads at its first use: kernels of the passes and of the solvers, at the real shapes."""
+        from tuneport.pipeline import measure_job
+        from tuneport.solver import polar_together
+
+        few = [tuple(part[:2] for part in self.batches[0])]
+        widths = [(side.config.hidden_size, side.config.intermediate_size) for side in (self.source, self.target)]
+        for n, m in zip(*widths, strict=True):
+            C = torch.randn(n, m, device=self.device, dtype=torch.float64)
+            if contender == "reference":
+                torch.linalg.svd(C, full_matrices=False)
+            else:
+                polar_together([C] * 4, 1e-9, fill=True)
+        if contender == "reference":
+            self.bare(few, frozen=True)
+        else:
+            measure_job(self.job(few))
+
     def run(self, contender: str) -> dict[str, Any]:
         if contender in ("bare", "frozen"):
             self.bare(self.batches[:1])
         elif self.device.type == "cuda":
-            getattr(self, contender)([tuple(part[:2] for part in self.batches[0])])
+            self.warm_up(contender)
         with peak_memory(self.device) as peak:
-            started, worked = now(self.device), time.process_time()
+            now(self.device)
+            started, worked = time.perf_counter(), time.process_time()
             if contender in ("bare", "frozen"):
                 self.bare(self.batches, frozen=contender == "frozen")
                 spent = {}
             else:
                 spent = getattr(self, contender)(self.batches)
-            seconds, worked = now(self.device) - started, time.process_time() - worked
+            now(self.device)
+            seconds, worked = time.perf_counter() - started, time.process_time() - worked
         return {
             "contender": contender,
             "seconds": seconds,
@@ -133,6 +162,46 @@ class Setting:
             "stages": spent,
             "peak_bytes": peak.bytes,
         }
+
+
+def floor(options: argparse.Namespace) -> str:
+    """What a transfer has to compute, and how long that takes at the speed of one large float32 product."""
+    (a, depth_a, _, patch_a), (b, depth_b, _, patch_b) = SHAPES[options.shapes]
+    depth_a, depth_b = (min(depth, options.depth or depth) for depth in (depth_a, depth_b))
+    tokens = [options.samples * (1 + (224 // patch) ** 2) for patch in (patch_a, patch_b)]
+    passes = sum(
+        (4 * 12 * width * width + 12 * width * count // options.samples) * depth * count
+        for width, depth, count in ((a, depth_a, tokens[0]), (b, depth_b, tokens[1]))
+    )
+    step = (depth_a - 1) / max(depth_b - 1, 1)
+    last = sum(int(j * step + 0.5) == depth_a - 1 for j in range(depth_b))  # where gradients are class tokens' only
+    small, large = a * b, 16 * a * b
+    sums = 2 * tokens[1] * (depth_b * (8 * small + 2 * large) - last * (3 * small + large))
+    solve = sum(
+        count * (3 * n * n * m + 9 * n**3)  # half a Gram matrix, its eigenvectors, the other side's vectors
+        for count, n, m in ((8 * depth_b - 3 * last, a, b), (2 * depth_b - last, 4 * a, 4 * b))
+    )
+    carry = depth_b * (4 * 2 * (a * a * b + a * b * b) + 2 * 2 * (4 * a * a * b + 16 * a * b * b))
+    device = torch.device(options.device)
+    rate = 2 * 4096**3 / min(_product(device, options.threads) for _ in range(4))
+    parts = {"passes": passes, "sums": 2 * sums, "solve": 2 * solve, "transport": 2 * carry}
+    words = ", ".join(f"{name} {value / 1e12:.2f}" for name, value in parts.items())
+    seconds = ", ".join(f"{name} {value / rate:.1f}" for name, value in parts.items())
+    held = 8 * (depth_b * (8 * small + 2 * large) - last * (3 * small + large))
+    return (
+        f"Floor, TFLOP in float32 (those in float64 counted twice): {words}. At {rate / 1e12:.2f} TFLOP/s, as one "
+        f"product of 4096 x 4096 float32 matrices runs here: {seconds}, in all {sum(parts.values()) / rate:.1f} s. "
+        f"Statistics: {held / 2**20:.0f} MiB.\n\n"
+    )
+
+
+def _product(device: torch.device, threads: int) -> float:
+    """Seconds of one product; on a CPU those of its threads, which others do not take away."""
+    X = torch.randn(4096, 4096, device=device)
+    begun, worked = now(device), time.process_time()
+    X @ X
+    spent = now(device) - begun
+    return spent if device.type != "cpu" else (time.process_time() - worked) / threads
 
 
 def main() -> None:
@@ -144,6 +213,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--tf32", action="store_true", help="let the models' products use TF32")
+    parser.add_argument("--max-tokens", type=int, help="adds the contender `limited`")
     parser.add_argument("--without", nargs="*", default=[], choices=CONTENDERS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -154,7 +224,7 @@ def main() -> None:
         return
     rows = []
     for contender in CONTENDERS:
-        if contender not in options.without:
+        if contender not in options.without and (contender != "limited" or options.max_tokens):
             rows.append(in_own_process(__file__, [*sys.argv[1:], "--only", contender]))
             print(f"{contender}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
     found = {row["contender"]: row for row in rows}
@@ -186,7 +256,8 @@ def main() -> None:
     name = f"vit-{options.shapes}{blocks}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
     only = f", {options.depth} blocks" if options.depth else ""
     title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{only}\n\n"
-    publish(name, options.out, title + table(head, lines), data, torch.device(options.device))
+    told = floor(options)
+    publish(name, options.out, title + told + table(head, lines), data, torch.device(options.device))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from .iteration import Iterated, iterate, iterate_split, largest_values
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
 SMALL = 64  # up to this width an SVD is as fast as anything
 NEAR = 128  # up to this width the CPU is faster at it than any accelerator
+ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
 LARGE = 2048  # from this width on, full rank is tried first
 TOGETHER = 64  # matrices that an accelerator solves at once take this part of its memory, their work six times that
 
@@ -102,6 +103,8 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
     rows, columns = matrices[0].shape
     if rows > columns:
         return [found.T for found in polar_together([C.T for C in matrices], cut, fill=fill)]
+    if len(matrices) < 4 and rows < ALONE:
+        return [polar(C, cut) for C in matrices]
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device) // (8 * rows * columns), 1)
     attempts = [(QDWH, False)] if rows >= LARGE else []  # where a look for null directions costs more than a miss
@@ -204,10 +207,14 @@ ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most 
 
 
 def _choose(C: Tensor, most: int | None) -> str:
-    """The route for a shape and a device. On a CPU one decomposition costs half of what the iteration's products do."""
+    """The route for a shape and a device.
+
+    On a CPU one decomposition costs half of what the iteration's products do, and on an accelerator a single matrix
+    must be large to keep it busy.
+    """
     if len(C) <= SMALL:
         return "svd"
-    if C.device.type == "cpu":
+    if C.device.type == "cpu" or len(C) < ALONE:
         return "eigh"
     return QDWH if most is None or most >= len(C) else LIFT
 
