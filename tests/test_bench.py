@@ -81,8 +81,8 @@ class TestEqualTerms:
             return plain(job, statistics)
 
         monkeypatch.setattr(cells, "problem_of", problem_of)
-        compare(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": []}))
-        counts = {number for shots in (1, 3, 8) for number in (3 * shots, first_half(3 * shots))}
+        compare(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
+        counts = {3 * shots for shots in (1, 3, 8)}
         assert set(given) - {0} == counts
         signals = frozenset({"input", "output", "output_gradient", "weight_gradient"})
         for count in counts:
@@ -96,8 +96,9 @@ class TestEqualTerms:
             assert set(found) == set(alone)
             for key, covariance in alone.covariances.items():
                 assert found.covariances[key].tokens == covariance.tokens
-                close(found.covariances[key].matrix, covariance.matrix)
-                close(found.covariances[key].source_energy, covariance.source_energy)
+                # a few samples run at once, and which ones run together shows in the last digits of float32
+                close(found.covariances[key].matrix, covariance.matrix, 1e-5)
+                close(found.covariances[key].source_energy, covariance.source_energy, 1e-5)
             for name, gradient in alone.weight_gradients.items():
                 assert torch.equal(found.weight_gradients[name].votes, gradient.votes)
                 # samples are summed in float32, sixteen at a time

@@ -19,7 +19,7 @@ from .capture import INPUT, OUTPUT_GRADIENT
 from .preparation import Job, PairedBatches
 
 VIEWS = 4  # changed copies of each sample
-STRANGERS = 20  # samples with a random label at most: the more right ones there are, the less they help
+STRANGERS = 20  # samples with a random label at most; beyond as many right ones, fewer and fewer
 DROPPED = 0.2  # of the words of a text
 SHIFT = 8  # an image is moved by at most this part of its side
 
@@ -39,8 +39,13 @@ def rehearsals(job: Job) -> Iterator[tuple[Job, frozenset[str]]]:
         targets = None if chosen.targets is None else list(chosen.targets) * VIEWS
         more = replace(chosen, inputs=inputs, labels=labels, targets=targets)
         yield _with(job, job.batches, more), frozenset({INPUT})
-    if chosen.labels is not None and job.batches.heads is not None and len(chosen.classes) > 1:
-        some = chosen.subset(np.arange(min(STRANGERS, len(chosen))))
+    if (
+        chosen.labels is not None
+        and job.batches.heads is not None
+        and len(chosen.classes) > 1
+        and len(chosen) <= STRANGERS**2
+    ):
+        some = chosen.subset(np.arange(min(len(chosen), STRANGERS**2 // len(chosen))))
         labels = np.random.default_rng((seed, len(chosen))).integers(0, len(chosen.classes), len(some))
         strangers = replace(some, labels=labels)
         yield _with(job, job.batches, strangers), frozenset({OUTPUT_GRADIENT})
