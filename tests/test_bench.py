@@ -96,8 +96,8 @@ class TestEqualTerms:
             assert set(found) == set(alone)
             for key, covariance in alone.covariances.items():
                 assert found.covariances[key].tokens == covariance.tokens
-                close(found.covariances[key].matrix, covariance.matrix)
-                close(found.covariances[key].source_energy, covariance.source_energy)
+                close(found.covariances[key].matrix, covariance.matrix, 1e-6)  # float32 signals, other parts of batches
+                close(found.covariances[key].source_energy, covariance.source_energy, 1e-6)
             for name, gradient in alone.weight_gradients.items():
                 assert torch.equal(found.weight_gradients[name].votes, gradient.votes)
                 # samples are summed in float32, sixteen at a time
