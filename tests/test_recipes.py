@@ -325,6 +325,30 @@ class TestRunning:
         assert found.accuracy == pytest.approx(wanted)
         assert "± seeds" in (out / "table.md").read_text()
 
+    def test_fine_tuned_models_get_a_probe_on_the_whole_training_split(self, root: Path, tmp_path: Path) -> None:
+        from tuneport.data import read_data
+        from tuneport.evaluation import linear_probe
+
+        tuned = str(root / "zoo" / "a-mnist")
+        more = {"source_rows": True, "reference": {"mnist": tuned}, "stated": {"fashion": 74.5}}
+        recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[0, 1], scales=["1", "auto"], **more)
+        out = run_recipe(recipe, tmp_path / "out")
+        rows = [Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
+        fixed = {(row.task, row.method): row for row in rows if row.budget == 0 and row.seed == 1}
+        assert set(fixed) == {
+            (task, f"fine-tuned {side}") for task in ("fashion", "mnist") for side in ("source", "target")
+        }
+        data = root / "data" / "images" / "mnist.npz"
+        wanted = linear_probe(open_model(tuned), read_data(data, "train"), read_data(data, "test")).accuracy
+        for side in ("source", "target"):  # one and the same model here
+            assert fixed["mnist", f"fine-tuned {side}"].accuracy == pytest.approx(wanted)
+        assert fixed["fashion", "fine-tuned target"].stated
+        target = {(row.task, row.seed, row.budget): row.accuracy for row in rows if row.method == "target"}
+        gains = [row.accuracy - target[row.task, row.seed, row.budget] for row in rows if row.scale_rule == "auto"]
+        summary = json.loads((out / "results.json").read_text())["auto"]
+        assert summary[0]["worst"] == round(min(gains), 2)
+        assert summary[0]["mean_gain"] == round(sum(gains) / len(gains), 2)
+
     def test_models_are_made_once_and_kept_in_the_cache(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -307,11 +307,14 @@ def _plot(result: Comparing) -> str:
 
 def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
     """How `auto` did on test data against doing nothing, per method: helped, hurt, picked zero; and the hold-out."""
-    base = {(row.task, row.seed): row.accuracy for row in result.rows if row.method == "target"}
+    base = {(row.task, row.seed, row.budget): row.accuracy for row in result.rows if row.method == "target"}
     summary = []
     for method in dict.fromkeys(row.method for row in result.rows if row.scale_rule == "auto"):
         rows = [row for row in result.rows if row.method == method and row.scale_rule == "auto"]
-        gains = [row.accuracy - base[row.task, row.seed] for row in rows]
+        gains = []
+        for row in rows:
+            before = base.get((row.task, row.seed, row.budget))  # a probed target depends on the budget
+            gains.append(row.accuracy - (base[row.task, row.seed, 0] if before is None else before))
         summary.append(
             {
                 "method": method,
