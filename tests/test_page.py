@@ -132,6 +132,16 @@ class TestContent:
             if attrs.get("role") == "region":
                 assert attrs["aria-label"]
 
+    def test_blocks_of_two_stacks_have_short_names(self, record: dict[str, Any]) -> None:
+        layers = [
+            {**record["layers"][0], "stack": f"{side}_model.encoder.layers", "block": block, "role": "q"}
+            for side in ("vision", "text")
+            for block in range(2)
+        ]
+        page = report_page({**record, "layers": layers})
+        assert "<th scope=row>vision_model 0</th>" in page
+        assert "<th scope=row>text_model 1</th>" in page
+
     def test_nothing_is_fetched(self, record: dict[str, Any]) -> None:
         page = report_page(record)
         for _, attrs in Tree(page).seen:

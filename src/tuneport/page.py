@@ -234,16 +234,26 @@ def _heat(
     columns = roles or ["value"]
     rows: dict[str, Any] = defaultdict(lambda: [None] * len(columns))
     found = False
-    stacks = {item.get("stack") for item in layers if item.get("block") is not None}
+    stacks = _short_names(str(item.get("stack")) for item in layers if item.get("block") is not None)
     for item in layers:
         number = value(item)
         found = found or number is not None
         if item.get("block") is None:
             rows |= {str(item.get("role", item["target"])): number} if number is not None else {}
         else:
-            label = f"{item['stack']} {item['block']}" if len(stacks) > 1 else str(item["block"])
+            label = f"{stacks[str(item.get('stack'))]} {item['block']}" if len(stacks) > 1 else str(item["block"])
             rows[label][roles.index(str(item["role"]))] = number
     return heat_map(title, columns, rows, high=high, better=better, kind=kind) if found else ""
+
+
+def _short_names(names: Iterable[str]) -> dict[str, str]:
+    """Dotted names without the parts that all of them begin or end with."""
+    parts = {name: name.split(".") for name in names}
+    for at in (0, -1):
+        while all(len(words) > 1 for words in parts.values()) and len({words[at] for words in parts.values()}) == 1:
+            for words in parts.values():
+                words.pop(at)
+    return {name: ".".join(words) for name, words in parts.items()}
 
 
 def _spectra(layers: Sequence[Mapping[str, Any]]) -> str:

@@ -180,7 +180,7 @@ grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr))}
 .heat tbody th{text-align:right;font-weight:400;color:var(--soft);white-space:nowrap}
 .heat td[style]{background:color-mix(in srgb,var(--hot) var(--v),var(--box))}
 .heat.cool td[style]{background:color-mix(in srgb,var(--cool) var(--v),var(--box))}
-figure{margin:0;min-width:0}figcaption{font-weight:600;margin-bottom:.6rem}.key{font-weight:400;margin-right:1rem;white-space:nowrap}
+figure{margin:0;min-width:0}.wide+figure{margin-top:1.5rem}figcaption{font-weight:600;margin-bottom:.6rem}.key{font-weight:400;margin-right:1rem;white-space:nowrap}
 .key i{display:inline-block;width:1.2em;height:.25em;margin-right:.4em;vertical-align:middle;background:currentColor}
 .key i.dash{background:repeating-linear-gradient(90deg,currentColor 0 5px,transparent 5px 8px)}
 .frame{display:grid;grid-template-columns:auto minmax(0,1fr);gap:.25rem .5rem;font-size:.8rem;color:var(--soft)}
