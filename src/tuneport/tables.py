@@ -176,8 +176,9 @@ def _marks(row: Printed) -> Iterator[str]:
 
 
 def orders(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
-    """The methods from best to worst at each budget, ours and the paper's, at scale 1."""
+    """The methods from best to worst at each budget, ours and the paper's, at scale 1; bare bases are no methods."""
     table = [row for row in beside_paper(result, recipe) if row["ours"] is not None and row["budget"]]
+    table = [row for row in table if row["method"] not in ("source", "target")]
     found = []
     for budget in dict.fromkeys(row["budget"] for row in table):
         rows = [row for row in table if row["budget"] == budget]
