@@ -174,7 +174,10 @@ def transfer(
     """
     check_scale(scale)
     job = prepare(source, finetuned, target, data, scored=scale == "auto", **options)
-    return run(job, scale=scale, progress=progress)
+    result = run(job, scale=scale, progress=progress)
+    if not isinstance(job.batches, PairedBatches) or options.get("loss") is not None:
+        return result  # counting would run a loss that is not ours once more
+    return replace(result, record={**result.record, "cost": cost_of(job, result.record["samples"])})
 
 
 def check_scale(scale: float | str) -> float | Literal["auto"]:
