@@ -7,6 +7,7 @@ recipes need are fine-tuned into --cache (OUT/models); then the recipes run, `--
 process of its own, with its log beside its folder. A recipe that fails does not stop the others, and one whose folder
 is there is not run again. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
 run, and its numbers mean nothing. OUT/summary.md says what was done, when, and where the paper's order was not found.
+`--draw` only draws the plots of OUT again, from each results.json.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from tuneport.bench import make_finetunes, read_recipe, run_recipe, wanted_finetunes
+from tuneport.bench import load, make_finetunes, read_recipe, run_recipe, wanted_finetunes
 from tuneport.errors import TuneportError
-from tuneport.recipe import Comparison, Recipe
+from tuneport.figures import draw
+from tuneport.recipe import FIGURES, Comparison, Recipe
+from tuneport.tables import plot
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -39,6 +42,7 @@ def main() -> int:
     parser.add_argument("--commit", help="of the code, where git cannot tell it")
     parser.add_argument("--machine", help="in words, for the summary")
     parser.add_argument("--tiny", action="store_true", help="cut every recipe to a few samples")
+    parser.add_argument("--draw", action="store_true", help="draw the plots of OUT again and do nothing else")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # run this recipe in this process,
     parser.add_argument("--make", help=argparse.SUPPRESS)  # or make this model of it
     options = parser.parse_args()
@@ -50,6 +54,8 @@ def main() -> int:
     if wrong:
         parser.error(f"there is no recipe {', '.join(wrong)}; known: {', '.join(names)}")
     wanted = [name for name in names if not options.only or name in options.only]
+    if options.draw:
+        return draw_again(options, wanted)
     options.out.mkdir(parents=True, exist_ok=True)
     failed = prepare_models(options, wanted)
     rest = [name for name in wanted if name not in failed]
@@ -133,10 +139,39 @@ def one(options: argparse.Namespace) -> int:
         if options.make:
             make_finetunes(recipe, options.cache, only=options.make, stage=tell)
         else:
-            run_recipe(recipe, options.out / options.one, cache=options.cache, resume=True, stage=tell, note=tell)
+            out = run_recipe(recipe, options.out / options.one, cache=options.cache, resume=True, stage=tell, note=tell)
+            forget_places(out, {options.root: "", options.cache: "models/"})
     except TuneportError as error:
         tell(f"{type(error).__name__}: {error}")
         return 1
+    return 0
+
+
+def forget_places(folder: Path, places: dict[Path, str]) -> None:
+    """In the results, paths begin at the root, so that no machine's folders are in what is published."""
+    path = folder / "results.json"
+    text = path.read_text(encoding="utf-8")
+    for place, short in places.items():
+        text = text.replace(f"{place}/", short)
+    path.write_text(text, encoding="utf-8")
+
+
+def draw_again(options: argparse.Namespace, names: list[str]) -> int:
+    for name in names:
+        folder = options.out / name
+        if not folder.exists():
+            tell(f"{name}: not there")
+            continue
+        recipe = read_recipe(RECIPES / f"{name}.toml", small=True, root=options.root, on_disk=False)
+        if recipe.kind in FIGURES:
+            means = json.loads((folder / "results.json").read_text(encoding="utf-8"))["means"]
+            numbered = {
+                plot: {line: {float(x): value for x, value in points.items()} for line, points in series.items()}
+                for plot, series in means.items()
+            }
+            draw(recipe.title, numbered, folder)
+        else:
+            (folder / "plot.svg").write_text(plot(load(folder), recipe), encoding="utf-8")
     return 0
 
 

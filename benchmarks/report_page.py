@@ -32,7 +32,7 @@ def stretched(record: dict[str, Any], count: int) -> dict[str, Any]:
     """The record with `count` layers, in blocks of six, and as many kept tensors for each as it has now."""
     layers, kept = record["layers"], record["not_transported"]
     many = [
-        {**layers[index % len(layers)], "block": index // 6, "role": ROLES[index % 6]}
+        {**layers[index % len(layers)], "block": index // 6, "role": ROLES[index % 6], "stack": "layers"}
         | {"target": f"vision_model.encoder.layers.{index // 6}.{ROLES[index % 6]}_proj.weight"}
         for index in range(count)
     ]

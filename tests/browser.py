@@ -31,7 +31,7 @@ class Browser:
         program = find()
         if program is None:
             raise FileNotFoundError("no Chromium on this machine")
-        self._home = tempfile.TemporaryDirectory()
+        self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its children may still write
         (commands, self._out), (self._in, answers) = os.pipe(), os.pipe()
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
         quiet = ("--disable-background-networking", "--disable-component-update", "--disable-extensions")

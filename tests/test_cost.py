@@ -12,7 +12,7 @@ import toy
 from folders import Zoo, load
 from tuneport.cost import cost_of
 from tuneport.families import open_model
-from tuneport.pipeline import measure_job, port, problem_of
+from tuneport.pipeline import measure_job, port, problem_of, transfer
 from tuneport.preparation import Job, prepare
 from tuneport.task_vector import LowRank, TaskVector
 
@@ -35,7 +35,9 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
 
 @pytest.mark.parametrize("family", ["vit", "clip_vision", "dinov2"])
 @pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
-def test_the_count_is_what_torch_counts(zoo: Zoo, family: str, method: str) -> None:
+def test_the_count_is_what_torch_counts(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens are summed here: those without a signal, which a count cannot foresee, would be left out."""
+    monkeypatch.setattr("tuneport.alignment._with_signal", lambda source, target: (source, target))
     job = eager(zoo, family, method=method)
     cost = cost_of(job)
     found = cost["counted"]
@@ -145,3 +147,27 @@ def test_layers_that_read_other_tensors_do_not_share_a_sum(zoo: Zoo) -> None:
     job = prepare(*zoo.trio("siglip_vision"), zoo.data, samples=SAMPLES)
     sums = {id(found): found.matrix.shape for found in measure_job(job).covariances.values()}
     assert cost_of(job)["statistics_bytes"] == sum(8 * rows * columns for rows, columns in sums.values())
+
+
+def test_a_transfer_from_python_records_its_cost(zoo: Zoo, tmp_path: Any) -> None:
+    made = transfer(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
+    assert made.record["cost"] == cost_of(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES))
+    made.save(tmp_path / "out")
+    assert "counted for this plan" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_loss_of_the_callers_own_is_not_run_to_count() -> None:
+    source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
+    calls = []
+
+    def loss(module: Any, batch: Any) -> torch.Tensor:
+        calls.append(batch[0].device.type)
+        return toy.loss(module, batch)
+
+    batches = toy.batches(64)
+    found = transfer(
+        source, toy.finetuned(source), target, batches, loss=loss, pairs=toy.plan(source, target).pairs
+    ).record
+    assert "cost" not in found
+    parts = sum(-(-len(images) // 8) for images, _ in batches)  # a CPU takes eight samples at once
+    assert calls == ["cpu"] * (2 * parts), "one pass of each model"

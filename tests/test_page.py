@@ -93,6 +93,19 @@ class TestContent:
         assert f"{record['evaluation']['after']:.2f} %" in text
         assert f"{record['cost']['counted']['forward'] / 1e6:.3g} MFLOP" in text
 
+    def test_what_a_reader_looks_for_first(self, record: dict[str, Any]) -> None:
+        page = report_page(record)
+        tiles = re.findall(r"<li><b>(.*?)</b><span>(.*?)</span></li>", page)
+        found = record["evaluation"]
+        assert tiles[0] == (
+            f"{found['after'] - found['before']:+.1f}",
+            f"points, {found['before']:.1f} to {found['after']:.1f} %",
+        )
+        assert (record["verdict"]["verdict"], "the pre-flight&#x27;s word") in tiles
+        assert (str(record["samples"]), "calibration samples") in tiles
+        bare = {key: value for key, value in record.items() if key not in ("evaluation", "verdict")}
+        assert len(re.findall(r"<li><b>", report_page(bare))) == len(tiles) - 2
+
     def test_numbers_in_pictures_are_also_in_tables(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
@@ -118,6 +131,16 @@ class TestContent:
                 assert attrs.get("scope") in ("row", "col")
             if attrs.get("role") == "region":
                 assert attrs["aria-label"]
+
+    def test_blocks_of_two_stacks_have_short_names(self, record: dict[str, Any]) -> None:
+        layers = [
+            {**record["layers"][0], "stack": f"{side}_model.encoder.layers", "block": block, "role": "q"}
+            for side in ("vision", "text")
+            for block in range(2)
+        ]
+        page = report_page({**record, "layers": layers})
+        assert "<th scope=row>vision_model 0</th>" in page
+        assert "<th scope=row>text_model 1</th>" in page
 
     def test_nothing_is_fetched(self, record: dict[str, Any]) -> None:
         page = report_page(record)
@@ -193,6 +216,22 @@ class TestPlots:
         drawn = curves("t", {"a": [1.0, 1e-3, 0.0]}, list("xyz"), x_label="x", logarithmic=True, low=1e-6)
         assert "0.00,0.00" in drawn
         assert "50.00,50.00" in drawn
+
+    def test_scales_are_round_and_stand_at_their_lines(self) -> None:
+        drawn = curves("t", {"a": [0.1, 0.646]}, list("xy"), x_label="x", low=0.0)
+        assert re.findall(r'<span style="--y:([\d.]+)%">([\d.]+)</span>', drawn) == [
+            ("100.00", "0"),
+            ("75.00", "0.2"),
+            ("50.00", "0.4"),
+            ("25.00", "0.6"),
+            ("0.00", "0.8"),
+        ]
+        assert re.findall(r'class="grid"[^>]* y1="([\d.]+)"', drawn) == ["100.00", "75.00", "50.00", "25.00", "0.00"]
+
+    def test_one_line_does_not_hide_another(self) -> None:
+        drawn = curves("t", {"a": [0.0, 1.0], "b": [0.0, 1.0]}, list("xy"), x_label="x", dashed=("b",))
+        assert re.findall(r'<polyline class="(.*?)"', drawn) == ["line c0", "line c1 dash"]
+        assert re.findall(r'<i class="(c\d.*?)">', drawn) == ["c0", "c1 dash"]
 
     def test_colours_follow_the_numbers(self) -> None:
         drawn = heat_map("t", ["a", "b", "c"], {"row": [0.0, 1.0, None]}, low=0.0, high=2.0)

@@ -23,7 +23,7 @@ from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
 from tuneport.recipe import KINDS, Printed, Recipe, make_recipe, placed, read_recipe
-from tuneport.tables import Comparing, Row, beside_paper, markdown, orders
+from tuneport.tables import Comparing, Row, beside_paper, markdown, orders, plot
 from tuneport.tasks import TASKS
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
@@ -157,8 +157,8 @@ class TestOurs:
         record = json.loads((out / "results.json").read_text(encoding="utf-8"))
         plots = sorted(out.glob("plot*.svg"))
         assert plots
-        for plot in plots:
-            assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+        for picture in plots:
+            assert ElementTree.parse(picture).getroot().tag.endswith("svg")
         if recipe.kind in figures.FIGURES:
             with (out / "points.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
@@ -325,6 +325,30 @@ class TestRunning:
         assert found.accuracy == pytest.approx(wanted)
         assert "± seeds" in (out / "table.md").read_text()
 
+    def test_fine_tuned_models_get_a_probe_on_the_whole_training_split(self, root: Path, tmp_path: Path) -> None:
+        from tuneport.data import read_data
+        from tuneport.evaluation import linear_probe
+
+        tuned = str(root / "zoo" / "a-mnist")
+        more = {"source_rows": True, "reference": {"mnist": tuned}, "stated": {"fashion": 74.5}}
+        recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[0, 1], scales=["1", "auto"], **more)
+        out = run_recipe(recipe, tmp_path / "out")
+        rows = [Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
+        fixed = {(row.task, row.method): row for row in rows if row.budget == 0 and row.seed == 1}
+        assert set(fixed) == {
+            (task, f"fine-tuned {side}") for task in ("fashion", "mnist") for side in ("source", "target")
+        }
+        data = root / "data" / "images" / "mnist.npz"
+        wanted = linear_probe(open_model(tuned), read_data(data, "train"), read_data(data, "test")).accuracy
+        for side in ("source", "target"):  # one and the same model here
+            assert fixed["mnist", f"fine-tuned {side}"].accuracy == pytest.approx(wanted)
+        assert fixed["fashion", "fine-tuned target"].stated
+        target = {(row.task, row.seed, row.budget): row.accuracy for row in rows if row.method == "target"}
+        gains = [row.accuracy - target[row.task, row.seed, row.budget] for row in rows if row.scale_rule == "auto"]
+        summary = json.loads((out / "results.json").read_text())["auto"]
+        assert summary[0]["worst"] == round(min(gains), 2)
+        assert summary[0]["mean_gain"] == round(sum(gains) / len(gains), 2)
+
     def test_models_are_made_once_and_kept_in_the_cache(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -418,6 +442,20 @@ class TestRunning:
         assert "comparing 1 1" in err
 
 
+class TestFigures:
+    def test_a_model_ported_to_itself_is_like_its_own_fine_tune(self, root: Path) -> None:
+        settings = {"target": "zoo/a", "reference": "zoo/a-{task}", "methods": ["naive", "bico"], "samples": [24]}
+        content = TestReading().content(kind="output-similarity", **settings)
+        part = make_recipe(content, root=root).comparison
+        both = [open_model(part.source), open_model(part.target)]
+        found: dict[str, list[float]] = {}
+        for point in figures.figure_cell("output-similarity", part, both, "mnist", "random", 0):
+            found.setdefault(point["series"], []).append(point["value"])
+        assert min(found["naive"]) > 0.99  # but for norms and embeddings, which stay
+        assert min(found["naive"]) > max(found["target"][1:])
+        assert all(bico > target for bico, target in zip(found["bico"], found["target"], strict=True))
+
+
 class TestPaper:
     def result(self, **accuracies: float) -> Comparing:
         rows = [Row("x", "target", "-", 0, 0, 50.0)]
@@ -453,6 +491,24 @@ class TestPaper:
         assert "At 10: another order. Ours: theseus > bico. The paper: bico > theseus." in text
         assert "66.0 (60.0, +6.0)" in text
         assert orders(self.result(bico=71.0, theseus=70.0), self.printed())[0]["same"]
+
+    def test_bases_under_a_probe_are_not_ranked(self) -> None:
+        rows = tuple(Row("x", method, "1", 10, 0, found) for method, found in (("bico", 71.0), ("theseus", 70.0)))
+        bases = tuple(Row("x", method, "-", 10, 0, found) for method, found in (("source", 80.0), ("target", 50.0)))
+        result = replace(self.result(), rows=(*rows, *bases))
+        more = (*self.printed().printed, Printed("source", 10, {}, 45.0), Printed("target", 10, {}, 48.0))
+        found = orders(result, replace(self.printed(), printed=more))
+        assert found == [{"budget": 10, "ours": ["bico", "theseus"], "paper": ["bico", "theseus"], "same": True}]
+
+    def test_a_mean_over_some_tasks_is_not_drawn_beside_means_over_all(self) -> None:
+        comparison = replace(self.result().comparison, data={"x": "d", "y": "e"})
+        rows = [Row(task, method, "-", 0, 0, 60.0) for task in "xy" for method in ("target", "fine-tuned source")]
+        rows += [Row(task, "bico", "1", 10, seed, 70.0 + seed) for task in "xy" for seed in (0, 2)]
+        whole = plot(Comparing(comparison, tuple(rows), {}))
+        assert "fine-tuned source" in whole
+        assert "71.0 ± 1.4" in whole
+        part = plot(Comparing(comparison, (*rows, Row("x", "fine-tuned target", "-", 0, 0, 99.0)), {}))
+        assert part == whole
 
     def test_other_models_are_not_compared_by_task(self) -> None:
         text = markdown(self.result(bico=66.0), self.printed(small=True))

@@ -3,8 +3,8 @@
     python benchmarks/speed/phases.py --shapes large --samples 100 --device cuda --out benchmarks/results/speed
 
 Towers and samples as in vit.py. First the whole of solving and carrying over without clocks in between (twice: the
-second has everything loaded), then once more with a clock around each phase, which waits for the device and so costs a little.
-Phases contain each other: `iterate` holds `_step`, `_null_directions`, `_finish` and `_finished`.
+second has everything loaded), then once more with a clock around each phase, which waits for the device and so costs
+a little. Phases contain each other: `iterate` holds `_step`, `_null_directions`, `_finish` and `_finished`.
 """
 
 from __future__ import annotations

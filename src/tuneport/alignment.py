@@ -102,9 +102,7 @@ class CrossCovariance:
         self.target_energy += _energy(target)
         self.tokens += len(source)
         if self.rows is not None:  # so few that it pays to look
-            alive = source.any(dim=1) & target.any(dim=1)
-            if int(alive.sum()) < len(source):
-                source, target = source[alive], target[alive]
+            source, target = _with_signal(source, target)
         more = source.numel() * source.element_size() + target.numel() * target.element_size()
         if self.rows is not None and 2 * (self.nbytes + more) > self.shape[0] * self.shape[1] * self.dtype.itemsize:
             self.matrix = self._total()
@@ -251,6 +249,12 @@ def _alignment(found: Polar, streamed: CrossCovariance | None, completion: Compl
         cosine = min(found.total / energy, 1.0) if energy > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
+
+
+def _with_signal(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens that are not zero in either signal; the others add nothing."""
+    alive = source.any(dim=1) & target.any(dim=1)
+    return (source, target) if bool(alive.all()) else (source[alive], target[alive])
 
 
 def _add_product(total: Tensor, source: Tensor, target: Tensor) -> None:

@@ -87,6 +87,7 @@ def run_cell(
     head: Head | None = None
     if probing:
         judges.setdefault("test", _test_split(comparison, task))
+        yield from _probed_rows(comparison, models, judges, blank)
     else:
         if "judge" not in judges:
             judges["judge"] = _judge(comparison, target, task)
@@ -189,6 +190,26 @@ def _fixed_rows(comparison: Comparison, source: Model, judges: dict[str, Any], b
             own = _judge(comparison, source, task)
             tuned = open_model(comparison.finetuned[task], device=source.device)
             rows.append(replace(blank, method="fine-tuned source", accuracy=own.accuracy(tuned.module)))
+        judges["fixed"] = rows
+    yield from (replace(row, seed=blank.seed) for row in judges["fixed"])
+
+
+def _probed_rows(comparison: Comparison, models: Sequence[Model], judges: dict[str, Any], blank: Row) -> Iterator[Row]:
+    """The fine-tuned models under a probe that learns from the whole training split; measured once per task."""
+    task, (source, target) = blank.task, models
+    if "fixed" not in judges:
+        rows = []
+        tuned = {"fine-tuned source": (source, comparison.finetuned[task])} if comparison.source_rows else {}
+        if task in comparison.reference:
+            tuned["fine-tuned target"] = (target, comparison.reference[task])
+        elif task in comparison.stated:
+            stated = float(comparison.stated[task])
+            rows.append(replace(blank, method="fine-tuned target", accuracy=stated, stated=True))
+        train = read_data(comparison.data[task], "train") if tuned else None
+        for name, (base, path) in tuned.items():
+            assert train is not None
+            model = base.with_module(open_model(path, device=base.device).module)
+            rows.append(replace(blank, method=name, accuracy=linear_probe(model, train, judges["test"]).accuracy))
         judges["fixed"] = rows
     yield from (replace(row, seed=blank.seed) for row in judges["fixed"])
 

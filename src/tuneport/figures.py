@@ -15,6 +15,7 @@ from typing import Any
 
 from .calibration import select
 from .capture import INPUT
+from .charts import bars, chart
 from .cost import cost_of
 from .diagnostics import activation_drift, by_block, layer_similarity, output_similarity
 from .errors import DataError
@@ -26,7 +27,7 @@ from .pairing import pair_layers
 from .pipeline import measure_job, problem_of, run
 from .preparation import PairedBatches, prepare
 from .recipe import FIGURES, Comparison, Recipe
-from .report import bars, chart, to_json
+from .report import to_json
 from .scaling import Scaled
 from .tables import grid, write_csv
 from .tasks import read_data
@@ -196,9 +197,8 @@ def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: 
             name: {tick: _mean(found, first, tick) for tick in ticks if not math.isnan(_mean(found, first, tick))}
             for name, first in lines.items()
         }
-        name = "plot.svg" if len(plots) == 1 else f"plot-{plot}.svg"
         text += ([f"## {plot}", ""] if len(plots) > 1 else []) + _table(plot, means[plot], ticks) + [""]
-        (folder / name).write_text(_drawn(plot, means[plot], ticks), encoding="utf-8")
+    draw(recipe.title, means, folder)
     text += [f"- machine: {machine}", f"- date: {time.strftime('%Y-%m-%d')}"]
     (folder / "table.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     about = {"title": recipe.title, "where": recipe.where, "kind": recipe.kind, "small": recipe.small}
@@ -227,10 +227,22 @@ def _table(plot: str, means: Mapping[str, Mapping[float, float]], ticks: Sequenc
     return grid([label, *means], rows)
 
 
-def _drawn(plot: str, means: Mapping[str, Mapping[float, float]], ticks: Sequence[float]) -> str:
+def draw(title: str, means: Mapping[str, Mapping[str, Mapping[float, float]]], folder: Path) -> None:
+    """An SVG per plot, from the means that results.json keeps."""
+    for plot, series in means.items():
+        name = "plot.svg" if len(means) == 1 else f"plot-{plot}.svg"
+        (folder / name).write_text(_drawn(title, plot, series), encoding="utf-8")
+
+
+def _drawn(title: str, plot: str, means: Mapping[str, Mapping[float, float]]) -> str:
     if plot == "cost":
         seconds = {name: next(iter(values.values())) for name, values in means.items() if "seconds" in name}
-        return bars(seconds, x_label="seconds on this machine")
+        named = {name.removeprefix("seconds of "): value for name, value in seconds.items()}
+        return bars(named, title=title, x_label="seconds on this machine")
     x_label, y_label = LABELS[plot]
+    ticks = sorted({tick for values in means.values() for tick in values})
     lines = {name: [values.get(tick, math.nan) for tick in ticks] for name, values in means.items()}
-    return chart(lines, ticks, x_label=x_label, y_label=y_label)
+    first = next(iter(lines)).partition(": ")[0]
+    twins = {name: f"{first}: {name.partition(': ')[2]}" for name in lines if ": " in name}
+    variants = {name: twin for name, twin in twins.items() if twin != name and twin in lines}
+    return chart(lines, ticks, title=title, x_label=x_label, y_label=y_label, variants=variants)

@@ -121,7 +121,24 @@ def _summary(record: Record) -> str:
     data = record.get("data", {}).get("name")
     more = f"<tr><th scope=row>calibration data</th><td>{e(data)}</td></tr>" if data else ""
     notes = "".join(f"<p>Note: {e(note)}</p>" for note in record.get("notes", ()))
-    return f'<div class="wide"><table>{rows}{more}</table></div>{notes}'
+    return f'{_tiles(record)}<div class="wide"><table>{rows}{more}</table></div>{notes}'
+
+
+def _tiles(record: Record) -> str:
+    """The few numbers that a reader looks for first."""
+    tiles = []
+    if found := record.get("evaluation"):
+        words = f"points, {found['before']:.1f} to {found['after']:.1f} %"
+        tiles.append((f"{found['after'] - found['before']:+.1f}", words))
+    if verdict := record.get("verdict"):
+        tiles.append((str(verdict["verdict"]), "the pre-flight's word"))
+    tiles += [
+        (f"{len(record['layers']):,}", f"layers moved, {len(record['not_transported']):,} tensors kept"),
+        (f"{record['samples']:,}", "calibration samples"),
+        (f"{record['seconds']:.1f} s", "to measure, align and move"),
+    ]
+    items = "".join(f"<li><b>{e(number)}</b><span>{e(words)}</span></li>" for number, words in tiles)
+    return f'<ul class="tiles">{items}</ul>'
 
 
 def _accuracy(evaluation: Mapping[str, Any] | None) -> str:
@@ -172,12 +189,13 @@ def _layer_pictures(layers: Sequence[Mapping[str, Any]]) -> str:
                 layers,
                 lambda item, s=side: _share(item, s),
                 "share of directions that the data determine",
+                kind="cool",
             )
         )
     ratios = [ratio for item in layers if (ratio := _ratio(item)) is not None]
     if ratios:
         top = max(1.0, *ratios)
-        maps.append(_heat("|tau| after / before", layers, _ratio, "1 keeps its length", high=top))
+        maps.append(_heat("|tau| after / before", layers, _ratio, "1 keeps its length", high=top, kind="cool"))
     labels = [_layer_label(item) for item in layers]
     lines = [
         curves(
@@ -197,6 +215,7 @@ def _layer_pictures(layers: Sequence[Mapping[str, Any]]) -> str:
             labels,
             x_label="layers in order",
             low=0.0,
+            dashed=("target",),  # the two agree where a map keeps lengths
         ),
         _spectra(layers),
     ]
@@ -207,22 +226,34 @@ def _layer_pictures(layers: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _heat(title: str, layers: Sequence[Mapping[str, Any]], value: Any, better: str, high: float = 1.0) -> str:
+def _heat(
+    title: str, layers: Sequence[Mapping[str, Any]], value: Any, better: str, high: float = 1.0, kind: str = "hot"
+) -> str:
     """Blocks as rows, roles as columns; layers outside the blocks have a row each, with one wide cell."""
     roles = list(dict.fromkeys(str(item["role"]) for item in layers if item.get("block") is not None))
     columns = roles or ["value"]
     rows: dict[str, Any] = defaultdict(lambda: [None] * len(columns))
     found = False
-    stacks = {item.get("stack") for item in layers if item.get("block") is not None}
+    stacks = _short_names(str(item.get("stack")) for item in layers if item.get("block") is not None)
     for item in layers:
         number = value(item)
         found = found or number is not None
         if item.get("block") is None:
             rows |= {str(item.get("role", item["target"])): number} if number is not None else {}
         else:
-            label = f"{item['stack']} {item['block']}" if len(stacks) > 1 else str(item["block"])
+            label = f"{stacks[str(item.get('stack'))]} {item['block']}" if len(stacks) > 1 else str(item["block"])
             rows[label][roles.index(str(item["role"]))] = number
-    return heat_map(title, columns, rows, high=high, better=better) if found else ""
+    return heat_map(title, columns, rows, high=high, better=better, kind=kind) if found else ""
+
+
+def _short_names(names: Iterable[str]) -> dict[str, str]:
+    """Dotted names without the parts that all of them begin or end with."""
+    parts = {name: name.split(".") for name in names}
+    for at in (0, -1):
+        while all(len(words) > 1 for words in parts.values()) and len({words[at] for words in parts.values()}) == 1:
+            for words in parts.values():
+                words.pop(at)
+    return {name: ".".join(words) for name, words in parts.items()}
 
 
 def _spectra(layers: Sequence[Mapping[str, Any]]) -> str:
@@ -237,12 +268,12 @@ def _spectra(layers: Sequence[Mapping[str, Any]]) -> str:
             lines[f"{words}, median layer"] = [max(statistics.median(place), FLOOR) for place in places]
             lines[f"{words}, steepest"] = [max(min(place), FLOOR) for place in places]
             lines[f"{words}, flattest"] = [max(max(place), FLOOR) for place in places]
-    labels = [f"{100 * index / max(points - 1, 1):.0f} % of the directions" for index in range(points)]
+    labels = [f"{100 * index / max(points - 1, 1):.0f} %" for index in range(points)]
     return curves(
         "Spectrum of the cross-covariance, largest value 1",
         lines,
         labels,
-        x_label="from the strongest direction",
+        x_label="of the directions, strongest first",
         logarithmic=True,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,7 @@ def _shape_problems(content: Mapping[str, Any], variant: str) -> Iterator[str]:
     known = [key for key in _KNOWN if not (variant and key in ("small", "paper", "title", "printed"))]
     for key in content:
         if key not in known:
-            yield unknown_name("key", key, known)
+            yield _unknown_key(key, known)
     for key, value in content.items():
         yield from _wrong_type(key, value)
     for index, pair in enumerate(_as_list(content.get("pairs"))):
@@ -259,12 +259,18 @@ def _shape_problems(content: Mapping[str, Any], variant: str) -> Iterator[str]:
         if not isinstance(pair, Mapping):
             yield f"'pairs' must be a list of tables, got {pair!r}"
             continue
-        yield from (f"pair {index + 1}: {unknown_name('key', key, names)}" for key in pair if key not in names)
+        yield from (f"pair {index + 1}: {_unknown_key(key, names)}" for key in pair if key not in names)
         for key, value in pair.items():
             yield from _wrong_type(key, value)
     kind = content.get("kind")
     if isinstance(kind, str) and kind not in KINDS:
         yield unknown_name("kind", kind, KINDS)
+
+
+def _unknown_key(key: str, known: Iterable[str]) -> str:
+    """Like unknown_name, but without the long list of keys where one is near: a recipe may have many problems."""
+    text = unknown_name("key", key, known)
+    return text.partition(" Known:")[0] if "Did you mean" in text else text
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -307,7 +313,7 @@ def _wrong_schedule(value: Any) -> Iterator[str]:
         return
     for key, item in value.items():
         if key not in known:
-            yield f"finetune: {unknown_name('key', key, known)}"
+            yield f"finetune: {_unknown_key(key, known)}"
         elif type(item) not in (int, float) or not 0 <= item < math.inf:
             yield f"'{key}' of finetune must be a number of 0 or more, got {item!r}"
     if type(value.get("steps")) is not int or value["steps"] < 1:
@@ -374,7 +380,7 @@ def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:
             try:
                 select(data, samples=samples, shots=shots, sampler=blind, seed=seed)
             except TuneportError as error:
-                yield str(error)
+                yield str(error).replace("--", "")  # a recipe has keys, not options
                 break
 
 
@@ -392,7 +398,7 @@ def _printed(content: Mapping[str, Any], tasks: Sequence[str], problems: list[st
     standard deviations, `marks` has [method, budget, column, what is wrong with it].
     """
     known = ("tasks", "rows", "deviations", "marks")
-    problems += [f"printed: {unknown_name('key', key, known)}" for key in content if key not in known]
+    problems += [f"printed: {_unknown_key(key, known)}" for key in content if key not in known]
     columns = content.get("tasks", list(tasks))
     found: dict[tuple[str, int], Printed] = {}
     spread: dict[tuple[str, int], dict[str, float]] = {}

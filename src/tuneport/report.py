@@ -254,63 +254,6 @@ def repeat_command(record: Record) -> str | None:
 REPEATED_DEFAULTS = {"sampler": "random", "seed": 0, "completion": "svd", "batch_size": 32, "as": "model"}
 
 
-COLOURS = ("#3b7dd8", "#d8743b", "#3ba55d", "#a14bd1", "#c7a008", "#d13b6a", "#3bb8c4", "#7a7a7a", "#8c564b", "#000000")
-
-
-def chart(lines: Mapping[str, Sequence[float]], ticks: Sequence[float], *, x_label: str, y_label: str) -> str:
-    """A line chart as SVG: one line per name over evenly spaced ticks."""
-    values = [value for points in lines.values() for value in points if math.isfinite(value)]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    span = (high - low) or 1.0
-    left, top, width, height = 60, 20, 560, 360
-
-    def at(index: int, value: float) -> tuple[float, float]:
-        return left + width * index / max(len(ticks) - 1, 1), top + height * (1 - (value - low) / span)
-
-    parts = []
-    for step in range(5):
-        value = low + span * step / 4
-        y = at(0, value)[1]
-        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for index, tick in enumerate(ticks):
-        parts.append(f'<text x="{at(index, low)[0]:.1f}" y="{top + height + 18}" text-anchor="middle">{tick:g}</text>')
-    for number, (name, points) in enumerate(lines.items()):
-        colour, dash = COLOURS[number % len(COLOURS)], ' stroke-dasharray="5 4"' if number >= len(COLOURS) else ""
-        path = " ".join(
-            "{:.1f},{:.1f}".format(*at(index, value)) for index, value in enumerate(points) if math.isfinite(value)
-        )
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        y = top + 14 * number + 10
-        parts.append(
-            f'<line x1="{left + width + 16}" x2="{left + width + 40}" y1="{y - 4}" y2="{y - 4}" '
-            f'stroke="{colour}" stroke-width="2"{dash}/>'
-        )
-        parts.append(f'<text x="{left + width + 46}" y="{y}">{_e(name)}</text>')
-    parts.append(f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">{_e(x_label)}</text>')
-    parts.append(f'<text x="{left}" y="12">{_e(y_label)}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {max(430, 40 + 14 * len(lines))}" '
-        f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
-    )
-
-
-def bars(values: Mapping[str, float], *, x_label: str) -> str:
-    """Horizontal bars as SVG, from zero: one per name, with its number."""
-    longest = max((value for value in values.values() if math.isfinite(value)), default=0.0) or 1.0
-    left, width, step = 260, 520, 22
-    parts = [f'<text x="{left}" y="14">{_e(x_label)}</text>']
-    for index, (name, value) in enumerate(values.items()):
-        y, long = 24 + step * index, width * max(value, 0.0) / longest if math.isfinite(value) else 0.0
-        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{_e(name)}</text>')
-        parts.append(f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{step - 6}" fill="{COLOURS[0]}"/>')
-        parts.append(f'<text x="{left + long + 6:.1f}" y="{y + 14}">{value:.4g}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {40 + step * len(values)}" '
-        f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
-    )
-
-
 def _number(value: float | int | None) -> str:
     return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 

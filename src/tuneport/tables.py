@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .charts import bars, chart
 from .errors import DataError, first_of
 from .finetuning import Schedule
 from .output import new_folder
 from .recipe import Comparison, Printed, Recipe
-from .report import bars, chart, to_json
+from .report import to_json
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,9 @@ def _marks(row: Printed) -> Iterator[str]:
 
 
 def orders(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
-    """The methods from best to worst at each budget, ours and the paper's, at scale 1."""
+    """The methods from best to worst at each budget, ours and the paper's, at scale 1; bare bases are no methods."""
     table = [row for row in beside_paper(result, recipe) if row["ours"] is not None and row["budget"]]
+    table = [row for row in table if row["method"] not in ("source", "target")]
     found = []
     for budget in dict.fromkeys(row["budget"] for row in table):
         rows = [row for row in table if row["budget"] == budget]
@@ -278,7 +280,7 @@ def write_tables(result: Comparing, folder: Path, recipe: Recipe | None = None) 
         write_csv(folder / "paper.csv", *paper_rows(beside))
     (folder / "results.json").write_text(to_json(record) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(markdown(result, recipe), encoding="utf-8")
-    (folder / "plot.svg").write_text(_plot(result), encoding="utf-8")
+    (folder / "plot.svg").write_text(plot(result, recipe), encoding="utf-8")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -287,31 +289,69 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]])
     path.write_text(content.getvalue(), encoding="utf-8")
 
 
-def _plot(result: Comparing) -> str:
-    """Mean accuracy against the budget, a line per method and scale rule; bars where there is one budget."""
+def plot(result: Comparing, recipe: Recipe | None = None) -> str:
+    """Mean accuracy against the budget, a line per method and scale rule; bars where there is one budget.
+
+    Only means over all tasks are drawn. Fine-tuned models are so far above the rest that a chart gives their numbers
+    in words.
+    """
     budgets = sorted(result.comparison.budgets)
-    found = [line for line in lines_of(result) if line.by_task]
-    names = {id(line): _label(result, line) + ("" if line.rule in ("-", "1") else f", {line.rule}") for line in found}
-    means = {id(line): mean_and_deviation.mean(line.by_task.values()) for line in found}
+    found = [(line, line.mean) for line in lines_of(result) if line.mean is not None]
+    names = [_label(result, line) + ("" if line.rule in ("-", "1") else f", {line.rule}") for line, _ in found]
+    variants = {
+        name: _label(result, line)
+        for name, (line, _) in zip(names, found, strict=True)
+        if line.rule not in ("-", "1", result.comparison.scales[0])
+    }
+    title = _plot_title(result, recipe)
     if len(budgets) < 2:
-        return bars({names[id(line)]: means[id(line)] for line in found}, x_label="accuracy, %")
+        means = {name: mean for name, (_, mean) in zip(names, found, strict=True)}
+        spread = {name: line.deviation for name, (line, _) in zip(names, found, strict=True) if line.deviation}
+        base = means.get("target")
+        words: dict[str, Any] = {"title": title, "x_label": "accuracy, %", "form": ".1f"}
+        return bars(means, spread=spread, line=base, variants=variants, **words)
     lines: dict[str, list[float]] = {}
-    for line in found:
-        points = lines.setdefault(names[id(line)], [math.nan] * len(budgets))
+    spreads: dict[str, list[float]] = {}
+    notes = {}
+    for name, (line, mean) in zip(names, found, strict=True):
+        if line.budget == 0 and line.method.startswith("fine-tuned "):
+            notes[name] = f"{name}: {mean:.1f}"
+            continue
+        points = lines.setdefault(name, [math.nan] * len(budgets))
+        around = spreads.setdefault(name, [math.nan] * len(budgets))
         for index, budget in enumerate(budgets):
             if line.budget in (0, budget):
-                points[index] = means[id(line)]
+                points[index] = mean
+                around[index] = math.nan if line.deviation is None else line.deviation
     word = "shots per class" if result.comparison.shots else "calibration samples"
-    return chart(lines, budgets, x_label=word, y_label="accuracy, %")
+    above = list(notes.values())
+    return chart(
+        lines,
+        budgets,
+        title=title,
+        x_label=word,
+        y_label="accuracy, %",
+        spread=spreads,
+        variants=variants,
+        notes=above,
+    )
+
+
+def _plot_title(result: Comparing, recipe: Recipe | None) -> str:
+    pair = f"{Path(result.comparison.source).name} to {Path(result.comparison.target).name}"
+    return pair if recipe is None or not recipe.where else f"{recipe.title}: {pair}"
 
 
 def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
     """How `auto` did on test data against doing nothing, per method: helped, hurt, picked zero; and the hold-out."""
-    base = {(row.task, row.seed): row.accuracy for row in result.rows if row.method == "target"}
+    base = {(row.task, row.seed, row.budget): row.accuracy for row in result.rows if row.method == "target"}
     summary = []
     for method in dict.fromkeys(row.method for row in result.rows if row.scale_rule == "auto"):
         rows = [row for row in result.rows if row.method == method and row.scale_rule == "auto"]
-        gains = [row.accuracy - base[row.task, row.seed] for row in rows]
+        gains = []
+        for row in rows:
+            before = base.get((row.task, row.seed, row.budget))  # a probed target depends on the budget
+            gains.append(row.accuracy - (base[row.task, row.seed, 0] if before is None else before))
         summary.append(
             {
                 "method": method,
