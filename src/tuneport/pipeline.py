@@ -173,18 +173,12 @@ def transfer(
     options are those of `prepare`; without a `scale`, the method's own is used. Trap: with very few samples a
     full-strength transfer can harm; `scale="auto"` chooses the strength on calibration samples, and may choose zero.
     """
-<<<<<<< HEAD
     strength = check_scale(scale, options.get("method", "bico"))
     job = prepare(source, finetuned, target, data, scored=strength == "auto", **options)
-    return run(job, scale=strength, progress=progress)
-=======
-    check_scale(scale)
-    job = prepare(source, finetuned, target, data, scored=scale == "auto", **options)
-    result = run(job, scale=scale, progress=progress)
+    result = run(job, scale=strength, progress=progress)
     if not isinstance(job.batches, PairedBatches) or options.get("loss") is not None:
         return result  # counting would run a loss that is not ours once more
     return replace(result, record={**result.record, "cost": cost_of(job, result.record["samples"])})
->>>>>>> speed-s2
 
 
 def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | Literal["auto"]:
