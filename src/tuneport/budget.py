@@ -1,14 +1,16 @@
-"""A transfer within a given memory: which layers are measured in which pass, and the peak to expect.
+"""A transfer within a given memory: what lives where, which layers are measured in which pass, and the peak to expect.
 
-Statistics may outgrow the memory, not the models: layers are then measured in groups, with one run over the
-calibration data for each, and a group's statistics are gone before the next begins. The numbers do not change.
-One small batch through both models, before any work, tells what a pass takes; the rest follows from shapes.
+Where statistics outgrow the memory, layers are measured in groups, with one run over the calibration data for each, and
+a group's statistics are gone before the next begins. Where models do, their blocks stay at home (RAM under a GPU, files
+under RAM) and come when they run. The numbers do not change. Models in place are tried with one small batch
+before any work; models at home are tried on shapes alone.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,13 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from .alignment import HELD, PIECE, CrossCovariance, Statistics
-from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure
+from .capture import INPUT, NEEDS_BACKWARD, OUTPUT, Loss, PairedBatch, count_samples, measure
 from .errors import TuneportError
+from .forecast import Forecast, ShapeSum, foretell
+from .offload import Placement, block_paths, bytes_of, is_hollow, sizes
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches
+from .preparation import Job, PairedBatches, free_memory
 from .solver import STREAMS
+from .task_vector import LowRank
 
 UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
+SLACK = 0.03  # of a GPU's budget: what its libraries take for themselves
 UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
 
 
@@ -57,13 +63,19 @@ def format_bytes(size: float) -> str:
 class Passes:
     """Groups of pairs, one run over the calibration data for each, and the bytes that they take.
 
-    `fixed_bytes` are the models and the result; `group_bytes` what each group takes besides; the peak is the
-    largest of these sums.
+    `fixed_bytes` are the models and the result, as far as they are in this memory; `group_bytes` what each group takes
+    besides; the peak is the largest of these sums. `placements` say where both models are while they run, where
+    that is not where they were given; `home_bytes` is what stays at home, `fetched_bytes` what comes from there
+    in all runs together, and `shelved` whether the result goes to a file of its own, block by block.
     """
 
     groups: tuple[tuple[LayerPair, ...], ...]
     fixed_bytes: int
     group_bytes: tuple[int, ...]
+    placements: tuple[Placement, Placement] | None = None
+    home_bytes: int = 0
+    fetched_bytes: int = 0
+    shelved: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -72,18 +84,12 @@ class Passes:
 
 def plan_passes(job: Job, budget: int | None) -> Passes:
     """Divide a job's layers so that the expected peak stays within the budget; None for all of them at once."""
+    if budget is not None and _at_home(job):
+        return _Placing(job, budget).passes()
     cost = _Cost(job)
     if budget is None:
         return Passes((job.plan.pairs,), cost.fixed, (cost.of(job.plan.pairs),))
-    blocks = [list(group) for _, group in groupby(job.plan.pairs, key=lambda p: (p.target.stack, p.target.block))]
-    groups: list[list[LayerPair]] = []
-    for block in blocks:
-        fits = cost.fixed + cost.of(block) <= budget
-        for unit in [block] if fits else _by_weight(block):
-            if groups and cost.fixed + cost.of([*groups[-1], *unit]) <= budget:
-                groups[-1].extend(unit)
-            else:
-                groups.append(unit)
+    groups = _grouped(job.plan.pairs, lambda pairs: cost.fixed + cost.of(pairs) <= budget)
     found = Passes(tuple(tuple(group) for group in groups), cost.fixed, tuple(cost.of(group) for group in groups))
     if found.peak_bytes > budget:
         raise TuneportError(
@@ -91,17 +97,50 @@ def plan_passes(job: Job, budget: int | None) -> Passes:
             f"{format_bytes(cost.fixed)}, the largest layer {format_bytes(max(found.group_bytes))} besides. Give at "
             f"least {format_bytes(found.peak_bytes)}, a smaller --batch-size, or fewer --max-tokens."
         )
-    if len(groups) > 1 and not job.method.by_layer:
+    if len(groups) > 1:
+        _check_by_layer(job, cost.peak())
+    return found
+
+
+def in_blocks(job: Job) -> list[Job]:
+    """A job for each block of the target; tensors outside layers go with the first."""
+    blocks = _by_block(job.plan.pairs)
+    plans = [
+        replace(job.plan, pairs=tuple(pairs), loose=job.plan.loose if pairs is blocks[0] else ()) for pairs in blocks
+    ]
+    return [replace(job, plan=plan) for plan in plans]
+
+
+def _check_by_layer(job: Job, needed: int) -> None:
+    if not job.method.by_layer:
         raise TuneportError(
-            f"method {job.record.get('method')} moves all layers at once: give it {format_bytes(cost.peak())}, or use "
+            f"method {job.record.get('method')} moves all layers at once: give it {format_bytes(needed)}, or use "
             "a method that moves them one by one, such as bico."
         )
-    return found
+
+
+def _grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool]) -> list[list[LayerPair]]:
+    """Pairs in groups that fit, as long as they can be: whole blocks, or weights where a block does not fit."""
+    groups: list[list[LayerPair]] = []
+    for block in _by_block(pairs):
+        for unit in [block] if fits(block) else _by_weight(block):
+            if groups and fits([*groups[-1], *unit]):
+                groups[-1].extend(unit)
+            else:
+                groups.append(unit)
+    return groups
+
+
+def _by_block(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+    return [list(group) for _, group in groupby(pairs, key=lambda p: (p.target.stack, p.target.block))]
 
 
 def in_groups(job: Job, passes: Passes | None) -> list[Job]:
     """A job for each group; tensors outside layers go with the first."""
-    if passes is None or len(passes.groups) < 2:
+    if passes is None:
+        return [job]
+    job = replace(job, placements=passes.placements)
+    if len(passes.groups) < 2:
         return [job]
     plans = [
         replace(job.plan, pairs=pairs, loose=job.plan.loose if pairs is passes.groups[0] else ())
@@ -118,22 +157,79 @@ def _by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     return list(units.values())
 
 
+class _Sums:
+    """What the statistics of groups of layers take, from the sums of one small batch."""
+
+    def __init__(self, job: Job, sums: Mapping[tuple[str, str], CrossCovariance | ShapeSum], size: int) -> None:
+        self._job, self._sums, self._size = job, sums, size
+        self._samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else size)
+        self.batch = self._samples
+        if isinstance(job.batches, PairedBatches):
+            self.batch = min(job.batches.size, self._samples)
+        elif isinstance(job.batches, (list, tuple)):
+            self.batch = max((count_samples([batch]) for batch in job.batches), default=1)
+
+    def held(self, pairs: Iterable[LayerPair]) -> int:
+        """The statistics when all tokens are in."""
+        return sum(self._held(found) for _, found in self._of(pairs))
+
+    def kept(self, pairs: Iterable[LayerPair]) -> tuple[int, int]:
+        """The source's inputs or outputs, and its gradients, that one batch keeps for the target."""
+        forward = backward = 0
+        for (_, signal), found in self._of(pairs):
+            size = self._rows(found) * found.shape[0] * found.signal_dtype.itemsize
+            forward, backward = (forward + size, backward) if signal in (INPUT, OUTPUT) else (forward, backward + size)
+        return forward, backward
+
+    def widest(self, pairs: Iterable[LayerPair]) -> int:
+        """One piece of a batch in the dtype of the sums."""
+        return max((8 * min(self._rows(found), PIECE) * sum(found.shape) for _, found in self._of(pairs)), default=0)
+
+    def solving(self, pairs: Sequence[LayerPair]) -> int:
+        """Maps, the work on them, and an update on its way."""
+        maps: dict[tuple[str, int | None], int] = {}
+        blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
+        work = 0
+        for (layer, _), found in self._of(pairs):
+            mapped, working = _solving(found.shape, self.tokens(found))
+            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
+            work = max(work, working)
+        streams = STREAMS if runs_on(self._job).type == "cuda" else 1
+        moving = max((_moving(pair) for pair in pairs), default=0)
+        return min(sum(maps.values()), HELD + max(maps.values(), default=0)) + max(streams * work, moving)
+
+    def tokens(self, found: CrossCovariance | ShapeSum) -> int:
+        """The tokens of all samples that a sum will have seen."""
+        tokens = found.tokens * self._samples // self._size
+        return min(tokens, self._job.max_tokens or tokens)
+
+    def _of(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[tuple[str, str], CrossCovariance | ShapeSum]]:
+        names = {pair.target.name for pair in pairs}
+        seen: set[int] = set()
+        for key, found in self._sums.items():
+            if key[0] in names and id(found) not in seen:
+                seen.add(id(found))
+                yield key, found
+
+    def _rows(self, found: CrossCovariance | ShapeSum) -> int:
+        return found.tokens * self.batch // self._size
+
+    def _held(self, found: CrossCovariance | ShapeSum) -> int:
+        """The bytes of a sum when all tokens are in, by the rule that it follows itself."""
+        rows = self.tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
+        dense = 8 * found.shape[0] * found.shape[1]
+        return rows if 2 * rows <= dense else dense
+
+
 class _Cost:
-    """What groups of layers take, from one small batch through both models."""
+    """What groups of layers take with both models in place, from one small batch through them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         modules = (job.source.module, job.target.module)
-        self.fixed = sum(_model_bytes(module) for module in modules) + _result_bytes(job)
+        self.fixed = sum(bytes_of((*module.parameters(), *module.buffers())) for module in modules) + _result_bytes(job)
         self._statistics, self._saved, self._size = _probe(job) if job.method.signals else (Statistics(), (0, 0), 1)
-        self._samples = job.samples or (
-            count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else self._size
-        )
-        self._batch = self._samples
-        if isinstance(job.batches, PairedBatches):
-            self._batch = min(job.batches.size, self._samples)
-        elif isinstance(job.batches, (list, tuple)):
-            self._batch = max((count_samples([batch]) for batch in job.batches), default=1)
+        self._sums = _Sums(job, self._statistics.covariances, self._size)
 
     def peak(self) -> int:
         return self.fixed + self.of(self._job.plan.pairs)
@@ -141,49 +237,157 @@ class _Cost:
     def of(self, pairs: Iterable[LayerPair]) -> int:
         """The peak of measuring and solving these pairs, beyond the fixed bytes."""
         pairs = list(pairs)
-        names = {pair.target.name for pair in pairs}
-        held, kept_inputs, kept_gradients, widest, work = 0, 0, 0, 0, 0
-        maps: dict[tuple[str, int | None], int] = {}
-        blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
-        seen: set[int] = set()
-        for (layer, signal), covariance in self._statistics.covariances.items():
-            if layer not in names or id(covariance) in seen:
-                continue
-            seen.add(id(covariance))
-            held += self._held(covariance)
-            rows = covariance.tokens * self._batch // self._size
-            signals = rows * covariance.shape[0] * covariance.signal_dtype.itemsize
-            if signal in (INPUT, OUTPUT):
-                kept_inputs += signals
-            else:
-                kept_gradients += signals
-            widest = max(widest, 8 * min(rows, PIECE) * sum(covariance.shape))
-            mapped, working = _solving(covariance, self._tokens(covariance))
-            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
-            work = max(work, working)
-        source, target = (saved * self._batch // self._size for saved in self._saved)
-        measuring = max(source + kept_inputs, kept_inputs + kept_gradients, kept_gradients + target) + widest
-        gradients = [self._statistics.weight_gradients[name] for name in names & set(self._statistics.weight_gradients)]
-        held += sum(12 * gradient.total.numel() for gradient in gradients)
-        streams = STREAMS if self._job.target.device.type == "cuda" else 1
-        moving = max((_moving(pair) for pair in pairs), default=0)
-        solved = min(sum(maps.values()), HELD + max(maps.values(), default=0))
-        return held + max(measuring, solved + max(streams * work, moving))
-
-    def _tokens(self, covariance: CrossCovariance) -> int:
-        tokens = covariance.tokens * self._samples // self._size
-        return min(tokens, self._job.max_tokens or tokens)
-
-    def _held(self, covariance: CrossCovariance) -> int:
-        """The bytes of a covariance when all tokens are in, by the rule that it follows itself."""
-        rows = self._tokens(covariance) * sum(covariance.shape) * covariance.signal_dtype.itemsize
-        dense = 8 * covariance.shape[0] * covariance.shape[1]
-        return rows if 2 * rows <= dense else dense
+        sums = self._sums
+        forward, backward = sums.kept(pairs)
+        source, target = (saved * sums.batch // self._size for saved in self._saved)
+        measuring = max(source + forward, forward + backward, backward + target) + sums.widest(pairs)
+        names = {pair.target.name for pair in pairs} & set(self._statistics.weight_gradients)
+        held = sums.held(pairs) + sum(12 * self._statistics.weight_gradients[name].total.numel() for name in names)
+        return held + max(measuring, sums.solving(pairs))
 
 
-def _solving(covariance: CrossCovariance, tokens: int) -> tuple[int, int]:
+class _Placing:
+    """The division of a job whose models are at home: what comes to the device for good, what when it runs."""
+
+    def __init__(self, job: Job, budget: int) -> None:
+        self._job, self._budget = job, budget
+        self._device = runs_on(job)
+        self._room = budget if self._device.type == "cpu" else int(budget * (1 - SLACK))
+        self._models = (job.source, job.target)
+        self._paths = [block_paths(model.layers) for model in self._models]
+        found = [sizes(model.module, paths) for model, paths in zip(self._models, self._paths, strict=True)]
+        self._rest, self._blocks = [rest for rest, _ in found], [blocks for _, blocks in found]
+        self._forecast: Forecast = foretell(job)
+        self._sums = _Sums(job, self._forecast.sums, self._forecast.size)
+        whole = _result_bytes(job)
+        here = result_device(job).type == self._device.type
+        self._shelved = job.method.by_layer and (
+            (here and whole > self._room // 4) or (not here and whole + self._models_bytes() > free_memory())
+        )
+        self._result = _result_bytes(job, by_block=True) if self._shelved or not here else whole
+
+    def passes(self) -> Passes:
+        pairs = self._job.plan.pairs
+        whole = self._placements(anew=False)
+        if self._peak(pairs, whole) <= self._room:
+            return self._found([pairs], whole)
+        away = self._placements(anew=True, fetched=self._paths)
+        if self._peak(pairs, away) <= self._room:
+            return self._found([pairs], self._with_guests(pairs, away))
+        groups = self._divided(away)
+        if len(groups) > 1:
+            _check_by_layer(self._job, self._peak(pairs, away))
+        return self._found(groups, away)
+
+    def _divided(self, away: tuple[Placement, Placement]) -> list[tuple[LayerPair, ...]]:
+        """Groups whose peaks stay within the room; tried, and divided further where the first guess was short."""
+        pairs = self._job.plan.pairs
+        least = self._forecast.peak(pairs[-1:], away)
+        spare = self._room - self._fixed(away)
+
+        def bound(group: Sequence[LayerPair]) -> int:
+            return self._sums.held(group) + max(least + sum(self._sums.kept(group)), self._sums.solving(group))
+
+        groups: list[tuple[LayerPair, ...]] = []
+        for _ in range(4):
+            groups = [tuple(group) for group in _grouped(pairs, lambda group: bound(group) <= spare)]
+            over = max(self._peak(group, away) for group in groups) - self._room
+            if over <= 0:
+                return groups
+            spare -= over
+        worst = max(self._peak(group, away) for group in groups)
+        raise TuneportError(
+            f"a memory budget of {format_bytes(self._budget)} is too small: what is outside the blocks takes "
+            f"{format_bytes(self._fixed(away))} and the largest layer {format_bytes(worst - self._fixed(away))} "
+            f"besides. Give at least {format_bytes(worst / (self._room / self._budget))}, a smaller --batch-size, or "
+            "fewer --max-tokens."
+        )
+
+    def _with_guests(
+        self, pairs: Sequence[LayerPair], away: tuple[Placement, Placement]
+    ) -> tuple[Placement, Placement]:
+        """As many blocks as there is room for stay on the device."""
+        spare = self._room - self._peak(pairs, away)
+        fetched = [list(paths) for paths in self._paths]
+        for side in (1, 0):
+            for path, size in self._blocks[side].items():
+                if size <= spare:
+                    spare -= size
+                    fetched[side].remove(path)
+        return self._placements(anew=True, fetched=fetched)
+
+    def _placements(
+        self, *, anew: bool, fetched: Sequence[Sequence[str]] = ((), ())
+    ) -> tuple[Placement, Placement]:
+        ours, theirs = (
+            Placement(self._device, paths if anew else (), frozenset(gone), model.parameters() if is_hollow(model.module) else None)
+            for model, paths, gone in zip(self._models, self._paths, fetched, strict=True)
+        )
+        return ours, theirs
+
+    def _fixed(self, placements: tuple[Placement, Placement]) -> int:
+        """What is on the device for good."""
+        stays = [
+            rest + sum(size for path, size in blocks.items() if path not in placement.fetched)
+            for rest, blocks, placement in zip(self._rest, self._blocks, placements, strict=True)
+        ]
+        return sum(stays) + (self._result if result_device(self._job).type == self._device.type else 0)
+
+    def _peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
+        """Measuring with what is on the device for good, or solving without the models."""
+        held = self._sums.held(pairs)
+        fixed = self._fixed(placements)
+        measuring = fixed + held + self._forecast.peak(pairs, placements)
+        return max(measuring, self._result + held + self._sums.solving(pairs))
+
+    def _found(self, groups: Sequence[Sequence[LayerPair]], placements: tuple[Placement, Placement]) -> Passes:
+        fixed = self._fixed(placements)
+        parts = tuple(self._peak(group, placements) - fixed for group in groups)
+        coming = sum(
+            size
+            for blocks, placement in zip(self._blocks, placements, strict=True)
+            for path, size in blocks.items()
+            if path in placement.fetched
+        )
+        times = 2 if NEEDS_BACKWARD & self._job.method.signals else 1
+        batches = -(-self._forecast.samples // self._forecast.size)
+        stay = sum(self._rest) + sum(sum(blocks.values()) for blocks in self._blocks) - coming
+        home = self._models_bytes() + (0 if result_device(self._job).type == self._device.type else _result_bytes(self._job))
+        fetched = len(groups) * (stay + times * batches * coming)
+        division = tuple(tuple(group) for group in groups)
+        return Passes(division, fixed, parts, placements, home, fetched, self._shelved)
+
+    def _models_bytes(self) -> int:
+        return sum(self._rest) + sum(sum(blocks.values()) for blocks in self._blocks)
+
+
+def runs_on(job: Job) -> torch.device:
+    """Where a job's models run and its maps are solved."""
+    at_home = job.device is not None and (job.placements is not None or _at_home(job))
+    return job.device if at_home and job.device is not None else job.target.device
+
+
+def result_device(job: Job) -> torch.device:
+    """Where the result will be: where the source's task vector is."""
+    smallest = min(
+        (pair.source.weight for pair in job.plan.pairs), key=lambda name: math.prod(job.task_vector.spec(name).shape)
+    )
+    entry = job.task_vector[smallest]
+    found = entry.out_factor.device if isinstance(entry, LowRank) else entry.device
+    return torch.device("cpu") if found.type == "meta" else found
+
+
+def _at_home(job: Job) -> bool:
+    """Whether the models are elsewhere than where they are to run."""
+    return any(
+        is_hollow(model.module) or (job.device is not None and model.device.type != job.device.type)
+        for model in (job.source, job.target)
+    )
+
+
+def _solving(shape: tuple[int, int], tokens: int) -> tuple[int, int]:
     """Bytes of one map, and of the work on it."""
-    short, long = sorted(covariance.shape)
+    short, long = sorted(shape)
     if 3 * tokens <= short:
         return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
     return 8 * short * (short + long), 8 * short * (2 * long + 5 * short)
@@ -257,17 +461,12 @@ def _saved_bytes(module: nn.Module, add: Callable[[int], None]) -> Iterator[None
         yield
 
 
-def _model_bytes(module: nn.Module) -> int:
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _result_bytes(job: Job) -> int:
-    """The target's task vector, float32, where its entries are dense."""
-    parameters: Mapping[str, Tensor] = dict(job.target.module.named_parameters())
-    dense = {
-        pair.target.weight
-        for pair in job.plan.pairs
-        if not job.method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None
-    }
-    return sum(4 * parameters[name].numel() for name in dense)
+def _result_bytes(job: Job, by_block: bool = False) -> int:
+    """The target's task vector, float32, where its entries are dense; or its largest block."""
+    dense: dict[tuple[str, int | None], dict[str, int]] = {}
+    for pair in job.plan.pairs:
+        if not job.method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None:
+            block = dense.setdefault((pair.target.stack, pair.target.block), {})
+            block[pair.target.weight] = 4 * math.prod(pair.target.weight_shape)
+    found = [sum(block.values()) for block in dense.values()]
+    return max(found, default=0) if by_block else sum(found)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .capture import (
@@ -137,7 +138,7 @@ def _transport(job: Job, pair: LayerPair) -> int:
 
 
 def _passes(job: Job) -> Passes | None:
-    batch = _first_batch(job)
+    batch = first_batch(job)
     if batch is None or job.source_loss is None or job.target_loss is None:
         return None
     try:
@@ -146,7 +147,7 @@ def _passes(job: Job) -> Passes | None:
         return None
 
 
-def _first_batch(job: Job) -> PairedBatch | None:
+def first_batch(job: Job) -> PairedBatch | None:
     """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
     batches = job.batches
     if isinstance(batches, PairedBatches):
@@ -187,8 +188,8 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
             signals.append({})
             continue
         counter = _PassCounter()
-        with counter:
-            seen = watch(_shapes_of(module), layers, _to_meta(inputs), counter.split(loss), wanted, size)
+        with WithoutNumbers(), counter:
+            seen = watch(shapes_of(module), layers, to_meta(inputs), counter.split(loss), wanted, size)
         signals.append(seen)
         forward_flops += counter.forward
         backward_flops += counter.get_total_flops() - counter.forward if backward else 0
@@ -232,6 +233,22 @@ def _wanted(job: Job) -> tuple[dict[Layer, frozenset[str]], dict[Layer, frozense
     return ours, theirs
 
 
+class WithoutNumbers(TorchDispatchMode):
+    """Says yes to a question about the numbers of a meta tensor.
+
+    transformers asks whether no token is padding and whether texts are not packed into one row, to leave out a mask.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        asked = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        if asked and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 class _PassCounter(FlopCounterMode):
     """Counts FLOPs, and remembers how many there were when the loss was known: those of the forward pass."""
 
@@ -248,7 +265,7 @@ class _PassCounter(FlopCounterMode):
         return counted
 
 
-def _shapes_of(module: nn.Module) -> nn.Module:
+def shapes_of(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have shapes and no numbers; nothing is copied."""
     tensors = chain(module.parameters(), module.buffers())
     stand_ins: dict[int, Any] = {}
@@ -258,12 +275,12 @@ def _shapes_of(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, stand_ins)
 
 
-def _to_meta(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, Mapping):
-        return {key: _to_meta(item) for key, item in value.items()}
-    return type(value)(_to_meta(item) for item in value) if isinstance(value, (tuple, list)) else value
+        return {key: to_meta(item) for key, item in value.items()}
+    return type(value)(to_meta(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

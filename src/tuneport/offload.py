@@ -8,10 +8,11 @@ by running it; outside it is as it was.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -334,3 +335,25 @@ def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
         torch.cuda.synchronize(placement.device)
         for at in done:
             library.cudaHostUnregister(at)
+
+
+def nested_to(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: nested_to(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [nested_to(item, device) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {item.name: nested_to(getattr(value, item.name), device) for item in fields(value)}
+        return replace(value, **changed)
+    return value
+
+
+def shelved(tensor: Tensor) -> Tensor:
+    """The tensor in a file of its own, which is gone when the tensor is; the system keeps in RAM what it has room for."""
+    with tempfile.NamedTemporaryFile(prefix="tuneport-") as file:
+        there = torch.from_file(file.name, shared=True, size=max(tensor.numel(), 1), dtype=tensor.dtype)
+    return there[: tensor.numel()].view(tensor.shape).copy_(tensor)
