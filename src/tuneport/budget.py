@@ -131,6 +131,11 @@ def _grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool]
     return groups
 
 
+def _units(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+    """The smallest groups that there are."""
+    return [unit for block in _by_block(pairs) for unit in _by_weight(block)]
+
+
 def _by_block(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     return [list(group) for _, group in groupby(pairs, key=lambda p: (p.target.stack, p.target.block))]
 
@@ -264,7 +269,9 @@ class _Placing:
         self._shelved = job.method.by_layer and (
             (here and whole > self._room // 4) or (not here and whole + self._models_bytes() > free_memory())
         )
-        self._result = _result_bytes(job, by_block=True) if self._shelved or not here else whole
+        self._result = whole if here and not self._shelved else 0  # held on the device to the end
+        self._shelving = _result_bytes(job, by_block=True) if here and self._shelved else 0
+        self._known: dict[Any, int] = {}
 
     def passes(self) -> Passes:
         pairs = self._job.plan.pairs
@@ -282,26 +289,36 @@ class _Placing:
     def _divided(self, away: tuple[Placement, Placement]) -> list[tuple[LayerPair, ...]]:
         """Groups whose peaks stay within the room; tried, and divided further where the first guess was short."""
         pairs = self._job.plan.pairs
-        least = self._forecast.peak(pairs[-1:], away)
         spare = self._room - self._fixed(away)
-
-        def bound(group: Sequence[LayerPair]) -> int:
-            return self._sums.held(group) + max(least + sum(self._sums.kept(group)), self._sums.solving(group))
-
+        bound = self._bound(away)
+        largest = max(map(bound, _units(pairs)))
         groups: list[tuple[LayerPair, ...]] = []
         for _ in range(4):
+            if largest > spare:
+                break
             groups = [tuple(group) for group in _grouped(pairs, lambda group: bound(group) <= spare)]
-            over = max(self._peak(group, away) for group in groups) - self._room
+            over = max(self._peak(group, away) for group in sorted(groups, key=bound)[-2:]) - self._room
             if over <= 0:
                 return groups
             spare -= over
-        worst = max(self._peak(group, away) for group in groups)
+        least_room = (self._fixed(away) + largest + max(self._room - self._fixed(away) - spare, 0)) / self._room
         raise TuneportError(
             f"a memory budget of {format_bytes(self._budget)} is too small: what is outside the blocks takes "
-            f"{format_bytes(self._fixed(away))} and the largest layer {format_bytes(worst - self._fixed(away))} "
-            f"besides. Give at least {format_bytes(worst / (self._room / self._budget))}, a smaller --batch-size, or "
-            "fewer --max-tokens."
+            f"{format_bytes(self._fixed(away))} and the largest layer {format_bytes(largest)} besides. Give at least "
+            f"{format_bytes(least_room * self._budget)}, a smaller --batch-size, or fewer --max-tokens."
         )
+
+    def _bound(self, away: tuple[Placement, Placement]) -> Callable[[Sequence[LayerPair]], int]:
+        """What a group takes at most beyond what is fixed, without a run on shapes for each."""
+        pairs = self._job.plan.pairs
+        least = max(self._forecast.peak(few, away) for few in (pairs[:1], pairs[-1:]))
+        outside = self._fixed(away) - self._result - self._shelving
+
+        def bound(group: Sequence[LayerPair]) -> int:
+            kept = sum(self._sums.kept(group))
+            return self._sums.held(group) + max(least + kept, self._sums.solving(group) - outside)
+
+        return bound
 
     def _with_guests(
         self, pairs: Sequence[LayerPair], away: tuple[Placement, Placement]
@@ -331,18 +348,25 @@ class _Placing:
             rest + sum(size for path, size in blocks.items() if path not in placement.fetched)
             for rest, blocks, placement in zip(self._rest, self._blocks, placements, strict=True)
         ]
-        return sum(stays) + (self._result if result_device(self._job).type == self._device.type else 0)
+        return sum(stays) + self._result
 
     def _peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
         """Measuring with what is on the device for good, or solving without the models."""
-        held = self._sums.held(pairs)
-        fixed = self._fixed(placements)
-        measuring = fixed + held + self._forecast.peak(pairs, placements)
-        return max(measuring, self._result + held + self._sums.solving(pairs))
+        key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements))
+        if key not in self._known:
+            measuring = self._fixed(placements) + self._forecast.peak(pairs, placements)
+            solving = self._result + self._shelving + self._sums.solving(pairs)
+            self._known[key] = self._sums.held(pairs) + max(measuring, solving)
+        return self._known[key]
 
     def _found(self, groups: Sequence[Sequence[LayerPair]], placements: tuple[Placement, Placement]) -> Passes:
         fixed = self._fixed(placements)
-        parts = tuple(self._peak(group, placements) - fixed for group in groups)
+        if len(groups) == 1:
+            parts: tuple[int, ...] = (self._peak(groups[0], placements) - fixed,)
+        else:
+            bound = self._bound(placements)
+            highest = max(self._peak(group, placements) for group in sorted(groups, key=bound)[-2:]) - fixed
+            parts = tuple(min(bound(group), highest) for group in groups)
         coming = sum(
             size
             for blocks, placement in zip(self._blocks, placements, strict=True)

@@ -76,6 +76,43 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Work:
+    """The FLOPs of a transfer by kind, as it is really done: few tokens are kept, not summed, and solved as factors."""
+
+    forward: int
+    backward: int
+    sums: int
+    dense: int
+    thin: int
+    transport: int
+
+
+def work_of(job: Job, samples: int) -> Work | None:
+    """The work of a job on so many samples; None where the models do not run without data."""
+    passes = _passes(job)
+    if passes is None:
+        return None
+    scale = samples / passes.samples
+    sums = dense = thin = 0
+    for pair, signal, ours, theirs in _maps(job, passes):
+        tokens = round(passes.matched[pair.target.name, signal] * scale)
+        tokens = min(tokens, job.max_tokens or tokens)
+        short, long = sorted((ours, theirs))
+        if 5 * tokens <= 4 * short:
+            thin += thin_flops(short, long, tokens)
+        else:
+            dense += SVD * short**2 * long
+            sums += 2 * tokens * short * long
+    moving = sum(_transport(job, pair) for pair in job.plan.pairs)
+    return Work(round(passes.forward * scale), round(passes.backward * scale), sums, dense, thin, moving)
+
+
+def thin_flops(short: int, long: int, tokens: int) -> int:
+    """A map from few tokens: two QR factorisations, small problems of their number, and the completion."""
+    return 30 * (short + long) * tokens**2 + 100 * tokens**3
+
+
 def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
     backward = BACKWARD if NEEDS_BACKWARD & job.method.signals else 0
     passes = (FORWARD + backward) * sum(size * count for size, count in zip(sizes, tokens, strict=True))

@@ -316,8 +316,8 @@ class _Opening:
         home, outlines = self.device, False
         if self.budget is not None:
             size = sum(self._size(model) for model in (source, target))
-            home = torch.device("cpu") if size > self.budget // 2 else self.device
-            outlines = size > (self.budget // 2 if self.device.type == "cpu" else free_memory())
+            home = torch.device("cpu") if size > self.budget // 4 else self.device
+            outlines = size > (self.budget // 4 if self.device.type == "cpu" else free_memory())
         ours, theirs = (self._open(model, home, outlines) for model in (source, target))
         return ours, theirs
 
