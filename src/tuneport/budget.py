@@ -311,7 +311,7 @@ class _Placing:
     def _bound(self, away: tuple[Placement, Placement]) -> Callable[[Sequence[LayerPair]], int]:
         """What a group takes at most beyond what is fixed, without a run on shapes for each."""
         pairs = self._job.plan.pairs
-        least = max(self._forecast.peak(few, away) for few in (pairs[:1], pairs[-1:]))
+        least = max(self._live(few, away) for few in (pairs[:1], pairs[-1:]))
         outside = self._fixed(away) - self._result - self._shelving
 
         def bound(group: Sequence[LayerPair]) -> int:
@@ -352,11 +352,14 @@ class _Placing:
 
     def _peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
         """Measuring with what is on the device for good, or solving without the models."""
+        measuring = self._fixed(placements) + self._live(pairs, placements)
+        return self._sums.held(pairs) + max(measuring, self._result + self._shelving + self._sums.solving(pairs))
+
+    def _live(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
+        """What one batch takes at its worst; each case is run on shapes once."""
         key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements))
         if key not in self._known:
-            measuring = self._fixed(placements) + self._forecast.peak(pairs, placements)
-            solving = self._result + self._shelving + self._sums.solving(pairs)
-            self._known[key] = self._sums.held(pairs) + max(measuring, solving)
+            self._known[key] = self._forecast.peak(pairs, placements)
         return self._known[key]
 
     def _found(self, groups: Sequence[Sequence[LayerPair]], placements: tuple[Placement, Placement]) -> Passes:

@@ -157,7 +157,7 @@ def prepare(
             heads = tuple(_head(model, head, about, where) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
-    plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)
+    plan = plan_of(ours, theirs, vector, pairs, roles, depth_rule, exclude)
     method.check(plan)
     batches: Iterable[Any] = ()
     count = 0
@@ -452,7 +452,7 @@ def _is_task_vector(path: Path) -> bool:
     return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == "tuneport-task-vector"
 
 
-def _plan(
+def plan_of(
     source: Model,
     target: Model,
     vector: TaskVector,
@@ -461,6 +461,8 @@ def _plan(
     depth_rule: DepthRule,
     exclude: Sequence[str],
 ) -> Plan:
+    """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays."""
+
     def included(layer: Layer, model: Model) -> Layer:
         without = layer.bias is not None and (
             _excluded(layer.bias, model, exclude) or (model is source and layer.bias not in vector)
