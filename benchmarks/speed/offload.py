@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,13 @@ def main() -> None:
         some = {name: whole.task_vector[name].cpu() for name in shown}
         say(f"without a budget: {before}")
         del job, whole
-    source, target = source.cpu(), target.cpu()
-    change = {name: change.pop(name).cpu() for name in list(change)}
+    with ThreadPoolExecutor(8) as pool:  # new memory comes slowly, one page after the other
+        tensors = [*source.parameters(), *target.parameters()]
+        for parameter, data in zip(tensors, pool.map(lambda p: p.data.cpu(), tensors), strict=True):
+            parameter.data = data
+        change = dict(zip(change, pool.map(lambda entry: entry.cpu(), change.values()), strict=True))
+    source, target = source.cpu(), target.cpu()  # and their buffers
+    del tensors
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -102,7 +108,19 @@ def main() -> None:
         work = work_of(job, options.samples)
         assert work is not None
         anew = passes.placements is not None and any(placement.blocks for placement in passes.placements)
-        expected = seconds_of(work, rates, runs=len(passes.groups), anew=anew, fetched=passes.fetched_bytes)
+        returned = 4 * sum(
+            entry.numel()
+            for name, entry in target.named_parameters()
+            if name in {pair.target.weight for pair in job.plan.pairs}
+        )
+        expected = seconds_of(
+            work,
+            rates,
+            runs=len(passes.groups),
+            anew=anew,
+            fetched=passes.fetched_bytes,
+            returned=returned if passes.placements else 0,
+        )
         stay = [
             f"{len(placement.blocks) - len(placement.fetched)} of {len(placement.blocks)} blocks stay"
             for placement in passes.placements or ()
@@ -126,8 +144,14 @@ def main() -> None:
     measured = peak.before + peak.bytes
     head = ["", "runs", "peak, GiB", "seconds", "measure", "solve and transport"]
     rows = [
-        ["planned", len(passes.groups), passes.peak_bytes / 2**30, expected["total"]]
-        + [sum(expected[name] for name in ("passes", "fetch", "sums")), expected["solve"] + expected["transport"]],
+        [
+            "planned",
+            len(passes.groups),
+            passes.peak_bytes / 2**30,
+            expected["total"],
+            sum(expected[name] for name in ("passes", "fetch", "sums")),
+            expected["solve"] + expected["transport"],
+        ],
         ["measured", len(passes.groups), measured / 2**30, seconds, stages["measure"], stages["transport"]],
         ["measured / planned", None, measured / passes.peak_bytes, seconds / expected["total"]],
     ]

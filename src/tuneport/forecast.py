@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,10 +90,18 @@ class Forecast:
     size: int
     samples: int
     sums: Mapping[tuple[str, str], ShapeSum]
+    _known: dict[Any, int] = field(default_factory=dict, repr=False)
 
-    def peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement] | None) -> int:
+    def peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
         """The most bytes of signals, graphs and fetched weights while these pairs are measured on one batch."""
-        return _run(self.job, self.batch, self.size, self.samples, pairs, placements)[1]
+        key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements))
+        if key not in self._known:
+            self._known[key] = _run(self.job, self.batch, self.size, self.samples, pairs, placements)[1]
+        return self._known[key]
+
+    def of_part(self, job: Job) -> Forecast:
+        """The same for a job with some of the batches and as large a share of the tokens."""
+        return replace(self, job=job, samples=job.samples)
 
 
 def foretell(job: Job) -> Forecast:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
@@ -143,7 +143,9 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
         for path in placement.blocks:
             part = module.get_submodule(path)
             own = come_and_go.get(path, [])
-            stack.enter_context(_runs_anew(part, _Block(part, part.forward, own, read, placement.device, home is not None)))
+            stack.enter_context(
+                _runs_anew(part, _Block(part, part.forward, own, read, placement.device, home is not None))
+            )
         yield
 
 
@@ -284,9 +286,7 @@ class _Anew(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         needed = ctx.needs_input_grad[2:]
-        tensors = [
-            tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-        ]
+        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed, strict=True)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(call.block.at_work())
@@ -330,11 +330,19 @@ def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
                 if parameter.device.type == "cpu" and size >= PINNED_FROM and at not in done:
                     if int(library.cudaHostRegister(at, size, 0)) == 0:
                         done.append(at)
+                    else:
+                        _forget_error(placement.device)
         yield
     finally:
         torch.cuda.synchronize(placement.device)
         for at in done:
             library.cudaHostUnregister(at)
+
+
+def _forget_error(device: torch.device) -> None:
+    """A refusal of the driver would otherwise be raised by whatever runs next."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1).item()
 
 
 def nested_to(value: Any, device: torch.device) -> Any:
@@ -353,7 +361,7 @@ def nested_to(value: Any, device: torch.device) -> Any:
 
 
 def shelved(tensor: Tensor) -> Tensor:
-    """The tensor in a file of its own, which is gone when the tensor is; the system keeps in RAM what it has room for."""
+    """The tensor in a file of its own, gone when the tensor is; the system keeps in RAM what it has room for."""
     with tempfile.NamedTemporaryFile(prefix="tuneport-") as file:
         there = torch.from_file(file.name, shared=True, size=max(tensor.numel(), 1), dtype=tensor.dtype)
     return there[: tensor.numel()].view(tensor.shape).copy_(tensor)

@@ -310,7 +310,9 @@ def _move(
 
 def _shelved(moved: Transfer) -> Transfer:
     """The same with its dense entries in files of their own."""
-    entries = {name: shelved(entry) if isinstance(entry, Tensor) else entry for name, entry in moved.task_vector.items()}
+    entries = {
+        name: shelved(entry) if isinstance(entry, Tensor) else entry for name, entry in moved.task_vector.items()
+    }
     return replace(moved, task_vector=TaskVector(entries))
 
 
@@ -555,13 +557,13 @@ def measure_job(
     limit = _token_limit(job)
     mine, before = share_of(job)
     ours, theirs = job.placements or (None, None)
-    batches = _batches_after(mine.batches, earlier)
+    left = _batches_after(mine.batches, earlier)
     with placed(job.source.module, ours), placed(job.target.module, theirs):
         statistics = measure(
             job.source.module,
             job.target.module,
             job.plan.pairs,
-            batches if theirs is None else (nested_to(batch, theirs.device) for batch in batches),
+            left if theirs is None else (nested_to(batch, theirs.device) for batch in left),
             signals=wanted,
             source_loss=job.source_loss,
             target_loss=job.target_loss,

@@ -116,9 +116,9 @@ def prepare(
     `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
     `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
     `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
-    that models, statistics and result may take on the `device`; models that do not fit stay in RAM or in their files and
-    come block by block. `dtype` is that in which text models run. `extra_signals` prepares for methods that measure more, `scored` for
-    a scale that is chosen on labelled samples.
+    that models, statistics and result may take on the `device`: models that do not fit stay in RAM or in their files,
+    and live modules run on the `device` too. `dtype` is that in which text models run. `extra_signals` prepares for
+    methods that measure more, `scored` for a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)

@@ -22,7 +22,7 @@ from .solver import STREAMS, side_by_side
 @dataclass(frozen=True)
 class Rates:
     """FLOP per second of model passes, of float64 `products` (sums and transport), of `dense` and `thin` maps (in the
-    FLOPs of `work_of`), and bytes per second of the `link` from where the models are at home.
+    FLOPs of `work_of`), and bytes per second of the `link` from where the models are at home and of the way `back`.
     """
 
     passes: float
@@ -30,6 +30,7 @@ class Rates:
     dense: float
     thin: float
     link: float
+    back: float
 
     def with_(self, told: Mapping[str, float]) -> Rates:
         """The same with the rates that were told."""
@@ -65,24 +66,25 @@ def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates
     products = 2 * width**3 / _seconds(lambda: exact @ exact, device, 3)
     count = STREAMS if device.type == "cuda" else 1
 
-    def solve(covariance: CrossCovariance) -> Callable[[], None]:
+    def solve(covariance: CrossCovariance) -> Callable[[], object]:
         tasks = [lambda: procrustes(covariance)] * count
-        return lambda: side_by_side(tasks, device, lambda found: (found.map.left, found.map.right)) and None
+        return lambda: side_by_side(tasks, device, lambda found: (found.map.left, found.map.right))
 
     full, few = (CrossCovariance(size, size, device=device) for size in (width // 4, width))
     full.matrix = random(width // 4, width // 4, dtype=torch.float64)
     few.update(*(random(width // 4, width, dtype=torch.float32) for _ in range(2)))
     dense = count * SVD * (width // 4) ** 3 / _seconds(solve(full), device, 1)
     thin = count * thin_flops(width, width, width // 4) / _seconds(solve(few), device, 1)
-    return Rates(passes, products, dense, thin, _link(device))
+    return Rates(passes, products, dense, thin, *_links(device))
 
 
-def _link(device: torch.device) -> float:
-    """Bytes per second into the device from pinned memory; of a plain copy on the CPU."""
+def _links(device: torch.device) -> tuple[float, float]:
+    """Bytes per second into the device from pinned memory, and out of it into new memory."""
     size = 2**28 if device.type == "cuda" else 2**25
     home = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(home, device=device)
-    return size / _seconds(lambda: there.copy_(home, non_blocking=True), device, 4)
+    into = size / _seconds(lambda: there.copy_(home, non_blocking=True), device, 4)
+    return into, size / _seconds(lambda: there.to("cpu", copy=True), device, 2)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
@@ -101,9 +103,16 @@ def _wait(device: torch.device) -> None:
 
 
 def seconds_of(
-    work: Work, rates: Rates, *, runs: int = 1, anew: bool = False, fetched: float = 0.0, devices: int = 1
+    work: Work,
+    rates: Rates,
+    *,
+    runs: int = 1,
+    anew: bool = False,
+    fetched: float = 0.0,
+    returned: float = 0.0,
+    devices: int = 1,
 ) -> dict[str, float]:
-    """Seconds by stage on so many devices: `runs` over the data, blocks run `anew`, `fetched` bytes from home in all.
+    """Seconds by stage on so many devices: `runs` over the data, blocks run `anew`, bytes `fetched` and `returned`.
 
     Every run takes all passes; that later groups need shorter backward passes is left out.
     """
@@ -113,6 +122,6 @@ def seconds_of(
         "fetch": fetched / rates.link / devices,
         "sums": work.sums / rates.products / devices,
         "solve": (work.dense / rates.dense + work.thin / rates.thin) / devices,
-        "transport": work.transport / rates.products / devices,
+        "transport": (work.transport / rates.products + returned / rates.back) / devices,
     }
     return {**found, "total": sum(found.values())}

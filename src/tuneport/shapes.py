@@ -6,7 +6,8 @@ them: its part of the batches, all layers, both models at home.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from .budget import Passes, format_bytes, plan_passes
 from .capture import PairedBatch
 from .cost import work_of
 from .errors import TuneportError
-from .families import Model, outline_model
+from .families import outline_model
+from .forecast import foretell
 from .methods import get_method
 from .objectives import forward_only, token_loss
+from .offload import bytes_of
 from .pairing import nearest_block
 from .preparation import Job, pick_device, pick_dtype, plan_of
 from .rates import Rates, probe, seconds_of
 from .task_vector import TaskVector
 
 DEVICES = (1, 2, 4, 8)
+COLUMNS = ("devices", "runs over the data", "peak of a device", "at home", "fetched by a device", "seconds")
 
 
 def prepare_shapes(
@@ -37,10 +41,13 @@ def prepare_shapes(
     batch_size: int = 4,
     max_tokens: int | None = None,
     memory_budget: int | None = None,
-    device: str = "auto",
+    device: str = "cuda",
     dtype: str = "float32",
 ) -> Job:
-    """A Job of two text models of which only the config.json is read; it can be planned and not run."""
+    """A Job of two text models of which only the config.json is read; it can be planned and not run.
+
+    The `device` is the one that is planned for, whether this machine has it or not.
+    """
     ours, theirs = (outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target))
     for model in (ours, theirs):
         if model.kind != "text" or model.generates == "seq2seq":
@@ -68,7 +75,7 @@ def prepare_shapes(
         max_tokens=max_tokens,
         memory_budget=memory_budget,
         record={"method": method, "options": options},
-        device=pick_device(device),
+        device=torch.device(device),
     )
 
 
@@ -77,27 +84,35 @@ def _texts(size: int, length: int) -> tuple[dict[str, torch.Tensor], torch.Tenso
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids
 
 
-def plan_devices(job: Job, rates: Rates | None = None, devices: tuple[int, ...] = DEVICES) -> list[dict[str, Any]]:
+def rates_for(job: Job, told: Mapping[str, float]) -> Rates:
+    """The rates that were told, and those of this machine where some were not."""
+    if set(told) == {item.name for item in fields(Rates)}:
+        return Rates(**told).with_(told)
+    first = next(iter(job.batches))
+    dtype = next(job.source.module.parameters()).dtype
+    return probe(pick_device("auto"), dtype, first.source[1].numel()).with_(told)
+
+
+def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> list[dict[str, Any]]:
     """For each number of devices: runs over the data, bytes on one device and at home, and seconds by stage.
 
-    Without `rates` those of this machine are probed. Where the budget is too small, the line says why.
+    Where the budget is too small, the line says why.
     """
     if job.memory_budget is None:
         raise TuneportError("pass --memory-budget: the memory of one device, such as 80GiB.")
-    first = job.batches[0]  # type: ignore[index]
-    if rates is None:
-        rates = probe(job.device or torch.device("cpu"), _dtype(job.source), first.source[1].numel())
     work = work_of(job, job.samples)
     assert work is not None
+    forecast = foretell(job)
     lines: list[dict[str, Any]] = []
     for count in devices:
         try:
-            passes = plan_passes(part := _part(job, count), job.memory_budget)
+            passes = plan_passes(part := _part(job, count), job.memory_budget, forecast)
         except TuneportError as error:
             lines.append({"devices": count, "error": str(error)})
             continue
         anew = bool(passes.placements and any(placement.blocks for placement in passes.placements))
-        found = seconds_of(work, rates, runs=len(passes.groups), anew=anew, devices=count)
+        returned = passes.home_bytes - _models_bytes(job) if passes.placements else 0
+        found = seconds_of(work, rates, runs=len(passes.groups), anew=anew, returned=returned, devices=count)
         found["fetch"] = passes.fetched_bytes / rates.link
         found["total"] = sum(seconds for stage, seconds in found.items() if stage != "total")
         lines.append({"devices": count, **line_of(passes, part), "seconds": found})
@@ -128,8 +143,8 @@ def _part(job: Job, count: int) -> Job:
     return replace(job, batches=batches, samples=samples, max_tokens=tokens)
 
 
-def _dtype(model: Model) -> torch.dtype:
-    return next(model.module.parameters()).dtype
+def _models_bytes(job: Job) -> int:
+    return sum(bytes_of((*m.module.parameters(), *m.module.buffers())) for m in (job.source, job.target))
 
 
 def describe_line(line: dict[str, Any]) -> list[str]:
@@ -142,5 +157,5 @@ def describe_line(line: dict[str, Any]) -> list[str]:
         format_bytes(line["peak_bytes"]),
         format_bytes(line["home_bytes"]),
         format_bytes(line["fetched_bytes"]),
-        f"{line['seconds']['total']:.0f} s",
+        f"{line['seconds']['total']:.0f}",
     ]

@@ -51,7 +51,7 @@ def _parameters_on_meta() -> Iterator[None]:
             flag = parameter.requires_grad
             module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=flag)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
