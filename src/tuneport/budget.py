@@ -137,7 +137,7 @@ class _Placing:
         bound = self._bound(away)
         largest = max(map(bound, units(pairs)))
         groups: list[tuple[LayerPair, ...]] = []
-        for _ in range(4):
+        for _ in range(8):
             if largest > spare:
                 break
             groups = [tuple(group) for group in grouped(pairs, _within(bound, spare))]

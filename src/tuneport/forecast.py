@@ -83,7 +83,7 @@ class ShapeSum:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """What one batch of a job is like: `sums` by (target layer, signal), and `size` samples."""
+    """What one batch of a job is like: `sums` of all its tokens by (target layer, signal), and `size` samples."""
 
     job: Job
     batch: PairedBatch
@@ -101,7 +101,7 @@ class Forecast:
 
     def of_part(self, job: Job) -> Forecast:
         """The same for a job with some of the batches and as large a share of the tokens."""
-        return replace(self, job=job, samples=job.samples)
+        return replace(self, job=job, samples=job.samples or self.samples)
 
 
 def foretell(job: Job) -> Forecast:
@@ -113,7 +113,7 @@ def foretell(job: Job) -> Forecast:
     samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else size)
     batch = replace(first, source=to_meta(first.source), target=to_meta(first.target), size=size)
     batch = replace(batch, match=_by_shape(first.match or job.match or match_tokens(None, None)))
-    sums, _ = _run(job, batch, size, samples, job.plan.pairs, None)
+    sums, _ = _run(replace(job, max_tokens=None), batch, size, samples, job.plan.pairs, None)
     return Forecast(job, batch, size, samples, sums)
 
 
