@@ -378,7 +378,7 @@ def test_live_modules_and_adapters_of_other_dtypes(folders: dict[str, Path]) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_models_in_ram_run_on_a_gpu_within_a_budget(folders: dict[str, Path]) -> None:
+def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
     device = torch.device("cuda")
     source, target, change = decoder("llama"), decoder("qwen"), change_of(decoder("llama"))
     options = {"loss": next_token, "max_tokens": 16, "device": "cuda"}
