@@ -24,7 +24,7 @@ from tuneport.forecast import LiveBytes
 from tuneport.layers import find_layers
 from tuneport.offload import Placement, block_paths, is_hollow, nested_to, placed, shelved, sizes
 from tuneport.pairing import pair_layers
-from tuneport.pipeline import Result, prepare, run
+from tuneport.pipeline import Result, measure_job, prepare, run
 from tuneport.rates import Rates, parse_rates, probe, seconds_of
 from tuneport.shapes import plan_devices, prepare_shapes
 from tuneport.task_vector import TaskVector
@@ -213,6 +213,9 @@ def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
         plan_passes(job, 300_000)
     with pytest.raises(TuneportError, match=r"a scale is chosen on whole models"):
         run(job, scale="auto", passes=plan_passes(job, 8 * 10**6))
+
+    with pytest.raises(TuneportError, match=r"only a transfer can run them: leave out --compare"):
+        measure_job(job)
 
     def curious(model: nn.Module, batch: Tensor) -> Tensor:
         return next_token(model, batch) / float(next(model.parameters()).abs().max())

@@ -4,8 +4,8 @@
 
 From Llama-3-70B's shapes to Qwen2.5-72B's (80 blocks each, MLP 28672 to 29568), bfloat16, 100 texts of 256 tokens in
 batches of 4, maps from 2048 tokens, a full change. Rates are those that the transfer of llama.py reached at 8B on an
-NVIDIA H200 (all of `measure` over the FLOPs of the passes, all of `solve` over those of the maps), and the links that the
-probe found there; so what does not grow like FLOPs is wrong. Nothing is run.
+NVIDIA H200 (all of `measure` over the FLOPs of the passes, all of `solve` over those of the maps), and the links that
+the probe found there; so what does not grow like FLOPs is wrong. Nothing is run.
 """
 
 from __future__ import annotations

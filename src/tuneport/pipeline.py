@@ -385,6 +385,11 @@ def port(
     does the `verdict` of a pre-flight.
     """
     out, say = Path(out), note or (lambda _: None)
+    if test is not None and is_hollow(job.target.module):
+        raise TuneportError(
+            "the target is larger than the memory budget and cannot be scored with it: leave out --evaluate, and run "
+            "'tuneport evaluate' afterwards."
+        )
     conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
     work = Work(out, conditions, save_every)
     several = ranks().size > 1
@@ -557,6 +562,11 @@ def measure_job(
     limit = _token_limit(job)
     mine, before = share_of(job)
     ours, theirs = job.placements or (None, None)
+    if theirs is None and any(is_hollow(model.module) for model in (job.source, job.target)):
+        raise TuneportError(
+            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
+            "give a larger --memory-budget."
+        )
     left = _batches_after(mine.batches, earlier)
     with placed(job.source.module, ours), placed(job.target.module, theirs):
         statistics = measure(
