@@ -255,6 +255,16 @@ def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[s
     assert [len(group.plan.pairs) for group in in_groups(job, some)] == [len(job.plan.pairs)]
 
 
+def test_methods_that_measure_nothing_leave_large_models_in_their_files(folders: dict[str, Path]) -> None:
+    change = change_of(decoder("llama"))
+    small = prepare(folders["llama"], change, folders["qwen"], method="naive", memory_budget=2 * 10**6, device="cpu")
+    assert is_hollow(small.target.module)
+    found = run(small)
+    whole = run(prepare(folders["llama"], change, folders["qwen"], method="naive", device="cpu"))
+    for name in whole.task_vector:
+        assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
+
+
 def test_live_bytes_count_what_is_held_once() -> None:
     live = LiveBytes()
     with live:

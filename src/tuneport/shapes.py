@@ -16,6 +16,7 @@ import torch
 from .budget import Passes, format_bytes, plan_passes
 from .capture import PairedBatch
 from .cost import work_of
+from .division import Sums
 from .errors import TuneportError
 from .families import outline_model
 from .forecast import foretell
@@ -103,6 +104,7 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
     work = work_of(job, job.samples)
     assert work is not None
     forecast = foretell(job)
+    sums = Sums(job, forecast.sums, forecast.size)
     lines: list[dict[str, Any]] = []
     for count in devices:
         try:
@@ -115,7 +117,10 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
         found = seconds_of(work, rates, runs=len(passes.groups), anew=anew, returned=returned, devices=count)
         found["fetch"] = passes.fetched_bytes / rates.link
         found["total"] = sum(seconds for stage, seconds in found.items() if stage != "total")
-        lines.append({"devices": count, **line_of(passes, part), "seconds": found})
+        line = {"devices": count, **line_of(passes, part), "seconds": found}
+        # a device solves its share of the blocks, from the tokens of all
+        solving = max(sums.held(group) // count + sums.solving(group) for group in passes.groups)
+        lines.append({**line, "peak_bytes": max(line["peak_bytes"], solving)})
     return lines
 
 
