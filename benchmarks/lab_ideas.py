@@ -377,7 +377,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = sorted({row["cell"] for row in here})
         draws = random.integers(0, len(cells), (10_000, len(cells)))
         lines += [
-            f"| N = {samples}, {len(cells)} cells | scale 1 | against bico | chosen | against bico at 1 | worst | best |",
+            f"| N = {samples}, {len(cells)} cells | scale 1 | against bico | chosen | against bico | worst | best |",
             "|---|---|---|---|---|---|---|",
         ]
 

@@ -26,6 +26,14 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
         {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 3, "vocab_size": 512},
         {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 600},
     ),
+    "small": (
+        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 2000},
+        {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "vocab_size": 2000},
+    ),
+    "slice": (
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3, "vocab_size": 32000},
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4, "vocab_size": 32000},
+    ),
     "1b": (
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
         {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},

@@ -1,18 +1,24 @@
-"""Measuring with one and with several gloo processes, each with one thread, and the bits of two equal runs.
+"""Measuring with one and with several gloo processes, each with one thread, and the bits of equal runs.
 
-    python benchmarks/speed/processes.py --shapes small --samples 32 --out OUT
+    python benchmarks/speed/processes.py --shapes small --depth 2 --samples 32 --out OUT
 
 The towers of vit.py on the CPU. Every process builds the same models and the same samples, measures its part of the
-batches and reduces the sums; the time is that of the slowest process, models and samples excluded. The sum over all
-entries of the covariances that a process owns is compared between two runs with as many processes.
+batches and reduces the sums; models and samples are not in the time. One and several processes take turns; ratios are
+taken within a turn, and their median is told. On a machine with other work, look at CPU seconds: those of the process
+that took most, which is what the wall clock would show on idle cores. Every bit of the covariances that a process owns
+is compared between the turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import tempfile
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,9 +29,9 @@ from vit import SHAPES, Setting, loss
 
 
 def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
+    from tuneport import pipeline
     from tuneport.capture import match_tokens
     from tuneport.layers import TokenLayout
-    from tuneport.pipeline import measure_job
     from tuneport.preparation import prepare
     from tuneport.task_vector import TaskVector
 
@@ -41,13 +47,28 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         match=match_tokens(*(TokenLayout(1, grid) for grid in setting.grids)),
         device="cpu",
     )
+    spent = {"reduce_seconds": 0.0, "reduce_cpu_seconds": 0.0}
+    reduced = pipeline.reduced
+
+    def timed(*given: Any) -> Any:
+        dist.barrier()  # waiting for the slowest is no part of it
+        begun, used = now(setting.device), time.process_time()
+        found = reduced(*given)
+        spent["reduce_seconds"] = now(setting.device) - begun
+        spent["reduce_cpu_seconds"] = time.process_time() - used
+        return found
+
+    pipeline.reduced = timed
     dist.barrier()
-    started = now(setting.device)
-    found = measure_job(job)
+    started, used = now(setting.device), time.process_time()
+    found = pipeline.measure_job(job)
     dist.barrier()
-    seconds = now(setting.device) - started
-    check = {str(key): float(covariance.matrix.sum()) for key, covariance in found.covariances.items()}
-    Path(folder, f"{rank}.json").write_text(json.dumps({"seconds": seconds, "check": check}))
+    spent |= {"seconds": now(setting.device) - started, "cpu_seconds": time.process_time() - used}
+    check = {
+        str(key): hashlib.sha256(covariance.matrix.contiguous().numpy().tobytes()).hexdigest()
+        for key, covariance in found.covariances.items()
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps({**spent, "check": check}))
     dist.destroy_process_group()
 
 
@@ -56,28 +77,42 @@ def measured(size: int, options: argparse.Namespace) -> dict[str, Any]:
         multiprocessing.spawn(work, (size, folder, options), nprocs=size)
         parts = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
     check = {key: value for part in parts for key, value in part["check"].items()}
-    return {"seconds": max(part["seconds"] for part in parts), "check": check}
+    names = ("seconds", "cpu_seconds", "reduce_seconds", "reduce_cpu_seconds")
+    return {**{name: max(part[name] for part in parts) for name in names}, "check": check}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="tiny")
+    parser.add_argument("--depth", type=int, help="use only so many blocks of each")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.device, options.tf32 = "cpu", False
+    load = os.getloadavg()[0]
+    turns = [{size: measured(size, options) for size in options.processes} for _ in range(options.turns)]
+    first = options.processes[0]
     lines = []
     for size in options.processes:
-        one, two = measured(size, options), measured(size, options)
-        best = min(one["seconds"], two["seconds"])
-        base = best if not lines else lines[0][1]
-        lines.append([size, best, base / best, "yes" if one["check"] == two["check"] else "NO"])
-    head = ["processes", "measure, s (better of two)", "times faster", "same bits twice"]
-    title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}, one thread each\n\n"
-    data = {"head": head, "rows": lines}
-    publish(f"processes-{options.shapes}", options.out, title + table(head, lines), data, torch.device("cpu"))
+        mine = [turn[size] for turn in turns]
+        ratios = [median(turn[first][name] / turn[size][name] for turn in turns) for name in ("seconds", "cpu_seconds")]
+        times = [median(one[name] for one in mine) for name in ("seconds", "cpu_seconds", "reduce_seconds")]
+        same = all(one["check"] == mine[0]["check"] for one in mine)
+        lines.append([size, *times, *ratios, "yes" if same else "NO"])
+    head = ["processes", "measure, s", "CPU s of one process", "of that reducing, s"]
+    head += ["times faster", "times faster by CPU s", f"same bits in {options.turns} turns"]
+    only = f", {options.depth} blocks" if options.depth else ""
+    title = f"{options.shapes}{only}: N = {options.samples}, batches of {options.batch}, one thread each; medians of "
+    title += f"{options.turns} turns; load of the machine before: {load:.1f} on {os.cpu_count()} cores\n\n"
+    for turn in turns:
+        for one in turn.values():
+            del one["check"]
+    data = {"head": head, "rows": lines, "turns": turns, "load": load}
+    name = f"processes-{options.shapes}" + (f"-depth{options.depth}" if options.depth else "")
+    publish(name, options.out, title + table(head, lines), data, torch.device("cpu"))
 
 
 if __name__ == "__main__":

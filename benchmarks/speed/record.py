@@ -139,13 +139,15 @@ def machine(device: torch.device) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def publish(name: str, out: Path | None, text: str, data: dict[str, Any], device: torch.device) -> None:
-    """Print the table, and write it with the data and where it comes from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+def publish(
+    name: str, out: Path | None, text: str, data: dict[str, Any], device: torch.device, commit: str | None = None
+) -> None:
+    """Print the table, and write it with the data and where it comes from (`commit`: where there is no repository)."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
         "machine": machine(device),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or found.stdout.strip() or None,
         "date": time.strftime("%Y-%m-%d"),
     }
     text = text.rstrip() + "\n\n" + "\n".join(f"- {key}: {value}" for key, value in about.items() if value) + "\n"

@@ -1,89 +1,63 @@
-"""A transfer within a given memory: which layers are measured in which pass, and the peak to expect.
+"""A transfer within a given memory: what lives where, which layers are measured in which pass, and the peak to expect.
 
-Statistics may outgrow the memory, not the models: layers are then measured in groups, with one run over the
-calibration data for each, and a group's statistics are gone before the next begins. The numbers do not change.
-One small batch through both models, before any work, tells what a pass takes; the rest follows from shapes.
+Where statistics outgrow the memory, layers are measured in groups, with one run over the calibration data for each, and
+a group's statistics are gone before the next begins. Where models do, their blocks stay at home (RAM under a GPU, files
+under RAM) and come when they run. The numbers do not change. Models in place are tried with one small batch
+before any work; models at home are tried on shapes alone.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .alignment import PIECE, CrossCovariance, Statistics, held_bytes
-from .capture import INPUT, OUTPUT, Loss, PairedBatch, count_samples, measure, part_of, samples_at_once
+from .alignment import Statistics
+from .capture import NEEDS_BACKWARD, Loss, PairedBatch, count_samples, measure, part_of, samples_at_once
+from .division import (
+    Passes,
+    Sums,
+    at_home,
+    check_by_layer,
+    format_bytes,
+    grouped,
+    in_blocks,
+    in_groups,
+    parse_bytes,
+    result_bytes,
+    result_device,
+    runs_on,
+    units,
+)
 from .errors import TuneportError
+from .forecast import Forecast, foretell
+from .offload import Placement, block_paths, bytes_of, is_hollow, sizes
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches
-from .solver import together_bytes
+from .preparation import Job, PairedBatches, free_memory
 
-UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
-UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
+__all__ = ["Passes", "format_bytes", "in_blocks", "in_groups", "parse_bytes", "plan_passes", "result_device", "runs_on"]
+
+SLACK = 0.03  # of a GPU's budget: what its libraries take for themselves
 
 
-def parse_bytes(text: str) -> int:
-    """A number of bytes as people write it.
+def plan_passes(job: Job, budget: int | None, forecast: Forecast | None = None) -> Passes:
+    """Divide a job's layers so that the expected peak stays within the budget; None for all of them at once.
 
-    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
-    (8589934592, 1500000, 512)
+    A `forecast` of the same models and batches, where there is one, need not be made again.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = float(found[1]) * UNITS.get(found[2].upper(), 0) if found else 0.0
-    if size < 1:
-        raise TuneportError(f"the memory budget must be a size such as 8GiB or 500MB, got {text!r}.")
-    return int(size)
-
-
-def format_bytes(size: float) -> str:
-    """
-    >>> format_bytes(8589934592)
-    '8.00 GiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
-
-
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """Groups of pairs, one run over the calibration data for each, and the bytes that they take.
-
-    `fixed_bytes` are the models and the result; `group_bytes` what each group takes besides; the peak is the
-    largest of these sums.
-    """
-
-    groups: tuple[tuple[LayerPair, ...], ...]
-    fixed_bytes: int
-    group_bytes: tuple[int, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.fixed_bytes + max(self.group_bytes, default=0)
-
-
-def plan_passes(job: Job, budget: int | None) -> Passes:
-    """Divide a job's layers so that the expected peak stays within the budget; None for all of them at once."""
+    if budget is not None and at_home(job):
+        if not job.method.signals:  # the models never run
+            pairs = job.plan.pairs
+            return Passes((pairs,), result_bytes(job), (Sums(job, {}, 1).solving(pairs),))
+        return _Placing(job, budget, forecast).passes()
     cost = _Cost(job)
     if budget is None:
         return Passes((job.plan.pairs,), cost.fixed, (cost.of(job.plan.pairs),))
-    blocks = [list(group) for _, group in groupby(job.plan.pairs, key=lambda p: (p.target.stack, p.target.block))]
-    groups: list[list[LayerPair]] = []
-    for block in blocks:
-        fits = cost.fixed + cost.of(block) <= budget
-        for unit in [block] if fits else _by_weight(block):
-            if groups and cost.fixed + cost.of([*groups[-1], *unit]) <= budget:
-                groups[-1].extend(unit)
-            else:
-                groups.append(unit)
+    groups = grouped(job.plan.pairs, lambda pairs: cost.fixed + cost.of(pairs) <= budget)
     found = Passes(tuple(tuple(group) for group in groups), cost.fixed, tuple(cost.of(group) for group in groups))
     if found.peak_bytes > budget:
         raise TuneportError(
@@ -91,50 +65,25 @@ def plan_passes(job: Job, budget: int | None) -> Passes:
             f"{format_bytes(cost.fixed)}, the largest layer {format_bytes(max(found.group_bytes))} besides. Give at "
             f"least {format_bytes(found.peak_bytes)}, a smaller --batch-size, or fewer --max-tokens."
         )
-    if len(groups) > 1 and not job.method.by_layer:
-        raise TuneportError(
-            f"method {job.record.get('method')} moves all layers at once: give it {format_bytes(cost.peak())}, or use "
-            "a method that moves them one by one, such as bico."
-        )
+    if len(groups) > 1:
+        check_by_layer(job, cost.peak())
     return found
 
 
-def in_groups(job: Job, passes: Passes | None) -> list[Job]:
-    """A job for each group; tensors outside layers go with the first."""
-    if passes is None or len(passes.groups) < 2:
-        return [job]
-    plans = [
-        replace(job.plan, pairs=pairs, loose=job.plan.loose if pairs is passes.groups[0] else ())
-        for pairs in passes.groups
-    ]
-    return [replace(job, plan=plan) for plan in plans]
-
-
-def _by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
-    """The parts of a fused weight stay together."""
-    units: dict[str, list[LayerPair]] = {}
-    for pair in pairs:
-        units.setdefault(pair.target.weight, []).append(pair)
-    return list(units.values())
+def _within(bound: Callable[[Sequence[LayerPair]], int], room: int) -> Callable[[list[LayerPair]], bool]:
+    return lambda group: bound(group) <= room
 
 
 class _Cost:
-    """What groups of layers take, from one small batch through both models."""
+    """What groups of layers take with both models in place, from one small batch through them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         modules = (job.source.module, job.target.module)
-        self.fixed = sum(_model_bytes(module) for module in modules) + _result_bytes(job)
+        self.fixed = sum(bytes_of((*module.parameters(), *module.buffers())) for module in modules) + result_bytes(job)
         self._statistics, self._saved, self._size = _probe(job) if job.method.signals else (Statistics(), (0, 0), 1)
-        self._samples = job.samples or (
-            count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else self._size
-        )
-        self._batch = self._samples
-        if isinstance(job.batches, PairedBatches):
-            self._batch = min(job.batches.size, self._samples)
-        elif isinstance(job.batches, (list, tuple)):
-            self._batch = max((count_samples([batch]) for batch in job.batches), default=1)
-        self._batch = min(self._batch, samples_at_once(job.target.device) or self._batch)
+        most = samples_at_once(job.target.device)
+        self._sums = Sums(job, self._statistics.covariances, self._size, most)
 
     def peak(self) -> int:
         return self.fixed + self.of(self._job.plan.pairs)
@@ -142,66 +91,153 @@ class _Cost:
     def of(self, pairs: Iterable[LayerPair]) -> int:
         """The peak of measuring and solving these pairs, beyond the fixed bytes."""
         pairs = list(pairs)
-        names = {pair.target.name for pair in pairs}
-        held, kept_inputs, kept_gradients, widest = 0, 0, 0, 0
-        works: dict[tuple[int, int], list[int]] = {}
-        maps: dict[tuple[str, int | None], int] = {}
-        blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
-        seen: set[int] = set()
-        for (layer, signal), covariance in self._statistics.covariances.items():
-            if layer not in names or id(covariance) in seen:
-                continue
-            seen.add(id(covariance))
-            held += self._held(covariance)
-            rows = covariance.tokens * self._batch // self._size
-            signals = rows * covariance.shape[0] * covariance.signal_dtype.itemsize
-            if signal in (INPUT, OUTPUT):
-                kept_inputs += signals
-            else:
-                kept_gradients += signals
-            widest = max(widest, 8 * min(rows, PIECE) * sum(covariance.shape))
-            mapped, working = _solving(covariance, self._tokens(covariance))
-            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
-            works.setdefault(covariance.shape, []).append(working)
-        source, target = (saved * self._batch // self._size for saved in self._saved)
-        measuring = max(source + kept_inputs, kept_inputs + kept_gradients, kept_gradients + target) + widest
-        gradients = [self._statistics.weight_gradients[name] for name in names & set(self._statistics.weight_gradients)]
-        held += sum(12 * gradient.total.numel() for gradient in gradients)
-        device = self._job.target.device
-        work = max((self._at_once(shape, len(each)) * max(each) for shape, each in works.items()), default=0)
-        moving = max((_moving(pair) for pair in pairs), default=0)
-        solved = min(sum(maps.values()), held_bytes(device) + max(maps.values(), default=0))
-        return held + max(measuring, solved + max(work, moving))
-
-    def _at_once(self, shape: tuple[int, int], count: int) -> int:
-        """How many maps of a shape are in work together."""
-        if self._job.target.device.type == "cpu":
-            return 1
-        return min(count, max(together_bytes(self._job.target.device) // (8 * shape[0] * shape[1]), 1))
-
-    def _tokens(self, covariance: CrossCovariance) -> int:
-        tokens = covariance.tokens * self._samples // self._size
-        return min(tokens, self._job.max_tokens or tokens)
-
-    def _held(self, covariance: CrossCovariance) -> int:
-        """The bytes of a covariance when all tokens are in, by the rule that it follows itself."""
-        rows = self._tokens(covariance) * sum(covariance.shape) * covariance.signal_dtype.itemsize
-        dense = 8 * covariance.shape[0] * covariance.shape[1]
-        return rows if 2 * rows <= dense else dense
+        sums = self._sums
+        forward, backward = sums.kept(pairs)
+        source, target = (saved * sums.batch // self._size for saved in self._saved)
+        measuring = max(source + forward, forward + backward, backward + target) + sums.widest(pairs)
+        names = {pair.target.name for pair in pairs} & set(self._statistics.weight_gradients)
+        held = sums.held(pairs) + sum(12 * self._statistics.weight_gradients[name].total.numel() for name in names)
+        return held + max(measuring, sums.solving(pairs))
 
 
-def _solving(covariance: CrossCovariance, tokens: int) -> tuple[int, int]:
-    """Bytes of one map, and of the work on it."""
-    short, long = sorted(covariance.shape)
-    if 3 * tokens <= short:
-        return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
-    return 8 * short * (short + long), 8 * short * (2 * long + 5 * short)
+class _Placing:
+    """The division of a job whose models are at home: what comes to the device for good, what when it runs."""
 
+    def __init__(self, job: Job, budget: int, forecast: Forecast | None) -> None:
+        self._job, self._budget = job, budget
+        self._device = runs_on(job)
+        self._room = budget if self._device.type == "cpu" else int(budget * (1 - SLACK))
+        self._models = (job.source, job.target)
+        self._paths = [block_paths(model.layers) for model in self._models]
+        found = [sizes(model.module, paths) for model, paths in zip(self._models, self._paths, strict=True)]
+        self._rest, self._blocks = [rest for rest, _ in found], [blocks for _, blocks in found]
+        self._forecast: Forecast = foretell(job) if forecast is None else forecast.of_part(job)
+        self._sums = Sums(job, self._forecast.sums, self._forecast.size)
+        whole = result_bytes(job)
+        here = result_device(job).type == self._device.type
+        self._shelved = job.method.by_layer and (
+            (here and whole > self._room // 4) or (not here and whole + self._models_bytes() > free_memory())
+        )
+        self._result = whole if here and not self._shelved else 0  # held on the device to the end
+        self._shelving = result_bytes(job, by_block=True) if here and self._shelved else 0
 
-def _moving(pair: LayerPair) -> int:
-    """Bytes of a dense update on its way: in source, mixed and target coordinates, in float64."""
-    (d_out, d_in), (e_out, e_in) = ((layer.out_features, layer.in_features) for layer in (pair.source, pair.target))
-    return 8 * (d_out * d_in + e_out * d_in + e_out * e_in)
+    def passes(self) -> Passes:
+        pairs = self._job.plan.pairs
+        whole = self._placements(anew=False)
+        if self._peak(pairs, whole) <= self._room:
+            return self._found([pairs], whole)
+        away = self._placements(anew=True, fetched=self._paths)
+        if self._peak(pairs, away) <= self._room:
+            return self._found([pairs], self._with_guests(pairs, away))
+        groups = self._divided(away)
+        if len(groups) > 1:
+            check_by_layer(self._job, self._peak(pairs, away))
+        return self._found(groups, away)
+
+    def _divided(self, away: tuple[Placement, Placement]) -> list[tuple[LayerPair, ...]]:
+        """Groups whose peaks stay within the room; tried, and divided further where the first guess was short."""
+        pairs = self._job.plan.pairs
+        spare = self._room - self._fixed(away)
+        bound = self._bound(away)
+        largest = max(map(bound, units(pairs)))
+        groups: list[tuple[LayerPair, ...]] = []
+        for _ in range(8):
+            if largest > spare:
+                break
+            groups = [tuple(group) for group in grouped(pairs, _within(bound, spare))]
+            over = max(self._peak(group, away) for group in sorted(groups, key=bound)[-2:]) - self._room
+            if over <= 0:
+                return groups
+            spare -= over
+        least_room = (self._fixed(away) + largest + max(self._room - self._fixed(away) - spare, 0)) / self._room
+        raise TuneportError(
+            f"a memory budget of {format_bytes(self._budget)} is too small: what is outside the blocks takes "
+            f"{format_bytes(self._fixed(away))} and the largest layer {format_bytes(largest)} besides. Give at least "
+            f"{format_bytes(least_room * self._budget)}, a smaller --batch-size, or fewer --max-tokens."
+        )
+
+    def _bound(self, away: tuple[Placement, Placement]) -> Callable[[Sequence[LayerPair]], int]:
+        """What a group takes at most beyond what is fixed, without a run on shapes for each."""
+        pairs = self._job.plan.pairs
+        least = max(self._live(few, away) for few in (pairs[:1], pairs[-1:]))
+        outside = self._fixed(away) - self._result - self._shelving
+
+        def bound(group: Sequence[LayerPair]) -> int:
+            kept = sum(self._sums.kept(group))
+            return self._sums.held(group) + max(least + kept, self._sums.solving(group) - outside)
+
+        return bound
+
+    def _with_guests(
+        self, pairs: Sequence[LayerPair], away: tuple[Placement, Placement]
+    ) -> tuple[Placement, Placement]:
+        """As many blocks as there is room for stay on the device."""
+        spare = self._room - self._peak(pairs, away)
+        fetched = [list(paths) for paths in self._paths]
+        for side in (1, 0):
+            for path, size in self._blocks[side].items():
+                if size <= spare:
+                    spare -= size
+                    fetched[side].remove(path)
+        return self._placements(anew=True, fetched=fetched)
+
+    def _placements(self, *, anew: bool, fetched: Sequence[Sequence[str]] = ((), ())) -> tuple[Placement, Placement]:
+        ours, theirs = (
+            Placement(
+                self._device,
+                paths if anew else (),
+                frozenset(gone),
+                model.parameters() if is_hollow(model.module) else None,
+            )
+            for model, paths, gone in zip(self._models, self._paths, fetched, strict=True)
+        )
+        return ours, theirs
+
+    def _fixed(self, placements: tuple[Placement, Placement]) -> int:
+        """What is on the device for good."""
+        stays = [
+            rest + sum(size for path, size in blocks.items() if path not in placement.fetched)
+            for rest, blocks, placement in zip(self._rest, self._blocks, placements, strict=True)
+        ]
+        return sum(stays) + self._result
+
+    def _peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
+        """Measuring with what is on the device for good, or solving without the models."""
+        measuring = self._fixed(placements) + self._live(pairs, placements)
+        return self._sums.held(pairs) + max(measuring, self._result + self._shelving + self._sums.solving(pairs))
+
+    def _live(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
+        """What one batch takes at its worst; that some blocks stay makes it less by one of them at most."""
+        gone = [frozenset(placement.blocks) for placement in placements]
+        ours, theirs = (replace(p, fetched=blocks) for p, blocks in zip(placements, gone, strict=True))
+        return self._forecast.peak(pairs, (ours, theirs))
+
+    def _found(self, groups: Sequence[Sequence[LayerPair]], placements: tuple[Placement, Placement]) -> Passes:
+        fixed = self._fixed(placements)
+        if len(groups) == 1:
+            parts: tuple[int, ...] = (self._peak(groups[0], placements) - fixed,)
+        else:
+            bound = self._bound(placements)
+            highest = max(self._peak(group, placements) for group in sorted(groups, key=bound)[-2:]) - fixed
+            parts = tuple(min(bound(group), highest) for group in groups)
+        coming = sum(
+            size
+            for blocks, placement in zip(self._blocks, placements, strict=True)
+            for path, size in blocks.items()
+            if path in placement.fetched
+        )
+        times = 2 if NEEDS_BACKWARD & self._job.method.signals else 1
+        batches = -(-self._forecast.samples // self._forecast.size)
+        stay = sum(self._rest) + sum(sum(blocks.values()) for blocks in self._blocks) - coming
+        home = self._models_bytes() + (
+            0 if result_device(self._job).type == self._device.type else result_bytes(self._job)
+        )
+        fetched = len(groups) * (stay + times * batches * coming)
+        division = tuple(tuple(group) for group in groups)
+        return Passes(division, fixed, parts, placements, home, fetched, self._shelved)
+
+    def _models_bytes(self) -> int:
+        return sum(self._rest) + sum(sum(blocks.values()) for blocks in self._blocks)
 
 
 def _probe(job: Job) -> tuple[Statistics, tuple[int, int], int]:
@@ -252,19 +288,3 @@ def _saved_bytes(module: nn.Module, add: Callable[[int], None]) -> Iterator[None
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-
-
-def _model_bytes(module: nn.Module) -> int:
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _result_bytes(job: Job) -> int:
-    """The target's task vector, float32, where its entries are dense."""
-    parameters: Mapping[str, Tensor] = dict(job.target.module.named_parameters())
-    dense = {
-        pair.target.weight
-        for pair in job.plan.pairs
-        if not job.method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None
-    }
-    return sum(4 * parameters[name].numel() for name in dense)

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from .alignment import CrossCovariance, Statistics, WeightGradient
 from .errors import CaptureError, first_of
 from .layers import Layer
+from .offload import watched
 from .pairing import LayerPair
 from .tokens import Match, match_tokens
 
@@ -423,7 +424,7 @@ def _run(
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.set_grad_enabled(backward):
-            with recorder:
+            with watched(recorder):
                 value = loss(model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise CaptureError(f"the loss must return one number (a sum over samples), got {_describe(value)}.")
@@ -446,6 +447,7 @@ class _Recorder(TorchFunctionMode):
         self, model: nn.Module, layers: Mapping[Layer, frozenset[str]], sink: Sink, size: int, backward: bool
     ) -> None:
         super().__init__()
+        self.paused = False
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = {layer: parameters[layer.weight] for layer in layers}
         self._watched: dict[int, list[Layer]] = {}
@@ -460,6 +462,8 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attention(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -472,6 +476,10 @@ class _Recorder(TorchFunctionMode):
         if func in _ADDMM and len(args) == 3:
             return self._see(args[1], args[2], result, in_by_out=True)
         return result
+
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a part of the model holds a watched weight."""
+        return any(id(parameter) in self._watched for parameter in module.parameters())
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """nn.MultiheadAttention computes its projections inside one function, on (L, N, E) tensors."""

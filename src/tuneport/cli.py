@@ -79,8 +79,9 @@ MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
 ]
 MemoryBudget = Annotated[
-    str | None, typer.Option(help="Memory that models, statistics and result may take together, such as 8GiB.")
+    str | None, typer.Option(help="Memory of the device that models, statistics and result may take, such as 8GiB.")
 ]
+DtypeName = Annotated[str, typer.Option(help="What text models run in: float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -146,6 +147,7 @@ def transfer(
     memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
+    dtype: DtypeName = "float32",
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from what a killed run of the same command has measured.")
     ] = False,
@@ -196,6 +198,8 @@ def transfer(
             if passes is not None:
                 runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
                 _note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
+                if passes.fetched_bytes:
+                    _note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
             with _progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
                 record = pipeline.port(
                     job,
@@ -228,8 +232,10 @@ def transfer(
 @app.command(epilog="Example: tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/")
 def plan(
     source: Source,
-    finetuned: Finetuned,
     target: Target,
+    finetuned: Annotated[
+        str | None, typer.Option(help="The fine-tuned old base, an adapter of it, or a task-vector file.")
+    ] = None,
     data: Data = None,
     method: MethodName = "bico",
     samples: Samples = None,
@@ -244,6 +250,16 @@ def plan(
     memory_budget: MemoryBudget = None,
     batch_size: BatchSize = 32,
     device: Device = "auto",
+    dtype: DtypeName = "float32",
+    shapes_only: Annotated[
+        bool,
+        typer.Option("--shapes-only", help="Read config.json only, no weights and no data: text models of any size."),
+    ] = False,
+    length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(help="With --shapes-only: how fast the machine is, such as passes=4e14; else measured."),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -251,6 +267,11 @@ def plan(
     from .outlook import expected
     from .report import to_json
 
+    if shapes_only:
+        _plan_shapes(locals())
+        return
+    if finetuned is None:
+        raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
     job = _prepare(locals())
     outlook = expected(job)
     if json:
@@ -278,6 +299,39 @@ def plan(
     if "groups" in cost:
         runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
         _say(f"within the memory budget: {runs} over the calibration data, peak {_bytes(cost['peak_bytes'])}")
+        if cost["fetched_bytes"]:
+            _say(
+                f"the models are larger: {_bytes(cost['home_bytes'])} stay in {cost['home']}, and "
+                f"{_bytes(cost['fetched_bytes'])} of weights come from there, block by block"
+            )
+
+
+def _plan_shapes(options: dict[str, Any]) -> None:
+    from .budget import parse_bytes
+    from .rates import parse_rates
+    from .report import to_json
+    from .shapes import COLUMNS, describe_line, plan_devices, prepare_shapes, rates_for
+
+    budget = options["memory_budget"]
+    names = ("method", "length", "batch_size", "max_tokens", "dtype")
+    job = prepare_shapes(
+        options["source"],
+        options["target"],
+        samples=options["samples"] or 100,
+        memory_budget=None if budget is None else parse_bytes(budget),
+        device="cuda" if options["device"] == "auto" else options["device"],
+        **{name: options[name] for name in names},
+    )
+    rates = rates_for(job, parse_rates(options["rate"] or []))
+    lines = plan_devices(job, rates)
+    if options["json"]:
+        _emit(to_json({"options": job.record["options"], "rates": vars(rates), "plans": lines}))
+        return
+    table = Table(*COLUMNS, title=f"{len(job.plan.pairs)} layers, {job.samples} texts of {options['length']} tokens")
+    for line in lines:
+        table.add_row(*map(escape, describe_line(line)))
+    out_console.print(table)
+    _say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
 
 
 @app.command(epilog="Example: tuneport compare old-base new-base --data cars/ --finetuned old-base-cars")
@@ -653,6 +707,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         scored=scored,
         memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         trust_remote_code=options["trust_remote_code"],
+        dtype=options["dtype"],
         **{name: options[name] for name in names},
     )
 

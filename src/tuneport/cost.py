@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .capture import (
@@ -73,6 +74,43 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
         "statistics_bytes": sum(8 * ours * theirs for _, _, ours, theirs in _maps(job, passes)),
         "counted": _counted(job, passes, scale) if passes is not None or not job.method.signals else None,
     }
+
+
+@dataclass(frozen=True)
+class Work:
+    """The FLOPs of a transfer by kind, as it is really done: few tokens are kept, not summed, and solved as factors."""
+
+    forward: int
+    backward: int
+    sums: int
+    dense: int
+    thin: int
+    transport: int
+
+
+def work_of(job: Job, samples: int) -> Work | None:
+    """The work of a job on so many samples; None where the models do not run without data."""
+    passes = _passes(job)
+    if passes is None:
+        return None
+    scale = samples / passes.samples
+    sums = dense = thin = 0
+    for pair, signal, ours, theirs in _maps(job, passes):
+        tokens = round(passes.matched[pair.target.name, signal] * scale)
+        tokens = min(tokens, job.max_tokens or tokens)
+        short, long = sorted((ours, theirs))
+        if 5 * tokens <= 4 * short:
+            thin += thin_flops(short, long, tokens)
+        else:
+            dense += SVD * short**2 * long
+            sums += 2 * tokens * short * long
+    moving = sum(_transport(job, pair) for pair in job.plan.pairs)
+    return Work(round(passes.forward * scale), round(passes.backward * scale), sums, dense, thin, moving)
+
+
+def thin_flops(short: int, long: int, tokens: int) -> int:
+    """A map from few tokens: two QR factorisations, small problems of their number, and the completion."""
+    return 30 * (short + long) * tokens**2 + 100 * tokens**3
 
 
 def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
@@ -137,7 +175,7 @@ def _transport(job: Job, pair: LayerPair) -> int:
 
 
 def _passes(job: Job) -> Passes | None:
-    batch = _first_batch(job)
+    batch = first_batch(job)
     if batch is None or job.source_loss is None or job.target_loss is None:
         return None
     try:
@@ -146,7 +184,7 @@ def _passes(job: Job) -> Passes | None:
         return None
 
 
-def _first_batch(job: Job) -> PairedBatch | None:
+def first_batch(job: Job) -> PairedBatch | None:
     """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
     batches = job.batches
     if isinstance(batches, PairedBatches):
@@ -187,8 +225,8 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
             signals.append({})
             continue
         counter = _PassCounter()
-        with counter:
-            seen = watch(_shapes_of(module), layers, _to_meta(inputs), counter.split(loss), wanted, size)
+        with WithoutNumbers(), counter:
+            seen = watch(shapes_of(module), layers, to_meta(inputs), counter.split(loss), wanted, size)
         signals.append(seen)
         forward_flops += counter.forward
         backward_flops += counter.get_total_flops() - counter.forward if backward else 0
@@ -232,6 +270,22 @@ def _wanted(job: Job) -> tuple[dict[Layer, frozenset[str]], dict[Layer, frozense
     return ours, theirs
 
 
+class WithoutNumbers(TorchDispatchMode):
+    """Says yes to a question about the numbers of a meta tensor.
+
+    transformers asks whether no token is padding and whether texts are not packed into one row, to leave out a mask.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        asked = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        if asked and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 class _PassCounter(FlopCounterMode):
     """Counts FLOPs, and remembers how many there were when the loss was known: those of the forward pass."""
 
@@ -248,7 +302,7 @@ class _PassCounter(FlopCounterMode):
         return counted
 
 
-def _shapes_of(module: nn.Module) -> nn.Module:
+def shapes_of(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have shapes and no numbers; nothing is copied."""
     tensors = chain(module.parameters(), module.buffers())
     stand_ins: dict[int, Any] = {}
@@ -258,12 +312,12 @@ def _shapes_of(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, stand_ins)
 
 
-def _to_meta(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, Mapping):
-        return {key: _to_meta(item) for key, item in value.items()}
-    return type(value)(_to_meta(item) for item in value) if isinstance(value, (tuple, list)) else value
+        return {key: to_meta(item) for key, item in value.items()}
+    return type(value)(to_meta(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from .budget import plan_passes
 from .cost import cost_of
+from .offload import is_hollow
 from .pipeline import left_behind, not_transported_by
 from .preparation import Job
 from .task_vector import TaskVector
@@ -56,7 +57,13 @@ def _within(job: Job) -> dict[str, Any]:
     if job.memory_budget is None:
         return {}
     found = plan_passes(job, job.memory_budget)
-    return {"peak_bytes": found.peak_bytes, "groups": [len(group) for group in found.groups]}
+    return {
+        "peak_bytes": found.peak_bytes,
+        "groups": [len(group) for group in found.groups],
+        "home": "files" if is_hollow(job.target.module) else "RAM",
+        "home_bytes": found.home_bytes,
+        "fetched_bytes": found.fetched_bytes,
+    }
 
 
 def _moved(job: Job) -> TaskVector:

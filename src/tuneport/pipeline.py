@@ -33,7 +33,7 @@ from .adapter import (
     write_adapter,
 )
 from .alignment import Statistics
-from .budget import Passes, in_groups, plan_passes
+from .budget import Passes, in_blocks, in_groups, plan_passes, runs_on
 from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure, samples_at_once
 from .checkpoint import (
     check_finite,
@@ -50,6 +50,7 @@ from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
 from .methods import LayerRecord, Method, Problem, Transfer, get_method
+from .offload import is_hollow, nested_to, pinned, placed, shelved
 from .output import check_new_file, check_new_folder, claimed, new_folder
 from .page import report_page
 from .pairing import KEPT_BY_KIND, Kept
@@ -58,6 +59,7 @@ from .rehearsal import rehearsals
 from .report import copy_companions, model_card, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
 from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, pooled
+from .solver import within
 from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
 
 __all__ = [
@@ -99,6 +101,8 @@ class Result:
 
     def apply(self, scale: float | None = None) -> nn.Module:
         """A copy of the target with the skill, holding exactly the numbers that `save` writes."""
+        if is_hollow(self.target.module):
+            raise TuneportError("the target was too large for the memory budget: use save() instead of apply().")
         module = copy.deepcopy(self.target.module)
         tensors = self.tensors(scale)
         with torch.no_grad():
@@ -222,6 +226,11 @@ def run(
         passes = plan_passes(job, job.memory_budget)
     clock = _Clock()
     if scale == "auto":
+        if passes is not None and passes.placements is not None:
+            raise TuneportError(
+                "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as the "
+                "scale, or a larger --memory-budget."
+            )
         moved, choice, counted = _move_auto(halves(job), passes, clock, progress, work)
         number = choice.scale
     else:
@@ -278,15 +287,16 @@ class _Clock:
     def measure(self, job: Job, progress: Progress | None, work: Work | None, stage: str) -> Statistics:
         started = time.perf_counter()
         statistics = measure_job(job, progress=progress, work=work, stage=stage)
-        if job.target.device.type == "cuda":
-            torch.cuda.synchronize(job.target.device)
+        if (device := runs_on(job)).type == "cuda":
+            torch.cuda.synchronize(device)
         self.measuring += time.perf_counter() - started
         return statistics
 
 
 def _solve(job: Job, statistics: Statistics) -> Transfer:
     problem = problem_of(job, statistics)
-    return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
+    with within(job.memory_budget):
+        return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
 
 
 def _move(
@@ -294,12 +304,25 @@ def _move(
 ) -> tuple[Transfer, Statistics]:
     """Measure and move, group by group; also the count of samples and passes, without sums."""
     moved, counted = [], Statistics()
-    for index, group in enumerate(groups := in_groups(job, passes)):
-        statistics = clock.measure(group, progress, work, _stage("all", index, groups))
-        moved.append(_solve(group, statistics))
-        counted = _count(counted, statistics)
-        del statistics  # before the next group's are made
+    ours, theirs = (passes.placements if passes is not None else None) or (None, None)
+    with pinned(job.source.module, ours), pinned(job.target.module, theirs):
+        for index, group in enumerate(groups := in_groups(job, passes)):
+            statistics = clock.measure(group, progress, work, _stage("all", index, groups))
+            if passes is not None and passes.shelved and ranks().size == 1:
+                moved += [_shelved(_solve(block, statistics)) for block in in_blocks(group)]
+            else:
+                moved.append(_solve(group, statistics))
+            counted = _count(counted, statistics)
+            del statistics  # before the next group's are made
     return _together(moved), counted
+
+
+def _shelved(moved: Transfer) -> Transfer:
+    """The same with its dense entries in files of their own."""
+    entries = {
+        name: shelved(entry) if isinstance(entry, Tensor) else entry for name, entry in moved.task_vector.items()
+    }
+    return replace(moved, task_vector=TaskVector(entries))
 
 
 def _move_auto(
@@ -378,6 +401,11 @@ def port(
     """
     out, say = Path(out), note or (lambda _: None)
     scale = check_scale(scale, job.method)
+    if test is not None and is_hollow(job.target.module):
+        raise TuneportError(
+            "the target is larger than the memory budget and cannot be scored with it: leave out --evaluate, and run "
+            "'tuneport evaluate' afterwards."
+        )
     conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
     work = Work(out, conditions, save_every)
     several = ranks().size > 1
@@ -522,8 +550,8 @@ def problem_of(job: Job, statistics: Statistics) -> Problem:
         job.task_vector,
         statistics,
         job.completion,
-        source_weights=dict(job.source.module.named_parameters()),
-        target_weights=dict(job.target.module.named_parameters()),
+        source_weights=job.source.parameters(),
+        target_weights=job.target.parameters(),
     )
 
 
@@ -545,7 +573,7 @@ def measure_job(
         return Statistics()
     if job.max_tokens is not None and not job.samples:
         job = replace(job, batches=(batches := list(job.batches)), samples=count_samples(batches))
-    earlier = work.load(stage, job.target.device) if work is not None else None
+    earlier = work.load(stage, runs_on(job)) if work is not None else None
     if earlier is not None and progress is not None:
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
@@ -569,21 +597,29 @@ def _measured(
     assert job.target_loss is not None
     limit = _token_limit(job)
     mine, before = share_of(job)
-    return measure(
-        job.source.module,
-        job.target.module,
-        job.plan.pairs,
-        _batches_after(mine.batches, earlier),
-        signals=signals,
-        source_loss=job.source_loss,
-        target_loss=job.target_loss,
-        match=job.match,
-        progress=progress,
-        start=earlier,
-        on_batch=keeper,
-        limit=replace(limit, offset=before) if limit is not None else None,
-        most_samples=samples_at_once(job.target.device),
-    )
+    ours, theirs = job.placements or (None, None)
+    if theirs is None and any(is_hollow(model.module) for model in (job.source, job.target)):
+        raise TuneportError(
+            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
+            "give a larger --memory-budget."
+        )
+    left = _batches_after(mine.batches, earlier)
+    with placed(job.source.module, ours), placed(job.target.module, theirs):
+        return measure(
+            job.source.module,
+            job.target.module,
+            job.plan.pairs,
+            left if theirs is None else (nested_to(batch, theirs.device) for batch in left),
+            signals=signals,
+            source_loss=job.source_loss,
+            target_loss=job.target_loss,
+            match=job.match,
+            progress=progress,
+            start=earlier,
+            on_batch=keeper,
+            limit=replace(limit, offset=before) if limit is not None else None,
+            most_samples=samples_at_once(job.target.device) if theirs is None else None,  # each part would fetch anew
+        )
 
 
 def _token_limit(job: Job) -> TokenLimit | None:

@@ -5,6 +5,7 @@ Everything that can be wrong with the input is found here, before the first forw
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -33,11 +34,22 @@ from .checkpoint import (
 from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
-from .families import Encoded, Head, Model, choose_head, describe_module, open_model, open_stored
+from .families import (
+    Encoded,
+    Head,
+    Model,
+    can_outline,
+    choose_head,
+    describe_module,
+    open_model,
+    open_stored,
+    outline_model,
+)
 from .hub import hub_name, local
 from .layers import Layer
 from .methods import METHODS, Method, get_method
 from .objectives import Objective, check_objective, forward_only, load_loss, objective_of, on_device
+from .offload import Placement, block_paths, is_hollow, placed
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
 from .task_vector import LazyTensors, TaskVector, load_task_vector
@@ -66,6 +78,8 @@ class Job:
     max_tokens: int | None = None
     memory_budget: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
+    device: torch.device | None = None  # where it is to run; None: where the models are
+    placements: tuple[Placement, Placement] | None = None  # of both models while they run
 
 
 def prepare(
@@ -91,6 +105,7 @@ def prepare(
     memory_budget: int | None = None,
     batch_size: int = 32,
     device: str = "auto",
+    dtype: str = "float32",
     trust_remote_code: bool = False,
     extra_signals: Iterable[str] = (),
     scored: bool = False,
@@ -102,8 +117,9 @@ def prepare(
     `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
     `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
     `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
-    that models, statistics and result may take. `extra_signals` prepares for methods that measure more, `scored` for
-    a scale that is chosen on labelled samples.
+    that models, statistics and result may take on the `device`: models that do not fit stay in RAM or in their files,
+    and live modules run on the `device` too. `dtype` is that in which text models run. `extra_signals` prepares for
+    methods that measure more, `scored` for a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
     name = next((known for known, registered in METHODS.items() if registered == method), name)
@@ -122,7 +138,8 @@ def prepare(
     if isinstance(data, (str, Path)):
         task, data = split_reference(data)
         named = data if task is None else named
-    ours, theirs = (_open(model, where, trust_remote_code) for model in (source, target))
+    opening = _Opening(where, pick_dtype(dtype), memory_budget, trust_remote_code)
+    ours, theirs = opening.both(source, target)
     adapter = _open_adapter(finetuned)
     vector = _adapter_vector(ours, adapter, exclude) if adapter else _task_vector(ours, finetuned, exclude)
     signals = method.signals | frozenset(extra_signals)
@@ -138,10 +155,10 @@ def prepare(
             if not isinstance(named, Dataset):
                 dataset = read_data(named, "train")  # says what is missing where there are no labels
             about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
-            heads = tuple(choose_head(model, head, *about) for model in (ours, theirs))
+            heads = tuple(_head(model, head, about, where) for model in (ours, theirs))
             for one in heads:
                 align_labels(dataset, one.classes)
-    plan = _plan(ours, theirs, vector, pairs, roles, depth_rule, exclude)
+    plan = plan_of(ours, theirs, vector, pairs, roles, depth_rule, exclude)
     method.check(plan)
     batches: Iterable[Any] = ()
     count = 0
@@ -157,7 +174,7 @@ def prepare(
                 shots=shots,
                 sampler=sampler,
                 seed=seed,
-                features=lambda chosen: features(theirs, chosen),
+                features=lambda chosen: _features(theirs, chosen, where),
             )
             count = len(indices)
             assert objective is not None
@@ -183,6 +200,7 @@ def prepare(
             "exclude": list(exclude),
             "roles": dict(roles or {}),
             "device": str(where),
+            "dtype": dtype,
         },
         "source": identity_of(ours),
         "finetuned": _adapter_identity(adapter) if adapter else identity_of(finetuned),
@@ -211,6 +229,7 @@ def prepare(
         max_tokens,
         memory_budget,
         record,
+        where if memory_budget is not None else None,
     )
 
 
@@ -284,17 +303,82 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def _open(model: ModelLike, device: torch.device, trust_remote_code: bool) -> Model:
-    if isinstance(model, Model):
-        return model
-    if isinstance(model, nn.Module):
-        if any(".lora_A." in name for name, _ in model.named_parameters()):
-            raise TuneportError(
-                f"{type(model).__name__} still carries an adapter. Pass the bare base: a copy made before "
-                "get_peft_model, or peft_model.unload()."
-            )
-        return describe_module(model)
-    return open_model(model, device=device, trust_remote_code=trust_remote_code)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    """The dtype of that name, in which models run."""
+    if name not in DTYPES:
+        raise TuneportError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """How models are opened: on the device, in RAM for a smaller device, or as outlines where RAM is smaller too."""
+
+    device: torch.device
+    dtype: torch.dtype
+    budget: int | None
+    trust_remote_code: bool
+
+    def both(self, source: ModelLike, target: ModelLike) -> tuple[Model, Model]:
+        home, outlines = self.device, False
+        if self.budget is not None:
+            size = sum(self._size(model) for model in (source, target))
+            home = torch.device("cpu") if size > self.budget // 4 else self.device
+            outlines = size > (self.budget // 4 if self.device.type == "cpu" else free_memory())
+        ours, theirs = (self._open(model, home, outlines) for model in (source, target))
+        return ours, theirs
+
+    def _size(self, model: ModelLike) -> int:
+        """The bytes that a model in files would take."""
+        if isinstance(model, (Model, nn.Module)):
+            return 0
+        stored = open_stored(model).tensors
+        return sum(math.prod(describe(stored, name).shape) for name in stored) * self.dtype.itemsize
+
+    def _open(self, model: ModelLike, home: torch.device, outlines: bool) -> Model:
+        if isinstance(model, Model):
+            return model
+        if isinstance(model, nn.Module):
+            if any(".lora_A." in name for name, _ in model.named_parameters()):
+                raise TuneportError(
+                    f"{type(model).__name__} still carries an adapter. Pass the bare base: a copy made before "
+                    "get_peft_model, or peft_model.unload()."
+                )
+            return describe_module(model)
+        if outlines and not self.trust_remote_code and can_outline(local(model)):
+            return outline_model(model, dtype=self.dtype)
+        return open_model(model, device=home, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+
+
+def free_memory() -> float:
+    """Bytes of RAM that are free for use; infinite where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return math.inf
+
+
+def _head(model: Model, wanted: str | None, about: tuple[Any, ...], device: torch.device) -> Head:
+    with placed(model.module, _at_hand(model, device)):
+        return choose_head(model, wanted, *about)
+
+
+def _features(model: Model, dataset: Dataset, device: torch.device) -> Tensor:
+    with placed(model.module, _at_hand(model, device)):
+        return features(model, dataset)
+
+
+def _at_hand(model: Model, device: torch.device) -> Placement | None:
+    """A way to run a model that holds no numbers itself, block by block."""
+    if not is_hollow(model.module):
+        return None
+    blocks = block_paths(model.layers)
+    return Placement(device, blocks, frozenset(blocks), model.parameters())
 
 
 def _task_vector(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
@@ -378,7 +462,7 @@ def _is_task_vector(path: Path) -> bool:
     return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == "tuneport-task-vector"
 
 
-def _plan(
+def plan_of(
     source: Model,
     target: Model,
     vector: TaskVector,
@@ -387,6 +471,8 @@ def _plan(
     depth_rule: DepthRule,
     exclude: Sequence[str],
 ) -> Plan:
+    """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays."""
+
     def included(layer: Layer, model: Model) -> Layer:
         without = layer.bias is not None and (
             _excluded(layer.bias, model, exclude) or (model is source and layer.bias not in vector)

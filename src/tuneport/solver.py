@@ -8,7 +8,9 @@ fails its certificate is thrown away for the next route, in the end a plain SVD;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,11 +120,26 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
 
+_most: ContextVar[int | None] = ContextVar("most bytes together", default=None)
+
+
 def together_bytes(device: torch.device) -> int:
     """The bytes of matrices that are solved at once."""
-    if device.type != "cuda":
-        return 2**28
-    return int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER
+    most = _most.get()
+    usual = 2**28
+    if device.type == "cuda":
+        usual = int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER
+    return usual if most is None else min(usual, most)
+
+
+@contextmanager
+def within(budget: int | None) -> Iterator[None]:
+    """Solve no more at once than suits a device with so many bytes."""
+    token = _most.set(None if budget is None else max(budget // TOGETHER, 1))
+    try:
+        yield
+    finally:
+        _most.reset(token)
 
 
 def _attempt(name: str, C: Tensor, cut: float, fill: bool = False, look: bool = True) -> list[Polar | None]:

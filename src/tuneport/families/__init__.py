@@ -22,16 +22,53 @@ FAMILIES: tuple[Family, ...] = (OpenClip(), Timm(), HuggingFace())
 ACCEPTED = "a model folder (transformers, open_clip, timm), open_clip's NAME:TAG or NAME:FILE, or timm:NAME[:FILE]"
 
 
-def open_model(reference: str | Path, *, device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Model:
-    """Open a model from what a user calls it: a folder of a known family, a name that its library knows, a hub id."""
+def open_model(
+    reference: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Model:
+    """Open a model from what a user calls it: a folder of a known family, a name that its library knows, a hub id.
+
+    Another `dtype` than float32 is for text models, which read token ids.
+    """
+    family, reference = _found(reference)
+    if dtype == torch.float32 or not isinstance(family, HuggingFace):
+        model = family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code)
+    else:
+        model = family.open(
+            str(reference), device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype
+        )
+    return _fitting_dtype(model, dtype)
+
+
+def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Model:
+    """The model without its numbers, which stay in its files; without `weights` there need not be any."""
+    family, reference = _found(reference)
+    return _fitting_dtype(family.outline(str(reference), dtype=dtype, weights=weights), dtype)
+
+
+def can_outline(reference: str | Path) -> bool:
+    """Whether a model can be built without its numbers."""
+    return isinstance(_family(reference), HuggingFace)
+
+
+def _found(reference: str | Path) -> tuple[Family, str | Path]:
     family = _family(reference)
     if family is not None:
-        return family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code)
+        return family, reference
     if looks_like_hub_id(reference):
-        return open_model(local(reference), device=device, trust_remote_code=trust_remote_code)
+        return _found(local(reference))
     if not Path(reference).exists():
         raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
     raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
+
+
+def _fitting_dtype(model: Model, dtype: torch.dtype) -> Model:
+    if dtype != torch.float32 and model.kind != "text":
+        raise CheckpointError(f"{model.name} reads no texts: it runs in float32 only. Leave out --dtype.")
+    return model
 
 
 def open_stored(reference: str | Path) -> Stored:
@@ -73,11 +110,13 @@ __all__ = [
     "Model",
     "Reader",
     "Stored",
+    "can_outline",
     "choose_head",
     "describe_any",
     "describe_module",
     "open_model",
     "open_stored",
+    "outline_model",
     "place_of",
     "read_head",
 ]

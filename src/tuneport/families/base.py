@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint import open_checkpoint, read_json, write_checkpoint
+from ..checkpoint import describe, open_checkpoint, read_json, write_checkpoint
 from ..errors import CheckpointError, DataError, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
+from ..offload import is_hollow
+from ..task_vector import LazyTensors
 from .libraries import first_line
 from .reader import Reader
 
@@ -91,6 +93,13 @@ class Model:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by their live names: the module's own, or those in the files where it holds none."""
+        if not is_hollow(self.module):
+            return dict(self.module.named_parameters())
+        names = self.file_names
+        return LazyTensors(names, lambda n: self.tensors[names[n]], lambda n: describe(self.tensors, names[n]))
+
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights in memory."""
         return replace(self, module=module)
@@ -122,6 +131,13 @@ class Family(ABC):
         """The model's files; families that can tell without building the model do so lazily."""
         model = self.open(reference, device=torch.device("cpu"), trust_remote_code=False)
         return Stored(model.tensors, model.folder, model.write)
+
+    def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
+        """The model without its numbers, which stay in its files; without `weights` there need not be any."""
+        del dtype, weights
+        raise CheckpointError(
+            f"{reference} cannot be built without its weights: only transformers' folders can. Leave out --shapes-only."
+        )
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:

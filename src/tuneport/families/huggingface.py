@@ -22,6 +22,7 @@ from .huggingface_text import HEADS, KINDS, complete_text, refuse_experts, text_
 from .huggingface_vision import ARCHITECTURES, complete_vision
 from .libraries import first_line as _line
 from .libraries import quiet
+from .outline import check_config, outline_of, unread
 
 
 class HuggingFace(Family):
@@ -32,11 +33,13 @@ class HuggingFace(Family):
     def recognises(self, reference: str) -> bool:
         return (Path(reference) / "config.json").is_file()
 
-    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
+    def open(
+        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+    ) -> Model:
         folder = Path(reference)
         stored = open_checkpoint(folder)
         with quiet():
-            module = _load(folder, stored, device, trust_remote_code)
+            module = _load(folder, stored, device, trust_remote_code, dtype)
         check_finite(stored)
         names = _traced(module, _file_names(module), stored)
         model = self._model(module, str(reference), stored, names, folder, trust_remote_code)
@@ -47,6 +50,16 @@ class HuggingFace(Family):
                 f"{first_of(lost)}. Save the model again with save_pretrained."
             )
         return model
+
+    def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
+        folder = Path(reference)
+        stored = open_checkpoint(folder) if weights else None
+        with quiet():
+            module, names = _outline(folder, stored, dtype)
+        if stored is None:
+            return self._model(module, str(reference), unread(module, names, folder), names, folder, False)
+        check_finite(stored)
+        return self._model(module, str(reference), stored, names, folder, False)
 
     def stored(self, reference: str) -> Stored:
         return Stored(open_checkpoint(reference), Path(reference))
@@ -85,14 +98,18 @@ class HuggingFace(Family):
         return complete(model, trust_remote_code)
 
 
-def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_code: bool) -> nn.Module:
+def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
+    """The class that a folder's config.json names, and whether it is one of text."""
     import transformers
 
     config = _config(folder)
-    _check_numbers(config, folder / "config.json", stored)
+    if stored is not None:
+        _check_numbers(config, folder / "config.json", stored)
+    else:
+        check_config(config, folder / "config.json")
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    refuse_experts(config, stored, str(folder))
+    refuse_experts(config, stored or (), str(folder))
     kind = getattr(transformers, name or "", None)
     model_type = str(config.get("model_type"))
     is_text = name is not None and text_class(name, model_type) is not None
@@ -102,32 +119,79 @@ def _load(folder: Path, stored: Checkpoint, device: torch.device, trust_remote_c
             f"not know. Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(KINDS)}, as "
             f"{', '.join(HEADS)}. See docs/add-a-family.md."
         )
-    _check_size(kind, folder, stored)
-    module, missing, misshapen = _build(kind, folder, trust_remote_code)
+    if stored is not None:
+        _check_size(kind, folder, stored)
+    return kind, is_text
+
+
+def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype) -> tuple[nn.Module, dict[str, str]]:
+    """A hollow module, and the names of its parameters in the files."""
+    import transformers
+
+    kind, is_text = _class_of(folder, stored)
+    base = transformers.AutoModel._model_mapping.get(kind.config_class, kind) if is_text else kind
+    ways: list[tuple[Any, dict[str, Any]]] = [(kind, {})]
+    if stored is not None and is_text:  # as in _load
+        ways += [(base, {}), (base, {"add_pooling_layer": False})]
+    wrong: list[str] = []
+    for each, options in ways:
+        try:
+            module = outline_of(each, folder, dtype, **options)
+        except CheckpointError:
+            if options:
+                continue
+            raise
+        names = _file_names(module)
+        if stored is None:
+            return module, names
+        names = _traced(module, names, stored)
+        left = [
+            name
+            for name, parameter in module.named_parameters()
+            if names[name] not in stored or stored.shape(names[name]) != tuple(parameter.shape)
+        ]
+        if not left:
+            return module, names
+        wrong = wrong or left
+    raise CheckpointError(
+        f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
+        "Its config.json and its weights do not belong together."
+    )
+
+
+def _load(
+    folder: Path, stored: Checkpoint, device: torch.device, trust_remote_code: bool, dtype: torch.dtype
+) -> nn.Module:
+    import transformers
+
+    kind, is_text = _class_of(folder, stored)
+    module, missing, misshapen = _build(kind, folder, trust_remote_code, dtype)
     if missing and not misshapen and is_text:
         # encoders are often stored without the head, or the pooler, that their config.json names
         base = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
         for options in ({}, {"add_pooling_layer": False}):
-            other, *left = _build(base, folder, trust_remote_code, **options)
+            other, *left = _build(base, folder, trust_remote_code, dtype, **options)
             if not any(left):
                 module, missing = other, []
                 break
     wrong = [*missing, *misshapen]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors of {name} are missing or misshapen in {folder}: {first_of(wrong)}. "
+            f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
             "Its config.json and its weights do not belong together."
         )
     model: nn.Module = module
     return model.to(device).eval()
 
 
-def _build(kind: Any, folder: Path, trust_remote_code: bool, **options: Any) -> tuple[Any, list[str], list[str]]:
+def _build(
+    kind: Any, folder: Path, trust_remote_code: bool, dtype: torch.dtype, **options: Any
+) -> tuple[Any, list[str], list[str]]:
     """A module with the folder's weights, the tensors that are missing there, and those that are misshapen."""
     try:
         module, info = kind.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,

@@ -1,0 +1,73 @@
+"""What the planner foretells of transfers that were measured on a GPU, from configurations alone.
+
+    python benchmarks/speed/forecast.py --measured benchmarks/results/speed --out OUT
+
+Reads the results of llama.py at 8B (a full change and a LoRA; models, change and result on the device), and plans the
+same transfers without weights and without the GPU. Seconds are by the rates of `tuneport.rates.probe` on an NVIDIA H200
+(offload.py prints them), 2026-11-15.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from llama import SHAPES, make
+from record import publish, table
+
+H200 = {"passes": 3.9e14, "products": 6.0e13, "dense": 2.2e12, "thin": 1.3e13, "link": 5.5e10, "back": 1.2e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, required=True, help="folder with the results of llama.py")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    from tuneport.cost import work_of
+    from tuneport.division import Sums, result_bytes
+    from tuneport.forecast import foretell
+    from tuneport.offload import Placement, bytes_of
+    from tuneport.rates import Rates, seconds_of
+    from tuneport.shapes import prepare_shapes
+
+    device = torch.device("cuda")  # planned for, not needed
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, shape in zip(("llama", "qwen"), SHAPES["8b"], strict=True):
+            model = make(kind, shape, torch.device("meta"), torch.bfloat16)
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(Path(folder, kind))
+        job = prepare_shapes(
+            Path(folder, "llama"), Path(folder, "qwen"), batch_size=4, max_tokens=1024, dtype="bfloat16"
+        )
+    forecast = foretell(job)
+    sums, pairs = Sums(job, forecast.sums, forecast.size), job.plan.pairs
+    live = forecast.peak(pairs, (Placement(device), Placement(device)))
+    work = work_of(job, job.samples)
+    assert work is not None
+    seconds = seconds_of(work, Rates(**H200))
+    models = sum(bytes_of(model.module.parameters()) for model in (job.source, job.target))
+    sizes = {layer.name: 2 * layer.in_features * layer.out_features for layer in job.source.layers}
+    changes = {
+        "full": (sum(sizes.values()), result_bytes(job)),
+        "lora": (sum(2 * 16 * (layer.in_features + layer.out_features) for layer in job.source.layers), 0),
+    }
+    rows, data = [], {}
+    for name, (change, result) in changes.items():
+        found = json.loads((options.measured / f"llama-8b-{name}-1024-cuda.json").read_text())
+        peak = models + change + sums.held(pairs) + max(live, result + sums.solving(pairs))
+        rows.append([f"peak, {name}, GiB", peak / 2**30, found["peak_bytes"] / 2**30, found["peak_bytes"] / peak])
+        measuring = seconds["passes"] + seconds["sums"]
+        for stage, expected in (("measure", measuring), ("solve", seconds["solve"])):
+            spent = found["seconds"][stage]
+            rows.append([f"{stage}, {name}, s", expected, spent, spent / expected])
+        data[name] = {"peak_bytes": peak, "seconds": seconds, "measured": found}
+    head = ["", "foretold", "measured", "measured / foretold"]
+    title = "Llama-3-8B to Qwen3-8B shapes, bfloat16, N = 100 x 256 tokens, 1024 tokens for maps\n\n"
+    publish("forecast-8b", options.out, title + table(head, rows), data, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A transfer between two language models of the 70B class, planned from their configurations for 1, 2, 4 and 8 GPUs.
+
+    python benchmarks/speed/seventy.py --budgets 130GiB 75GiB --out OUT
+
+From Llama-3-70B's shapes to Qwen2.5-72B's (80 blocks each, MLP 28672 to 29568), bfloat16, 100 texts of 256 tokens in
+batches of 4, maps from 2048 tokens, a full change. Rates are those that the transfer of llama.py reached at 8B on an
+NVIDIA H200 (all of `measure` over the FLOPs of the passes, all of `solve` over those of the maps), and the links that
+the probe found there; so what does not grow like FLOPs is wrong. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from record import publish, table
+
+COMMON = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+COMMON |= {"tie_word_embeddings": False, "hidden_act": "silu", "max_position_embeddings": 8192}
+MODELS = {
+    "llama-70b": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 28672}
+    | {"vocab_size": 128256},
+    "qwen-72b": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "intermediate_size": 29568}
+    | {"vocab_size": 152064},
+}
+REACHED = {"passes": 1.46e14, "products": 6.0e13, "dense": 2.2e12, "thin": 4.6e12, "link": 5.5e10, "back": 1.2e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budgets", nargs="+", default=["130GiB", "75GiB"], help="memory of one GPU")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    from tuneport.budget import format_bytes, parse_bytes
+    from tuneport.rates import Rates
+    from tuneport.shapes import plan_devices, prepare_shapes
+
+    rows, data = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, own in MODELS.items():
+            Path(folder, name).mkdir()
+            Path(folder, name, "config.json").write_text(json.dumps({**COMMON, **own}))
+        started = time.perf_counter()
+        for budget in options.budgets:
+            job = prepare_shapes(
+                *(Path(folder, name) for name in MODELS),
+                batch_size=options.batch,
+                max_tokens=2048,
+                memory_budget=parse_bytes(budget),
+                dtype="bfloat16",
+            )
+            for line in plan_devices(job, Rates(**REACHED)):
+                seconds = line["seconds"]
+                rows.append(
+                    [budget, line["devices"], line["runs"], line["peak_bytes"] / 2**30, line["home_bytes"] / 2**30]
+                    + [f"{format_bytes(line['fetched_bytes'])}"]
+                    + [seconds[name] for name in ("passes", "fetch", "solve", "transport", "total")]
+                )
+                data.append({"budget": budget, **line})
+        spent = time.perf_counter() - started
+    head = ["budget", "GPUs", "runs", "peak of one, GiB", "at home, GiB", "fetched by one", "passes, s", "fetch, s"]
+    head += ["solve, s", "transport, s", "total, s"]
+    title = f"Llama-3-70B to Qwen2.5-72B shapes, planned in {spent:.0f} s on the CPU\n\n"
+    publish("plan-70b", options.out, title + table(head, rows), {"plans": data, "rates": REACHED}, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()

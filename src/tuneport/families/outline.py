@@ -1,0 +1,92 @@
+"""Models of transformers without their numbers: the right modules, shapes and buffers, and parameters with no memory.
+
+For models larger than memory, whose blocks are read from the files when they run, and for plans of models whose
+weights are not there at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import TensorSpec
+from ..errors import CheckpointError, first_of
+from ..offload import hollow
+from ..task_vector import LazyTensors
+from .libraries import first_line
+
+MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out
+LARGEST = 10**7
+
+
+def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """A hollow module of the folder's configuration."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        with _parameters_on_meta():
+            module: nn.Module = kind(config, **options)
+    except Exception as error:
+        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {first_line(error)}") from error
+    finally:
+        torch.set_default_dtype(before)
+    hollow(module)
+    return module.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as soon as a module has them; buffers keep theirs, since no file holds them."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            flag = parameter.requires_grad
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=flag)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_config(config: Any, path: Path) -> None:
+    """Refuse sizes that no model has, where there are no weights to rule them out."""
+    found: list[str] = []
+
+    def look(value: Any, key: str) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                look(item, str(name))
+        elif isinstance(value, list):
+            for item in value:
+                look(item, key)
+        elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
+            blocks = "layers" in key or key in ("depth", "depths", "n_layer")
+            if abs(value) > (MOST_BLOCKS if blocks else LARGEST):
+                found.append(f"{key} = {value:.6g}")
+
+    look(config, "")
+    if found:
+        raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+
+
+def unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:
+    """The tensors that the files would hold, if they were there."""
+    specs = {
+        file_names[name]: TensorSpec(tuple(parameter.shape), parameter.dtype)
+        for name, parameter in module.named_parameters()
+    }
+
+    def read(name: str) -> Tensor:
+        raise CheckpointError(f"the weights of {folder} are not there, so {name} cannot be read.")
+
+    return LazyTensors(specs, read, specs.__getitem__)
