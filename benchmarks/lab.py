@@ -82,7 +82,8 @@ def run_cell(
                         "zero": known[0.0],
                         "full": FULL[target, task],
                     }
-                    rows.append(row | {"accuracy": known[scale], "cpu_seconds": round(seconds, 1)})
+                    seen = [[value, score.loss, score.accuracy] for value, score in choice.scores.items()]
+                    rows.append(row | {"accuracy": known[scale], "cpu_seconds": round(seconds, 1), "held_out": seen})
     return rows
 
 

@@ -17,9 +17,9 @@ from .task_vector import Entry, LowRank, TaskVector
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 FEWEST = 4  # samples that can be parted
-LOSS_WEIGHT = 0.2  # accuracy that a rise of the loss by one nat is worth
-ANYTHING = 0.1  # standard errors of the accuracy that a change must bring, and for each doubling
-DOUBLING = 1.0  # of the scale beyond one
+LOSS_WEIGHT = 0.4  # accuracy that a rise of the loss by one nat is worth
+ANYTHING = 0.4  # standard errors of the accuracy that a change must bring,
+DOUBLING = 1.0  # and each doubling of the scale beyond one
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def choose_scale(
 ) -> ScaleChoice:
     """The candidate with the greatest merit, or the least loss where there are no classes.
 
-    Merit is accuracy, averaged with that of the two neighbouring candidates (a single one is noise: with 20 samples
-    its standard error is ten points), less a fifth of the rise of the loss. Scales beyond 1 extrapolate, and small
-    maps of few samples do so badly: each doubling must bring one standard error of the accuracy, and any change at
-    all a tenth of one. Among equals the one nearest to 1 is taken.
+    Merit is accuracy, that of a scale above zero averaged with its two neighbours' (a single one is noise: with 20
+    samples its standard error is ten points), less 0.4 of the rise of the loss. Scales beyond 1 extrapolate, and maps
+    of few samples do so badly: each doubling must bring one standard error of the accuracy, and any change at all 0.4
+    of one. Among equals the one nearest to 1 is taken.
 
     >>> losses = {0.0: 2.0, 0.5: 1.5, 1.0: 1.8}
     >>> choose_scale(lambda s: Score(losses[s]), samples=8, held_out=True, candidates=(0.0, 0.5, 1.0)).scale
@@ -84,7 +84,8 @@ def merits_of(scores: Mapping[float, Score], samples: int) -> dict[float, float]
     scales, floor = sorted(scores), scores[0.0]
     merits = {}
     for index, scale in enumerate(scales):
-        near = [scores[other].accuracy for other in scales[max(index - 1, 0) : index + 2]]
+        around = scales[max(index - 1, 0) : index + 2] if scale > 0 else [scale]
+        near = [scores[other].accuracy for other in around]
         rise = scores[scale].loss - floor.loss
         merit = -rise
         if all(value is not None for value in near):

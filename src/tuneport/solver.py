@@ -127,8 +127,9 @@ def together_bytes(device: torch.device) -> int:
     """The bytes of matrices that are solved at once."""
     most = _most.get()
     usual = 2**28
-    if device.type == "cuda":
-        usual = int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER
+    if device.type == "cuda":  # which a plan may be for on a machine without one
+        there = torch.cuda.is_available()
+        usual = int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER if there else 2**31
     return usual if most is None else min(usual, most)
 
 
