@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import toy
 import tuneport
 from folders import FAMILIES, Zoo
-from tuneport import cli, pipeline
+from tuneport import cli, measuring
 from tuneport.adapter import is_adapter, no_place, open_adapter, pack, task_vector_of, transposed_weights, truncate
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families import describe_module
@@ -781,7 +781,7 @@ def test_transfer_as_adapter(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytes
 def test_errors_come_before_any_work(
     zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "measure", forbidden)
+    monkeypatch.setattr(measuring, "measure", forbidden)
     out = ["--out", tmp_path / "out"]
     for words, message in (
         (["--rank", "3"], "--rank and --energy shape an adapter; they go with --as adapter"),

@@ -199,7 +199,7 @@ class TestTransfer:
 
 class TestPlan:
     def test_json(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.pipeline.measure", lambda *_, **__: pytest.fail("a plan does no work"))
+        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("a plan does no work"))
         done = run("plan", *options(zoo), "--json")
         assert done.code == 0
         assert len(done.json["layers"]) == 20
@@ -496,7 +496,7 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
 class TestBadInput:
     @pytest.fixture(autouse=True)
     def _no_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.pipeline.measure", lambda *_, **__: pytest.fail("work has begun"))
+        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("work has begun"))
 
     @pytest.mark.parametrize("case", BAD)
     def test_is_refused_in_one_line_before_any_work(
@@ -757,7 +757,7 @@ class TestExitCodes:
         def interrupted(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("tuneport.pipeline.measure", interrupted)
+        monkeypatch.setattr("tuneport.measuring.measure", interrupted)
         done = run("transfer", *options(zoo), "--out", place / "out")
         assert done.code == 130
         assert "Traceback" not in done.err

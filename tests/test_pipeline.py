@@ -669,7 +669,7 @@ class TestRefusals:
 
     @pytest.fixture(autouse=True)
     def _no_measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.pipeline.measure", lambda *_, **__: pytest.fail("work has begun"))
+        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("work has begun"))
 
     def test_nothing_changed(self, zoo: Zoo) -> None:
         base = zoo["vit-base"]

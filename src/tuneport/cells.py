@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from .alignment import Statistics
 from .calibration import SAMPLERS, select
+from .crossfit import halves, transfer_auto
 from .data import Dataset, align_labels
 from .evaluation import features, linear_probe
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, batch_reader, finetune
+from .measuring import measure_job, problem_of
 from .methods import METHODS, Method, Transfer, get_method
-from .pipeline import halves, measure_job, problem_of, transfer_auto
 from .preparation import Job, PairedBatches, prepare
 from .recipe import Comparison
 from .scaling import Scaled, first_half

@@ -25,9 +25,10 @@ from .errors import TuneportError
 from .evaluation import before_and_after, zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
+from .measuring import measure_job, problem_of
 from .methods import METHODS
 from .output import check_new_folder, new_folder
-from .pipeline import Result, measure_job, problem_of, run
+from .pipeline import Result, run
 from .preparation import prepare
 from .report import copy_companions, write_record
 

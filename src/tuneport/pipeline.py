@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +32,7 @@ from .adapter import (
 )
 from .alignment import Statistics
 from .budget import Passes, in_blocks, in_groups, plan_passes, runs_on
-from .capture import PairedBatch, Progress, TokenLimit, count_samples, frozen, measure, samples_at_once
+from .capture import Progress
 from .checkpoint import (
     check_finite,
     describe,
@@ -43,22 +41,23 @@ from .checkpoint import (
     read_json,
 )
 from .cost import cost_of
+from .crossfit import halves, transfer_auto
 from .data import Dataset
-from .distributed import moved_by_all, ranks, reduced, share_of
-from .errors import CheckpointError, DataError, TuneportError, first_of
+from .distributed import moved_by_all, ranks
+from .errors import CheckpointError, TuneportError, first_of
 from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
-from .methods import LayerRecord, Method, Problem, Transfer, get_method
-from .offload import is_hollow, nested_to, pinned, placed, shelved
+from .measuring import measure_job, problem_of
+from .methods import LayerRecord, Method, Transfer, get_method
+from .offload import is_hollow, pinned, shelved
 from .output import check_new_file, check_new_folder, claimed, new_folder
 from .page import report_page
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions
-from .rehearsal import rehearsals
 from .report import copy_companions, model_card, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
-from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, pooled
+from .scaling import ScaleChoice
 from .solver import within
 from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
 
@@ -471,165 +470,6 @@ def _finished(out: Path, kind: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def halves(job: Job) -> tuple[Job, Job]:
-    """The job with each half of its samples, for a scale chosen by `transfer_auto`; twice the same where too few."""
-    if isinstance(job.batches, PairedBatches):
-        count = first_half(len(job.batches.indices))
-        if count == len(job.batches.indices):
-            return job, job
-        first, second = (
-            replace(
-                job,
-                batches=replace(job.batches, indices=side),
-                samples=len(side),
-                max_tokens=_share_of(job, len(side), job.samples),
-            )
-            for side in np.split(job.batches.indices, [count])
-        )
-        return first, second
-    batches = list(job.batches)
-    if not batches:
-        raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
-    if len(batches) == 1:
-        return (whole := replace(job, batches=batches)), whole
-    count = (len(batches) + 1) // 2
-    first, second = (
-        replace(job, batches=side, samples=count_samples(side), max_tokens=_share_of(job, len(side), len(batches)))
-        for side in (batches[:count], batches[count:])
-    )
-    return first, second
-
-
-def _share_of(job: Job, part: int, whole: int) -> int | None:
-    """The part of the token limit that goes to a part of the samples."""
-    return None if job.max_tokens is None else max(job.max_tokens * part // whole, 1)
-
-
-def transfer_auto(
-    sides: tuple[Job, Job], solve: Callable[[Statistics], Transfer], found: tuple[Statistics, Statistics],
-    whole: Statistics,
-) -> tuple[Transfer, ScaleChoice]:  # fmt: skip
-    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
-
-    The maps that ship come from the `whole` statistics.
-    """
-    held_out = sides[0] is not sides[1]
-    scores: dict[float, list[tuple[Score, int]]] = {scale: [] for scale in SCALES}
-    for statistics, judge in zip(found, reversed(sides), strict=True):
-        batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.batches]
-        with Scaled(judge.target.module, solve(statistics).task_vector) as scaled:
-            for scale, seen in scores.items():
-                seen.append((_score(judge, scaled, scale, batches), judge.samples))
-        if not held_out:
-            break
-    samples = sum(side.samples for side in (sides if held_out else sides[:1]))
-    choice = choose_scale(lambda scale: pooled(scores[scale]), samples=samples, held_out=held_out)
-    return solve(whole), choice
-
-
-def _score(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> Score:
-    """Mean loss and accuracy of the target at one scale, forward passes only."""
-    scaled.set(scale)
-    assert job.target_loss is not None
-    loss, right, samples = 0.0, 0, 0
-    with frozen(scaled.module), torch.no_grad():
-        for batch in batches:
-            loss += float(job.target_loss(scaled.module, batch))
-            size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-            samples += size
-            if job.target_head is not None:
-                scores = job.target_head.scores(job.target, scaled.module, batch[0])
-                right += int((scores.argmax(-1) == batch[1]).sum())
-    return Score(loss / max(samples, 1), right / max(samples, 1) if job.target_head is not None else None)
-
-
-def problem_of(job: Job, statistics: Statistics) -> Problem:
-    """What the job's method, or any other on the same job, is to solve."""
-    return Problem(
-        job.plan,
-        job.task_vector,
-        statistics,
-        job.completion,
-        source_weights=job.source.parameters(),
-        target_weights=job.target.parameters(),
-    )
-
-
-def measure_job(
-    job: Job,
-    *,
-    signals: Iterable[str] | None = None,
-    progress: Progress | None = None,
-    work: Work | None = None,
-    stage: str = "all",
-) -> Statistics:
-    """The statistics that a job's method needs (or the given signals, to serve several methods at once).
-
-    With `work`, they are saved under the name of the `stage` from time to time, and begin with what it holds. A method
-    that rehearses sees more than the job's samples (`tuneport.rehearsal`), which are not saved.
-    """
-    wanted = frozenset(job.method.signals if signals is None else signals)
-    if not wanted:
-        return Statistics()
-    if job.max_tokens is not None and not job.samples:
-        job = replace(job, batches=(batches := list(job.batches)), samples=count_samples(batches))
-    earlier = work.load(stage, runs_on(job)) if work is not None else None
-    if earlier is not None and progress is not None:
-        progress(earlier.samples)
-    keeper = work.keeper(stage) if work is not None else None
-    statistics = _measured(job, wanted, progress, earlier, keeper)
-    if job.method.rehearses:
-        for more, signals in rehearsals(job):
-            if signals & wanted:
-                statistics = statistics.extended(_measured(more, signals & wanted))
-    return reduced(statistics, job.plan)
-
-
-def _measured(
-    job: Job,
-    signals: frozenset[str],
-    progress: Progress | None = None,
-    earlier: Statistics | None = None,
-    keeper: Callable[[Statistics], None] | None = None,
-) -> Statistics:
-    """This process's share of the statistics."""
-    assert job.source_loss is not None
-    assert job.target_loss is not None
-    limit = _token_limit(job)
-    mine, before = share_of(job)
-    ours, theirs = job.placements or (None, None)
-    if theirs is None and any(is_hollow(model.module) for model in (job.source, job.target)):
-        raise TuneportError(
-            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
-            "give a larger --memory-budget."
-        )
-    left = _batches_after(mine.batches, earlier)
-    with placed(job.source.module, ours), placed(job.target.module, theirs):
-        return measure(
-            job.source.module,
-            job.target.module,
-            job.plan.pairs,
-            left if theirs is None else (nested_to(batch, theirs.device) for batch in left),
-            signals=signals,
-            source_loss=job.source_loss,
-            target_loss=job.target_loss,
-            match=job.match,
-            progress=progress,
-            start=earlier,
-            on_batch=keeper,
-            limit=replace(limit, offset=before) if limit is not None else None,
-            most_samples=samples_at_once(job.target.device) if theirs is None else None,  # each part would fetch anew
-        )
-
-
-def _token_limit(job: Job) -> TokenLimit | None:
-    """The limit of a job whose samples are counted."""
-    if job.max_tokens is None:
-        return None
-    seed = job.record.get("options", {}).get("seed", 0)
-    return TokenLimit(job.max_tokens, job.samples, seed, first=job.target.layout is not None)
-
-
 def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
     """Refuse, before anything is measured, a transfer whose result cannot be written as an adapter as asked."""
     check_truncation(rank, energy)
@@ -660,16 +500,6 @@ def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) ->
         "not_transported": [*record["not_transported"], *kept],
         "adapter": {"rank": packed.adapter.config["r"], "modules": [asdict(item) for item in packed.modules]},
     }
-
-
-def _batches_after(batches: Iterable[Any], earlier: Statistics | None) -> Iterable[Any]:
-    """The batches that were not measured yet, cut where they were cut before."""
-    if earlier is None:
-        return batches
-    done = earlier.passes["forward"]
-    if isinstance(batches, PairedBatches):
-        return replace(batches, indices=batches.indices[done * batches.size :])
-    return islice(batches, done, None)
 
 
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:

@@ -27,7 +27,7 @@ from .capture import Progress, frozen
 from .diagnostics import COMPARED, LayerSimilarity, layer_similarity
 from .errors import DataError
 from .families import open_model
-from .pipeline import measure_job, problem_of
+from .measuring import measure_job, problem_of
 from .preparation import Job, ModelLike, PairedBatches, pick_device, prepare
 from .scaling import Scaled
 from .task_vector import TaskVector

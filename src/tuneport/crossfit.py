@@ -1,0 +1,89 @@
+"""A scale chosen by two halves of the samples, each judging the maps of the other, by forward passes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .alignment import Statistics
+from .capture import PairedBatch, count_samples, frozen
+from .errors import DataError
+from .methods import Transfer
+from .preparation import Job, PairedBatches
+from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, pooled
+
+
+def halves(job: Job) -> tuple[Job, Job]:
+    """The job with each half of its samples, for a scale chosen by `transfer_auto`; twice the same where too few."""
+    if isinstance(job.batches, PairedBatches):
+        count = first_half(len(job.batches.indices))
+        if count == len(job.batches.indices):
+            return job, job
+        first, second = (
+            replace(
+                job,
+                batches=replace(job.batches, indices=side),
+                samples=len(side),
+                max_tokens=_share_of(job, len(side), job.samples),
+            )
+            for side in np.split(job.batches.indices, [count])
+        )
+        return first, second
+    batches = list(job.batches)
+    if not batches:
+        raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
+    if len(batches) == 1:
+        return (whole := replace(job, batches=batches)), whole
+    count = (len(batches) + 1) // 2
+    first, second = (
+        replace(job, batches=side, samples=count_samples(side), max_tokens=_share_of(job, len(side), len(batches)))
+        for side in (batches[:count], batches[count:])
+    )
+    return first, second
+
+
+def _share_of(job: Job, part: int, whole: int) -> int | None:
+    """The part of the token limit that goes to a part of the samples."""
+    return None if job.max_tokens is None else max(job.max_tokens * part // whole, 1)
+
+
+def transfer_auto(
+    sides: tuple[Job, Job], solve: Callable[[Statistics], Transfer], found: tuple[Statistics, Statistics],
+    whole: Statistics,
+) -> tuple[Transfer, ScaleChoice]:  # fmt: skip
+    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
+
+    The maps that ship come from the `whole` statistics.
+    """
+    held_out = sides[0] is not sides[1]
+    scores: dict[float, list[tuple[Score, int]]] = {scale: [] for scale in SCALES}
+    for statistics, judge in zip(found, reversed(sides), strict=True):
+        batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.batches]
+        with Scaled(judge.target.module, solve(statistics).task_vector) as scaled:
+            for scale, seen in scores.items():
+                seen.append((_score(judge, scaled, scale, batches), judge.samples))
+        if not held_out:
+            break
+    samples = sum(side.samples for side in (sides if held_out else sides[:1]))
+    choice = choose_scale(lambda scale: pooled(scores[scale]), samples=samples, held_out=held_out)
+    return solve(whole), choice
+
+
+def _score(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> Score:
+    """Mean loss and accuracy of the target at one scale, forward passes only."""
+    scaled.set(scale)
+    assert job.target_loss is not None
+    loss, right, samples = 0.0, 0, 0
+    with frozen(scaled.module), torch.no_grad():
+        for batch in batches:
+            loss += float(job.target_loss(scaled.module, batch))
+            size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
+            samples += size
+            if job.target_head is not None:
+                scores = job.target_head.scores(job.target, scaled.module, batch[0])
+                right += int((scores.argmax(-1) == batch[1]).sum())
+    return Score(loss / max(samples, 1), right / max(samples, 1) if job.target_head is not None else None)
