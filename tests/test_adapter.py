@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import toy
 import tuneport
 from folders import FAMILIES, Zoo
-from tuneport import cli, measuring
+from tuneport import cli, measuring, pipeline
 from tuneport.adapter import is_adapter, no_place, open_adapter, pack, task_vector_of, transposed_weights, truncate
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families import describe_module
