@@ -37,11 +37,11 @@ from tuneport.calibration import SAMPLERS
 from tuneport.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?P<mark><!-- not run -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 CLASSES = ("coupe", "estate", "van")
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ def slug(heading: str) -> str:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    assert sorted(re.findall(r"[\w-]+\.md", navigation)) == sorted(page.name for page in PAGES[1:])
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
+    assert sorted(re.findall(r"[\w/-]+\.md", navigation)) == sorted(pages)
 
 
 def test_names_in_paper_to_code_exist() -> None:

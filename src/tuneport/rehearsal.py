@@ -64,7 +64,7 @@ class Views(Sequence[Any]):
     its words and in another order. Made when looked at.
 
     >>> list(Views(["a short text of seven words only"], 2, seed=0))
-    ['of text short only words', 'words only seven text a of']
+    ['words seven a short only', 'of a only short text words']
     """
 
     inputs: Sequence[Any]
