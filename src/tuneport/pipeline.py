@@ -217,7 +217,7 @@ def run(
     if ranks().size > 1 and (scale == "auto" or work is not None or (job.method.signals and not job.method.by_layer)):
         raise TuneportError(
             "several processes share a transfer of layers one by one, at a fixed scale and without saves for --resume; "
-            "leave out --scale auto, --resume and methods that move all layers at once, or use one process."
+            "pass a number as --scale, leave out --resume and methods that move all layers at once, or use one process."
         )
     started = time.perf_counter()
     choice, number = None, 0.0
