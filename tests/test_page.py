@@ -264,7 +264,7 @@ class TestChromium:
             tab.evaluate("document.querySelector('svg[data-plot]').focus()")
             tab.press("End")
             last = tab.evaluate("document.querySelector('figure output').textContent")
-            assert last.startswith("scale 3: mean loss ")
+            assert last.startswith("scale 4: mean loss ")
             tab.press("ArrowLeft")
             assert tab.evaluate("document.querySelector('figure output').textContent").startswith("scale 2: ")
             assert tab.messages == []

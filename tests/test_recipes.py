@@ -400,7 +400,7 @@ class TestRunning:
         run_recipe(recipe, tmp_path / "out")
         assert looked == [1]  # once for two samplers and two seeds
         part = recipe.comparison
-        for seed, found in zip((0, 1), drawn[:2], strict=True):
+        for seed, found in ((0, drawn[0] + drawn[1]), (1, drawn[2] + drawn[3])):  # measured in halves
             wanted = prepare(
                 part.source,
                 part.finetuned["mnist"],
