@@ -266,7 +266,7 @@ class TestChromium:
             last = tab.evaluate("document.querySelector('figure output').textContent")
             assert last.startswith("scale 4: mean loss ")
             tab.press("ArrowLeft")
-            assert tab.evaluate("document.querySelector('figure output').textContent").startswith("scale 2: ")
+            assert tab.evaluate("document.querySelector('figure output').textContent").startswith("scale 3: ")
             assert tab.messages == []
             assert set(tab.requests) == {path.as_uri()}
 
