@@ -29,7 +29,7 @@ from vit import SHAPES, Setting, loss
 
 
 def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
-    from tuneport import pipeline
+    from tuneport import measuring
     from tuneport.capture import match_tokens
     from tuneport.layers import TokenLayout
     from tuneport.preparation import prepare
@@ -48,7 +48,7 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         device="cpu",
     )
     spent = {"reduce_seconds": 0.0, "reduce_cpu_seconds": 0.0}
-    reduced = pipeline.reduced
+    reduced = measuring.reduced
 
     def timed(*given: Any) -> Any:
         dist.barrier()  # waiting for the slowest is no part of it
@@ -58,10 +58,10 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         spent["reduce_cpu_seconds"] = time.process_time() - used
         return found
 
-    pipeline.reduced = timed
+    measuring.reduced = timed
     dist.barrier()
     started, used = now(setting.device), time.process_time()
-    found = pipeline.measure_job(job)
+    found = measuring.measure_job(job)
     dist.barrier()
     spent |= {"seconds": now(setting.device) - started, "cpu_seconds": time.process_time() - used}
     check = {
