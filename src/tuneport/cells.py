@@ -122,7 +122,7 @@ def run_cell(
             yield replace(blank, method="target", accuracy=score(target.module))
         warm: TaskVector | None = None
         for name in methods:
-            found = measured.by(methods[name])
+            found = measured.of(methods[name], count)
             for row, vector in _method_rows(comparison, chosen, solver(name), found, score):
                 yield replace(row, task=task, method=name, budget=budget, seed=seed, sampler=sampler)
                 if name == comparison.warm_start and row.scale_rule == comparison.scales[0]:
@@ -139,35 +139,34 @@ class _Measured:
 
     def __init__(self, job: Job, signals: frozenset[str], cuts: Sequence[int]) -> None:
         self._job, self.cuts = job, cuts
-        self._sums: dict[tuple[str, int, int], Statistics] = {}
+        self._sums: dict[tuple[int, int], Statistics] = {}
+        self._rehearsed: dict[tuple[str, int], tuple[Statistics, Statistics, Statistics]] = {}
         for before, cut in zip([0, *cuts], cuts, strict=False):
             part = self._part(before, cut)
-            self._sums["", before, cut] = measure_job(part, signals=signals) if signals else Statistics()
+            self._sums[before, cut] = measure_job(part, signals=signals) if signals else Statistics()
 
     def between(self, start: int, stop: int) -> Statistics:
         """Of the samples from `start` to `stop`, both among the cuts."""
-        key = ("", start, stop)
+        key = (start, stop)
         if key not in self._sums:
             inner = next(cut for cut in reversed(self.cuts) if start < cut < stop)
             self._sums[key] = self.between(start, inner) + self.between(inner, stop)
         return self._sums[key]
 
-    def by(self, method: Method) -> Callable[[int, int], Statistics]:
-        """`between` as a method sees it."""
+    def of(self, method: Method, count: int) -> tuple[Statistics, Statistics, Statistics]:
+        """Of the two halves of the first `count` samples, and of all of them, as a method sees them."""
+        half = first_half(count)
         if not method.rehearses:
-            return self.between
-
-        def found(start: int, stop: int) -> Statistics:
-            key = (repr(method), start, stop)
-            if key not in self._sums:
-                half = first_half(stop)
-                if start == 0 and half < stop and stop in self.cuts and half in self.cuts and stop != half:
-                    self._sums[key] = found(0, half) + found(half, stop)
-                else:
-                    self._sums[key] = measure_job(replace(self._part(start, stop), method=method))
-            return self._sums[key]
-
-        return found
+            first, whole = self.between(0, half), self.between(0, count)
+            return first, self.between(half, count) if half < count else first, whole
+        key = (repr(method), count)
+        if key not in self._rehearsed:
+            first = second = whole = measure_job(replace(self._part(0, half), method=method))
+            if half < count:
+                second = measure_job(replace(self._part(half, count), method=method))
+                whole = first + second
+            self._rehearsed[key] = (first, second, whole)
+        return self._rehearsed[key]
 
     def _part(self, start: int, stop: int) -> Job:
         assert isinstance(self._job.batches, PairedBatches)
@@ -273,23 +272,19 @@ def _method_rows(
     comparison: Comparison,
     job: Job,
     solve: Callable[[Statistics], Transfer],
-    found: Callable[[int, int], Statistics],
+    found: tuple[Statistics, Statistics, Statistics],
     accuracy: Score,
 ) -> Iterator[tuple[Row, TaskVector]]:
     """A method at every scale rule."""
-    assert isinstance(job.batches, PairedBatches)
-    indices = job.batches.indices
-    count, half = len(indices), first_half(len(indices))
+    *parts, whole = found
     for rule in comparison.scales:
         before = after = None
         if rule == "auto":
-            sides = halves(job)
-            parts = (found(0, half), found(half, count) if half < count else found(0, half))
-            moved, choice = transfer_auto(sides, solve, parts, found(0, count))
+            moved, choice = transfer_auto(halves(job), solve, (parts[0], parts[1]), whole)
             scale = choice.scale
             before, after = choice.scores[0.0].accuracy, choice.scores[scale].accuracy
         else:
-            moved, scale = solve(found(0, count)), float(rule)
+            moved, scale = solve(whole), float(rule)
         with Scaled(job.target.module, moved.task_vector) as scaled:
             scaled.set(scale)
             share = accuracy(scaled.module)

@@ -22,7 +22,7 @@ from .huggingface_text import HEADS, KINDS, complete_text, refuse_experts, text_
 from .huggingface_vision import ARCHITECTURES, complete_vision
 from .libraries import first_line as _line
 from .libraries import quiet
-from .outline import check_config, outline_of, unread
+from .outline import check_config, outline_of, oversized, unread
 
 
 class HuggingFace(Family):
@@ -221,22 +221,7 @@ def _check_numbers(config: Any, path: Path, stored: Checkpoint) -> None:
     No width, vocabulary or number of classes exceeds the number of weights, and each block has a tensor.
     """
     weights = sum(math.prod(stored.shape(name)) for name in stored)
-    limits = {"size": max(weights, 10**6), "blocks": max(len(stored), 256)}
-    found: list[str] = []
-
-    def look(value: Any, key: str) -> None:
-        if isinstance(value, dict):
-            for name, item in value.items():
-                look(item, str(name))
-        elif isinstance(value, list):
-            for item in value:
-                look(item, key)
-        elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
-            blocks = "layers" in key or key in ("depth", "depths", "n_layer")
-            if abs(value) > limits["blocks" if blocks else "size"]:
-                found.append(f"{key} = {value:.6g}")
-
-    look(config, "")
+    found = oversized(config, max(weights, 10**6), max(len(stored), 256))
     if found:
         raise CheckpointError(
             f"{path} is refused: its weights hold {weights} numbers in {len(stored)} tensors, "

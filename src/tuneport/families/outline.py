@@ -60,6 +60,17 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def check_config(config: Any, path: Path) -> None:
     """Refuse sizes that no model has, where there are no weights to rule them out."""
+    found = oversized(config, LARGEST, MOST_BLOCKS)
+    if found:
+        raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+
+
+def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
+    """The sizes and numbers of blocks in a configuration, nested ones too, that exceed these.
+
+    >>> oversized({"hidden_size": 64, "vision": {"num_layers": 9}, "pad_token_id": 10**9}, 100, 8)
+    ['num_layers = 9']
+    """
     found: list[str] = []
 
     def look(value: Any, key: str) -> None:
@@ -71,12 +82,11 @@ def check_config(config: Any, path: Path) -> None:
                 look(item, key)
         elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
             blocks = "layers" in key or key in ("depth", "depths", "n_layer")
-            if abs(value) > (MOST_BLOCKS if blocks else LARGEST):
+            if abs(value) > (most_blocks if blocks else largest):
                 found.append(f"{key} = {value:.6g}")
 
     look(config, "")
-    if found:
-        raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+    return found
 
 
 def unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:
