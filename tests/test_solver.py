@@ -152,11 +152,14 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
         assert polar(C, CUT, route).route == "eigh"
 
 
+@pytest.mark.parametrize("leaf", [24, 1024])  # inverses by halves and at once
 @pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
 def test_many_at_once_are_what_each_is_alone(
-    rows: int, columns: int, fill: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, fill: bool, leaf: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("_LEAF", "_LEAF_OF_FEW", "_PART"):
+        monkeypatch.setattr(iteration, name, leaf)
     monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
     spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
@@ -192,6 +195,21 @@ def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
         assert found.rank == 86
         assert found.route == route or cut < 1e-10  # where rounding is too near, another route may have to serve
         assert float((found.dense() - polar(C, cut, "svd").dense()).abs().max()) < 1e-6 + 1e-17 / cut
+
+
+def test_any_spectrum_is_split_at_the_cut() -> None:
+    """Values over thirteen orders, some near to the cut: the same map as by singular vectors."""
+    for seed in range(6):
+        values = 10 ** (-13 * torch.rand(120, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+        values[0] = 1.0
+        near = (values / CUT).log().abs() < 0.1  # a value at the cut may fall on either side
+        C, expected = planted(120, 150, values[~near].sort(descending=True).values)
+        found = solver.by_lift(C, CUT)
+        assert found is not None
+        assert found.certificate.holds
+        assert found.rank == int((values[~near] > CUT).sum())
+        assert float((found.dense() - expected).norm() / expected.norm()) < 1e-6
+        assert float((found.null.T @ expected).norm()) < 1e-6
 
 
 def test_full_rank_is_not_taken_for_granted_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

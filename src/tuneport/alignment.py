@@ -34,7 +34,7 @@ __all__ = [
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
-PIECE = 4096  # tokens that are converted to the sums' dtype at once
+PIECE = 16384  # tokens that are converted to the sums' dtype at once
 PIECE_ON_CPU = 512  # which stay in its caches
 HELD = 2**28  # bytes of solved maps that are remembered
 

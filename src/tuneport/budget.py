@@ -41,7 +41,7 @@ from .preparation import Job, PairedBatches, free_memory
 
 __all__ = ["Passes", "format_bytes", "in_blocks", "in_groups", "parse_bytes", "plan_passes", "result_device", "runs_on"]
 
-SLACK = 0.03  # of a GPU's budget: what its libraries take for themselves
+SLACK = 0.08  # of a GPU's budget: what its libraries take for themselves, and what a forecast may miss
 
 
 def plan_passes(job: Job, budget: int | None, forecast: Forecast | None = None) -> Passes:

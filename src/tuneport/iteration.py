@@ -4,7 +4,7 @@ Each step sends a singular value s to s (a + b s^2) / (1 + c s^2), by products a
 too, so that a GPU is busy; nothing waits for the host before the end. The weights follow from the rank cut alone.
 Large weights cost digits (c eps), so c is capped, and a few heavy steps first lift everything above the cut to
 `low`. There the Gram matrix resolves all that matters, and what lies below the cut is taken out: by a few inverse
-iterations where that is little (`iterate`), or by eigenvectors (`iterate_split`).
+iterations where that is little (`iterate`), or by a projector, for which the same steps serve (`iterate_split`).
 
 Torch only. Matrices are (B, n, m) with n <= m, float64; a map that cannot be had so is None, and one that is there
 carries its certificate, whether it holds or not.
@@ -26,7 +26,9 @@ NULLS = 8  # null directions that inverse iteration looks for, less one
 _HEAVIEST = 1e6  # the largest weight c
 _MARGIN = 1.05  # above the largest singular value, which is found from below
 _SURE = 1.2  # how far above the cut a value counts as determined without a closer look; below it, three times
-_LEAF = 128  # width of an inverse that is not divided any more
+_LEAF, _LEAF_OF_FEW = 192, 1024  # width of an inverse that is not divided any more, of many matrices and of few
+_FEW = 8
+_PART = 128  # the least width of a quarter that is worth a product of its own
 _BLIND = 1e-3  # the least that the identity must say about a null direction, to be filled in here
 _TINY = 1e-300
 
@@ -52,7 +54,7 @@ def iterate(C: Tensor, cut: float, *, fill: bool = False, look: bool = True) -> 
     """
     plan, size = _schedule(cut), largest_values(C)
     X = _lifted(C, size, plan)
-    null, unclear = C.new_zeros(*C.shape[:2], 1), size == 0
+    null, unclear = None, size == 0
     if look:
         null, unclear = _null_directions(X, plan)
         X = X - null @ (null.mT @ X)
@@ -60,23 +62,30 @@ def iterate(C: Tensor, cut: float, *, fill: bool = False, look: bool = True) -> 
 
 
 def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
-    """`iterate` for any rank, at the price of the eigenvectors of one Gram matrix each."""
+    """`iterate` for any rank, at the price of one more iteration: for the sign of a Gram matrix less the cut.
+
+    That gives the projector onto what lies below the cut, without eigenvectors, of which an accelerator makes few at a
+    time. A value at the cut itself, to one in 10^4, leaves no projector, and the result is not certified.
+    """
     plan, size = _schedule(cut), largest_values(C)
     X = _lifted(C, size, plan)
-    gram = X @ X.mT
-    broken = ~gram.isfinite().all(dim=(-2, -1))
-    squares, Q = torch.linalg.eigh(torch.where(broken[:, None, None], torch.zeros_like(gram), gram))
-    kept = squares > plan.lifted**2
-    X = Q @ ((torch.where(kept, squares, 1.0).rsqrt() * kept)[..., None] * (Q.mT @ X))
-    return _finished(C, cut, size, _finish(X, ()), Q * ~kept[:, None], broken, fill)
+    below = _projector_below(X @ X.mT, plan.lifted**2)
+    X = X - below @ X
+    X = _finish(X, plan.tail)
+    return _finished(C, cut, size, X - below @ X, below, size == 0, fill)
 
 
-def largest_values(C: Tensor) -> Tensor:
-    """The largest singular values (B,), or a little less, by a few power steps with several vectors."""
+def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
+    """The largest singular values (B,), or a little less, by a few power steps with several vectors.
+
+    With `among`, those of the left directions that it spans: orthonormal columns, zero ones beside, or a projector.
+    """
     block = gaussian(C.shape[-2], PROBES, C.device)
-    for _ in range(8):
-        block = C @ (C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY)))
-    found: Tensor = C.mT @ (block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY))
+    for _ in range(9):
+        block = block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY)
+        block = block if among is None else among @ (among.mT @ block)
+        found = C.mT @ block
+        block = C @ found
     largest: Tensor = found.norm(dim=-2).amax(-1)
     return largest
 
@@ -107,6 +116,16 @@ def _tail(low: float) -> tuple[Weights, ...]:
         steps.append(step_weights(low))
         low = _image(steps[-1], low)
     return tuple(steps)
+
+
+@lru_cache(maxsize=64)
+def _sign_schedule(limit: float) -> tuple[Weights, ...]:
+    """The steps to the sign of eigenvalues in [-1, 1] that are no nearer to zero than one in 10^4 of `limit`."""
+    heavy, low = [], 1e-4 * limit
+    while low < 1e-3:  # the weights are capped here too
+        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / low)))
+        low = _image(heavy[-1], low)
+    return (*heavy, *_tail(low))
 
 
 def step_weights(low: float) -> Weights:
@@ -155,6 +174,15 @@ def _finish(X: Tensor, steps: tuple[Weights, ...]) -> Tensor:
     return torch.baddbmm(X, gram, X, beta=1.5, alpha=-0.5)  # null directions stay null
 
 
+def _projector_below(gram: Tensor, limit: float) -> Tensor:
+    """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
+    sign = -gram
+    sign.diagonal(dim1=-2, dim2=-1).add_(limit)
+    projector = _finish(sign, _sign_schedule(limit)).div_(2)
+    projector.diagonal(dim1=-2, dim2=-1).add_(0.5)
+    return (projector + projector.mT).div_(2)
+
+
 def _null_directions(X: Tensor, plan: Schedule) -> tuple[Tensor, Tensor]:
     """Orthonormal left directions in which nothing above the cut is left, zero columns beside; and where that failed.
 
@@ -181,57 +209,72 @@ def _null_directions(X: Tensor, plan: Schedule) -> tuple[Tensor, Tensor]:
 
 
 def _finished(
-    C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor, failed: Tensor, fill: bool
+    C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, failed: Tensor, fill: bool
 ) -> list[Iterated | None]:
-    """Certify, fill, and look at the verdict on all matrices at once."""
+    """Certify, fill, and look at the verdict on all matrices at once.
+
+    `null` spans the null directions: orthonormal columns, zero ones beside, or a projector; None where there are none.
+    """
     probe = gaussian(C.shape[-2], PROBES, C.device)
-    ranks = C.shape[-2] - null.square().sum((-2, -1)).round()
-    H = C @ X.mT
-    total = H.diagonal(dim1=-2, dim2=-1).sum(-1)
-    stationarity, spread, bad = _stationarity(H, null, size, cut, probe)
-    orthogonality = (X @ (X.mT @ probe) + null @ (null.mT @ probe) - probe).square().mean((-2, -1)).sqrt()
-    beyond = (C.mT @ null).norm(dim=-2).amax(-1) > _SURE * cut * size
-    if fill:
-        X, blind = _filled(X, null)
-        whole = (X @ (X.mT @ probe) - probe).square().mean((-2, -1)).sqrt()
-        orthogonality = torch.maximum(orthogonality, whole)
-        bad = bad | blind
-    bad = bad | failed | beyond | ~total.isfinite()
+    stationarity, spread, total, bad = _stationarity(C, X, null, size, cut, probe)
+    seen = X @ (X.mT @ probe) - probe
+    ranks = torch.full_like(size, C.shape[-2])
+    if null is None:
+        orthogonality = _size(seen)
+    else:
+        ranks -= null.square().sum((-2, -1)).round()
+        orthogonality = _size(seen + null @ (null.mT @ probe))
+        bad = bad | (largest_values(C, null) > _SURE * cut * size)
+        if fill:
+            X, blind = _filled(X, null)
+            orthogonality = torch.maximum(orthogonality, _size(X @ (X.mT @ probe) - probe))
+            bad = bad | blind
+    bad = bad | failed | ~total.isfinite()
     numbers = torch.stack([bad.double(), ranks, total, orthogonality, stationarity, rounding(C.dtype) * spread]).T
     results: list[Iterated | None] = []
     for index, (refused, rank, value, defect, residual, limit) in enumerate(numbers.tolist()):
         if refused:
             results.append(None)
             continue
-        there = null[index, :, :0]
-        if not fill and rank < C.shape[-2]:
-            there = null[index][:, null[index].square().sum(0) > 0.5]
+        there = X.new_zeros(C.shape[-2], 0)
+        if null is not None and not fill and rank < C.shape[-2]:
+            there = null[index] @ gaussian(null.shape[-1], C.shape[-2] - int(rank), C.device)
+            there = torch.linalg.qr(there).Q
         matrix = X[index] if len(C) == 1 else X[index].clone()  # not a view that holds them all
         results.append(Iterated(matrix, there, int(rank), value, Certificate(defect, residual, STATIONARITY + limit)))
     return results
 
 
-def _stationarity(H: Tensor, null: Tensor, size: Tensor, cut: float, probe: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of S^-1/2 (H - H^T) S^-1/2 / 2, with a Cholesky factor of H in place of the root; the spread of H; failures.
+def _size(residual: Tensor) -> Tensor:
+    return residual.square().mean((-2, -1)).sqrt()
 
-    H is lifted by the null directions and lowered by the cut: no factor means that a value lies below the cut.
+
+def _stationarity(
+    C: Tensor, X: Tensor, null: Tensor | None, size: Tensor, cut: float, probe: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of S^-1/2 (H - H^T) S^-1/2 / 2 for H = C X^T, with a Cholesky factor of H in place of the root; and more.
+
+    H is lifted by the null directions and lowered by the cut: no factor means that a value lies below the cut. Also
+    the spread of H, its trace, and where there was no factor.
     """
-    lifted = (H + H.mT).div_(2)
-    spread = lifted.diagonal(dim1=-2, dim2=-1).amax(-1)
-    lifted += (null * size[:, None, None]) @ null.mT
-    lifted.diagonal(dim1=-2, dim2=-1).sub_((cut * size)[:, None])
+    lifted = _lower_product(C, X)
+    diagonal = lifted.diagonal(dim1=-2, dim2=-1)
+    spread, total = diagonal.amax(-1), diagonal.sum(-1)
+    if null is not None:
+        lifted += (null * size[:, None, None]) @ null.mT
+    diagonal.sub_((cut * size)[:, None])
     root, bad = _inverse_root(lifted)
     turned = root.mT @ probe
-    residual = root @ (H @ turned - H.mT @ turned) / 2
+    residual = root @ (C @ (X.mT @ turned) - X @ (C.mT @ turned)) / 2
     spread = spread * root.diagonal(dim1=-2, dim2=-1).square().amax(-1)
-    return residual.square().mean((-2, -1)).sqrt(), spread, bad
+    return _size(residual), spread, total, bad
 
 
 def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
     """X with its null directions mapped as near to the identity as can be; and where the identity is blind."""
     rows, columns = X.shape[-2:]
-    there = null.square().sum(-2) > 0.5
-    if null.shape[-1] <= NULLS:
+    if null.shape[-1] < rows:
+        there = null.square().sum(-2) > 0.5
         F = torch.nn.functional.pad(null.mT, (0, columns - rows))
         F = F - (F @ X.mT) @ X
         squares, turn = _small_eigh(F @ F.mT + torch.diag_embed((~there).double()))
@@ -241,16 +284,20 @@ def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
     return _finish(X + F - (F @ X.mT) @ X, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
 
 
-def _lower_gram(X: Tensor, parts: int = 4) -> Tensor:
-    """The lower triangle of X X^T; what stands above the diagonal blocks is not set."""
+def _lower_gram(X: Tensor) -> Tensor:
+    return _lower_product(X, X)
+
+
+def _lower_product(X: Tensor, Y: Tensor, parts: int = 4) -> Tensor:
+    """The lower triangle of X Y^T; what stands above the diagonal blocks is not set."""
     n = X.shape[-2]
-    if n < parts * _LEAF:
-        return X @ X.mT
-    gram = X.new_empty(*X.shape[:-1], n)
+    if n < parts * _PART:
+        return X @ Y.mT
+    product = X.new_empty(*X.shape[:-1], n)
     for start in range(0, n, -(-n // parts)):
         stop = min(start - (-n // parts), n)
-        gram[..., start:, start:stop] = X[..., start:, :] @ X[..., start:stop, :].mT
-    return gram
+        product[..., start:, start:stop] = X[..., start:, :] @ Y[..., start:stop, :].mT
+    return product
 
 
 def _inverse(A: Tensor, parts: int = 4) -> Tensor:
@@ -260,7 +307,7 @@ def _inverse(A: Tensor, parts: int = 4) -> Tensor:
     """
     root, _ = _inverse_root(A)
     n = A.shape[-1]
-    if n < parts * _LEAF:
+    if n < parts * _PART:
         return root.mT @ root
     whole, size = torch.empty_like(A), -(-n // parts)
     for start in range(0, n, size):
@@ -279,7 +326,7 @@ def _inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
 
 def _put_inverse_root(A: Tensor, into: Tensor) -> Tensor:
     n = A.shape[-1]
-    if n <= _LEAF:
+    if n <= (_LEAF if A.shape[:-2].numel() >= _FEW else _LEAF_OF_FEW):
         root, info = torch.linalg.cholesky_ex(A)
         eye = torch.eye(n, device=A.device, dtype=A.dtype).expand_as(A)
         into.copy_(torch.linalg.solve_triangular(root, eye, upper=False))
