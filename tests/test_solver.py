@@ -152,13 +152,15 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
         assert polar(C, CUT, route).route == "eigh"
 
 
-@pytest.mark.parametrize("leaf", [24, 1024])  # inverses by halves and at once
+@pytest.mark.parametrize("leaf", [25, 1024])  # inverses by halves and at once
+@pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
 def test_many_at_once_are_what_each_is_alone(
-    rows: int, columns: int, fill: bool, leaf: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_LEAF", "_LEAF_OF_FEW", "_PART"):
+    monkeypatch.setattr(iteration, "_FEW", few)
+    for name in ("_LEAF", "_PART"):
         monkeypatch.setattr(iteration, name, leaf)
     monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
@@ -188,7 +190,7 @@ def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
     assert float(lifted[above].min()) >= plan.lifted > float(lifted[~above].max())
     for a, b, c in plan.tail:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
-    assert float((1 - lifted[above]).abs().max()) < 1.1e-4
+    assert float((1 - lifted[above]).abs().max()) < 0.021
     for route in ("qdwh", "lift"):
         C, _ = planted(90, 100, torch.cat([torch.linspace(1, 3 * cut, 86), torch.full((4,), cut / 10)]).double())
         found = polar(C, cut, route)

@@ -26,8 +26,8 @@ NULLS = 8  # null directions that inverse iteration looks for, less one
 _HEAVIEST = 1e6  # the largest weight c
 _MARGIN = 1.05  # above the largest singular value, which is found from below
 _SURE = 1.2  # how far above the cut a value counts as determined without a closer look; below it, three times
-_LEAF, _LEAF_OF_FEW = 192, 1024  # width of an inverse that is not divided any more, of many matrices and of few
-_FEW = 8
+_LEAF = 192  # width of an inverse that is not divided any more
+_FEW = 8  # matrices, of which fewer have their Cholesky factors from the library
 _PART = 128  # the least width of a quarter that is worth a product of its own
 _BLIND = 1e-3  # the least that the identity must say about a null direction, to be filled in here
 _TINY = 1e-300
@@ -110,9 +110,9 @@ def _schedule(cut: float) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _tail(low: float) -> tuple[Weights, ...]:
-    """The steps from singular values in [low, 1] to 1 - 1e-4; a step of Newton and Schulz squares the rest away."""
+    """The steps from singular values in [low, 1] to where two polynomials do the rest, see `_finish`."""
     steps = []
-    while low < 1 - 1e-4:
+    while low < 0.98:
         steps.append(step_weights(low))
         low = _image(steps[-1], low)
     return tuple(steps)
@@ -169,9 +169,11 @@ def _step(X: Tensor, weights: Weights) -> Tensor:
 def _finish(X: Tensor, steps: tuple[Weights, ...]) -> Tensor:
     for weights in steps:
         X = _step(X, weights)
-    gram = _lower_gram(X)
-    gram = gram.tril() + gram.tril(-1).mT
-    return torch.baddbmm(X, gram, X, beta=1.5, alpha=-0.5)  # null directions stay null
+    gram = _gram(X)  # the orders five and three of Newton and Schulz: an error of e becomes 10 e^6 or so
+    turn = _gram(gram).mul_(0.375).sub_(gram, alpha=1.25)
+    turn.diagonal(dim1=-2, dim2=-1).add_(1.875)
+    X = turn @ X
+    return torch.baddbmm(X, _gram(X), X, beta=1.5, alpha=-0.5)  # null directions stay null
 
 
 def _projector_below(gram: Tensor, limit: float) -> Tensor:
@@ -284,6 +286,11 @@ def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
     return _finish(X + F - (F @ X.mT) @ X, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
 
 
+def _gram(X: Tensor) -> Tensor:
+    gram = _lower_gram(X)
+    return gram.tril() + gram.tril(-1).mT
+
+
 def _lower_gram(X: Tensor) -> Tensor:
     return _lower_product(X, X)
 
@@ -321,15 +328,18 @@ def _inverse(A: Tensor, parts: int = 4) -> Tensor:
 def _inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of the Cholesky factor, lower triangular, and where there is none."""
     whole = torch.zeros_like(A, memory_format=torch.contiguous_format)
-    return whole, _put_inverse_root(A, whole)
+    if len(A) >= _FEW:
+        return whole, _put_inverse_root(A, whole)
+    root, info = torch.linalg.cholesky_ex(A)
+    _put_triangular_inverse(root, whole)
+    return whole, info != 0
 
 
 def _put_inverse_root(A: Tensor, into: Tensor) -> Tensor:
     n = A.shape[-1]
-    if n <= (_LEAF if A.shape[:-2].numel() >= _FEW else _LEAF_OF_FEW):
+    if n <= _LEAF:
         root, info = torch.linalg.cholesky_ex(A)
-        eye = torch.eye(n, device=A.device, dtype=A.dtype).expand_as(A)
-        into.copy_(torch.linalg.solve_triangular(root, eye, upper=False))
+        into.copy_(_triangular_inverse(root))
         failed: Tensor = info != 0
         return failed
     k = n // 2
@@ -338,6 +348,30 @@ def _put_inverse_root(A: Tensor, into: Tensor) -> Tensor:
     worse = _put_inverse_root(torch.baddbmm(A[..., k:, k:], below, below.mT, alpha=-1), into[..., k:, k:])
     into[..., k:, :k] = (into[..., k:, k:] @ below).neg_() @ into[..., :k, :k]
     return bad | worse
+
+
+def _put_triangular_inverse(root: Tensor, into: Tensor) -> None:
+    """Of lower triangular matrices: all blocks on the diagonal at once, then by products, pair by pair."""
+    n = root.shape[-1]
+    size, odd = min(_LEAF, n), n % min(_LEAF, n)
+    starts = range(0, n - odd, size)
+    blocks = _triangular_inverse(torch.stack([root[..., at : at + size, at : at + size] for at in starts]))
+    for at, block in zip(starts, blocks, strict=True):
+        into[..., at : at + size, at : at + size] = block
+    if odd:
+        into[..., -odd:, -odd:] = _triangular_inverse(root[..., -odd:, -odd:])
+    while size < n:
+        for at in range(0, n - size, 2 * size):
+            first, second = slice(at, at + size), slice(at + size, at + 2 * size)
+            below = into[..., second, second] @ root[..., second, first]
+            into[..., second, first] = below.neg_() @ into[..., first, first]
+        size *= 2
+
+
+def _triangular_inverse(root: Tensor) -> Tensor:
+    eye = torch.eye(root.shape[-1], device=root.device, dtype=root.dtype).expand_as(root)
+    inverse: Tensor = torch.linalg.solve_triangular(root, eye, upper=False)
+    return inverse
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

@@ -112,6 +112,8 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
     attempts = [(QDWH, False)] if rows >= LARGE else []  # where a look for null directions costs more than a miss
     for name, look in (*attempts, (QDWH, True), (LIFT, True)):
         waiting = [index for index in range(len(matrices)) if index not in results]
+        if attempts and (name, look) == (QDWH, True) and len(waiting) < 4:
+            continue  # so few that one attempt which serves any rank is cheaper than perhaps two
         parts = -(-len(waiting) // each)
         for part in range(parts):
             indices = waiting[part::parts]
