@@ -25,7 +25,7 @@ SMALL = 64  # up to this width an SVD is as fast as anything
 NEAR = 128  # up to this width the CPU is faster at it than any accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
 LARGE = 2048  # from this width on, full rank is tried first
-TOGETHER = 64  # matrices that an accelerator solves at once take this part of its memory, their work six times that
+TOGETHER = 48  # matrices that an accelerator solves at once take this part of its memory, their work six times that
 
 
 @dataclass(frozen=True, eq=False)
