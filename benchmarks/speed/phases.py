@@ -24,7 +24,7 @@ from tuneport.pipeline import measure_job, problem_of
 
 PHASES = (
     (solver, "iterate"),
-    (solver, "iterate_split"),
+    (iteration, "_split"),
     (iteration, "largest_values"),
     (iteration, "_step"),
     (iteration, "_null_directions"),

@@ -43,22 +43,37 @@ class Iterated(NamedTuple):
     rank: int
     total: float  # the sum of the singular values above the cut
     certificate: Certificate
+    split: bool = False  # by a projector
 
 
-def iterate(C: Tensor, cut: float, *, fill: bool = False, look: bool = True) -> list[Iterated | None]:
+def iterate(
+    C: Tensor, cut: float, *, fill: bool = False, look: bool = True, split: bool = False
+) -> list[Iterated | None]:
     """Polar factors of matrices with fewer than NULLS singular values at or below `cut` times the largest.
 
     With `fill`, null directions are mapped as near to the identity as can be. None for a matrix with more of them,
-    with values too near to the cut, or whose null directions the identity says nothing about. Without `look`, full
-    rank is taken for granted, which saves an inverse; where that is wrong, the result is None or not certified.
+    with values too near to the cut, or whose null directions the identity says nothing about; with `split`, the first
+    two go on as in `iterate_split`. Without `look`, full rank is taken for granted, which saves an inverse; where
+    that is wrong, the result is None or not certified.
     """
     plan, size = _schedule(cut), largest_values(C)
     X = _lifted(C, size, plan)
-    null, unclear = None, size == 0
-    if look:
-        null, unclear = _null_directions(X, plan)
-        X = X - null @ (null.mT @ X)
-    return _finished(C, cut, size, _finish(X, plan.tail), null, unclear, fill)
+    if not look:
+        return _finished(C, cut, size, _finish(X, plan.tail), None, fill)
+    null, unclear = _null_directions(X, plan)
+    results: list[Iterated | None] = [None] * len(C)
+    clear = (~unclear).nonzero()[:, 0]
+    if len(clear):
+        here, lifted, known, largest = (_some(part, clear) for part in (C, X, null, size))
+        found = _finish(lifted - known @ (known.mT @ lifted), plan.tail)
+        for index, one in zip(clear.tolist(), _finished(here, cut, largest, found, known, fill), strict=True):
+            results[index] = one
+    many = unclear.nonzero()[:, 0]
+    if split and len(many):
+        here, lifted, largest = (_some(part, many) for part in (C, X, size))
+        for index, one in zip(many.tolist(), _split(here, lifted, largest, cut, plan, fill), strict=True):
+            results[index] = one
+    return results
 
 
 def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
@@ -68,11 +83,18 @@ def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated
     time. A value at the cut itself, to one in 10^4, leaves no projector, and the result is not certified.
     """
     plan, size = _schedule(cut), largest_values(C)
-    X = _lifted(C, size, plan)
+    return _split(C, _lifted(C, size, plan), size, cut, plan, fill)
+
+
+def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, plan: Schedule, fill: bool) -> list[Iterated | None]:
     below = _projector_below(X @ X.mT, plan.lifted**2)
-    X = X - below @ X
-    X = _finish(X, plan.tail)
-    return _finished(C, cut, size, X - below @ X, below, size == 0, fill)
+    X = _finish(X - below @ X, plan.tail)
+    found = _finished(C, cut, size, X - below @ X, below, fill)
+    return [None if one is None else one._replace(split=True) for one in found]
+
+
+def _some(stack: Tensor, indices: Tensor) -> Tensor:
+    return stack if len(indices) == len(stack) else stack[indices]
 
 
 def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
@@ -210,9 +232,7 @@ def _null_directions(X: Tensor, plan: Schedule) -> tuple[Tensor, Tensor]:
     return found * null[:, None], unclear | null.all(-1)
 
 
-def _finished(
-    C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, failed: Tensor, fill: bool
-) -> list[Iterated | None]:
+def _finished(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Iterated | None]:
     """Certify, fill, and look at the verdict on all matrices at once.
 
     `null` spans the null directions: orthonormal columns, zero ones beside, or a projector; None where there are none.
@@ -231,7 +251,7 @@ def _finished(
             X, blind = _filled(X, null)
             orthogonality = torch.maximum(orthogonality, _size(X @ (X.mT @ probe) - probe))
             bad = bad | blind
-    bad = bad | failed | ~total.isfinite()
+    bad = bad | (size == 0) | ~total.isfinite()
     numbers = torch.stack([bad.double(), ranks, total, orthogonality, stationarity, rounding(C.dtype) * spread]).T
     results: list[Iterated | None] = []
     for index, (refused, rank, value, defect, residual, limit) in enumerate(numbers.tolist()):

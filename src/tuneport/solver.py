@@ -109,15 +109,14 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
         return [polar(C, cut) for C in matrices]
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device) // (8 * rows * columns), 1)
-    attempts = [(QDWH, False)] if rows >= LARGE else []  # where a look for null directions costs more than a miss
-    for name, look in (*attempts, (QDWH, True), (LIFT, True)):
+    looks = (False, True) if rows >= LARGE else (True,)  # where a look for null directions costs more than a miss
+    for look in looks:
         waiting = [index for index in range(len(matrices)) if index not in results]
-        if attempts and (name, look) == (QDWH, True) and len(waiting) < 4:
-            continue  # so few that one attempt which serves any rank is cheaper than perhaps two
         parts = -(-len(waiting) // each)
         for part in range(parts):
             indices = waiting[part::parts]
-            found = _attempt(name, torch.stack([matrices[index] for index in indices]), cut, fill, look)
+            stack = torch.stack([matrices[index] for index in indices])
+            found = _attempt(iterate, stack, cut, fill=fill, look=look, split=True)
             results.update({i: one for i, one in zip(indices, found, strict=True) if one and one.certificate.holds})
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
@@ -145,28 +144,29 @@ def within(budget: int | None) -> Iterator[None]:
         _most.reset(token)
 
 
-def _attempt(name: str, C: Tensor, cut: float, fill: bool = False, look: bool = True) -> list[Polar | None]:
+def _attempt(way: Callable[..., list[Iterated | None]], C: Tensor, cut: float, **options: bool) -> list[Polar | None]:
     try:
-        found = iterate(C, cut, fill=fill, look=look) if name == QDWH else iterate_split(C, cut, fill=fill)
-    except RuntimeError as error:  # eigenvectors on an accelerator may fail
+        found = way(C, cut, **options)
+    except RuntimeError as error:  # small eigenvectors on an accelerator may fail
         if isinstance(error, torch.OutOfMemoryError):
             raise
         found = [None] * len(C)
-    return [_polar_of(name, one) if one is not None else None for one in found]
+    return [_polar_of(one) if one is not None else None for one in found]
 
 
-def _polar_of(name: str, one: Iterated) -> Polar:
+def _polar_of(one: Iterated) -> Polar:
+    name = LIFT if one.split else QDWH
     return Polar(None, one.matrix.T, one.null, one.rank, one.total, None, name, one.certificate)
 
 
 def by_qdwh(C: Tensor, cut: float) -> Polar | None:
     """The weighted Halley iteration, see `iterate`: products only; for matrices with a few null directions at most."""
-    return _attempt(QDWH, C[None], cut)[0]
+    return _attempt(iterate, C[None], cut)[0]
 
 
 def by_lift(C: Tensor, cut: float) -> Polar | None:
-    """The same iteration's heavy steps, then eigenvectors of one Gram matrix, see `iterate_split`; for any rank."""
-    return _attempt(LIFT, C[None], cut)[0]
+    """The same, with a projector onto what lies above the cut, see `iterate_split`; for any rank."""
+    return _attempt(iterate_split, C[None], cut)[0]
 
 
 def by_svd(C: Tensor, cut: float) -> Polar:
