@@ -8,53 +8,93 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tuneport.scaling import FEWEST, SCALES, Scaled, Score, choose_scale, first_half, merits_of, pooled
+from tuneport.scaling import (
+    FEWEST,
+    SCALES,
+    Scaled,
+    Score,
+    choose_scale,
+    first_half,
+    score_of_classes,
+    score_of_losses,
+)
 from tuneport.task_vector import TaskVector
 
-scores = st.builds(
-    Score,
-    loss=st.floats(0, 10, allow_nan=False),
-    accuracy=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
-)
+losses = st.lists(st.floats(0, 10, allow_nan=False), min_size=len(SCALES), max_size=len(SCALES))
 
 
-@given(st.lists(scores, min_size=len(SCALES), max_size=len(SCALES)))
-def test_the_choice_has_the_greatest_merit(found: list[Score]) -> None:
-    by_scale = dict(zip(SCALES, found, strict=True))
+@given(losses)
+def test_the_choice_has_the_least_loss(found: list[float]) -> None:
+    by_scale = {scale: Score(loss, 0.5) for scale, loss in zip(SCALES, found, strict=True)}
     choice = choose_scale(by_scale.__getitem__, samples=8, held_out=True)
-    merits = merits_of(by_scale, 8)
-    assert merits[choice.scale] == max(merits.values())
+    assert by_scale[choice.scale].loss == min(found)
     assert dict(choice.scores) == by_scale
     assert (choice.samples, choice.held_out) == (8, True)
 
 
-@given(st.lists(st.floats(0, 10), min_size=len(SCALES), max_size=len(SCALES)), st.integers(1, 1000))
-def test_nothing_is_changed_where_neither_accuracy_nor_loss_gains(rises: list[float], samples: int) -> None:
+@given(losses)
+def test_nothing_is_changed_where_the_loss_does_not_fall(rises: list[float]) -> None:
     found = {scale: Score(1 + (rise if scale else 0.0), 0.5) for scale, rise in zip(SCALES, rises, strict=True)}
-    assert choose_scale(found.__getitem__, samples=samples, held_out=True).scale == 0.0
+    assert choose_scale(found.__getitem__, samples=4, held_out=False).scale == 0.0
 
 
-def test_zero_is_picked_when_nothing_helps() -> None:
-    assert choose_scale(lambda scale: Score(1 + scale, 0.5), samples=4, held_out=False).scale == 0.0
-    assert choose_scale(lambda _: Score(1.0, 0.5), samples=4, held_out=False).scale == 0.0  # no gain either
+def answers(seed: int, samples: int = 40, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, classes, (samples,), generator=generator)
+    noise = torch.randn(samples, classes, generator=generator, dtype=torch.float64)
+    return noise + 1.5 * nn.functional.one_hot(labels, classes), labels
 
 
-def test_a_single_lucky_scale_is_not_believed() -> None:
-    """Accuracy counts with that of its neighbours: 3.0 alone gets everything right, 0.5 to 1.5 are good together."""
-    right = {0.25: 0.6, 0.5: 0.7, 1.0: 0.75, 1.5: 0.7, 3.0: 0.9}
-    found = {scale: Score(1.0, right.get(scale, 0.5)) for scale in SCALES}
-    assert choose_scale(found.__getitem__, samples=20, held_out=True).scale == 1.0
+@given(st.floats(0.2, 5.0), st.integers(0, 20))
+def test_how_bold_a_head_is_does_not_count(factor: float, seed: int) -> None:
+    scores, labels = answers(seed)
+    plain, bold = score_of_classes(scores, labels), score_of_classes(factor * scores, labels)
+    assert bold.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert bold.accuracy == plain.accuracy
+    assert plain.sharpness is not None
+    assert bold.sharpness == pytest.approx(plain.sharpness / factor, rel=2e-3)
 
 
-def test_scales_beyond_one_must_bring_more_the_fewer_samples_there_are() -> None:
-    found = {scale: Score(1.0, 0.5 + 0.05 * min(scale, 2.0)) for scale in SCALES}
-    assert choose_scale(found.__getitem__, samples=10_000, held_out=True).scale == 3.0  # between two that are right
-    assert choose_scale(found.__getitem__, samples=20, held_out=True).scale == 1.0
+def test_the_sharpness_is_the_best_of_all() -> None:
+    scores, labels = answers(0)
+    found = score_of_classes(scores, labels)
+    others = [nn.functional.cross_entropy(t * scores, labels) for t in torch.logspace(-1.3, 1.3, 300).tolist()]
+    assert found.loss <= float(min(others)) + 1e-12
+    assert found.losses is not None
+    assert found.loss == pytest.approx(float(found.losses.mean()))
 
 
-def test_the_halves_are_judged_together() -> None:
-    assert pooled([(Score(1.0, 0.5), 3), (Score(3.0, 1.0), 1)]) == Score(1.5, 0.625)
-    assert pooled([(Score(1.0), 3), (Score(3.0), 1)]) == Score(1.5)
+def test_a_change_that_only_makes_bolder_is_not_taken_for_an_improvement() -> None:
+    """The head is too soft: sharper answers have a lower loss as they are, although fewer of them are right."""
+    scores, labels = answers(1)
+    soft = 0.05 * scores
+    worse = 0.5 * scores
+    worse[:4] = worse[:4].roll(1, dims=1)
+    plain = [nn.functional.cross_entropy(one, labels) for one in (soft, worse)]
+    assert plain[1] < plain[0]
+    found = {0.0: score_of_classes(soft, labels), 1.0: score_of_classes(worse, labels)}
+    assert choose_scale(found.__getitem__, samples=40, held_out=True, candidates=(0.0, 1.0)).scale == 0.0
+
+
+def test_a_head_that_is_always_right_is_as_sharp_as_may_be() -> None:
+    labels = torch.tensor([0, 1, 0])
+    found = score_of_classes(2.0 * nn.functional.one_hot(labels, 2) - 1, labels)
+    assert (found.accuracy, found.sharpness) == (1.0, 20.0)
+    assert score_of_classes(torch.full((3, 2), float("nan")), labels).loss != 0  # no number, and no endless search
+
+
+def test_a_scale_beyond_one_must_be_better_by_two_standard_errors() -> None:
+    wide = torch.linspace(-1, 1, 50, dtype=torch.float64)
+
+    def by(gain: float, spread: float) -> float:
+        found = {0.0: score_of_losses(wide + 4), 1.0: score_of_losses(wide + 3)}
+        found[2.0] = score_of_losses(wide + 3 - gain + spread * wide.flip(0))
+        return choose_scale(found.__getitem__, samples=50, held_out=True, candidates=(0.0, 1.0, 2.0)).scale
+
+    error = float(wide.std()) / 50**0.5
+    assert by(0.01, 0.0) == 2.0
+    assert by(1.9 * error, 1.0) == 1.0
+    assert by(2.1 * error, 1.0) == 2.0
 
 
 def test_zero_is_a_candidate_even_if_it_is_not_given() -> None:
@@ -69,13 +109,13 @@ def test_zero_is_a_candidate_even_if_it_is_not_given() -> None:
 
 
 def test_without_classes_the_loss_decides() -> None:
-    losses = dict.fromkeys(SCALES, 3.0) | {1.5: 1.0}
-    assert choose_scale(lambda scale: Score(losses[scale]), samples=8, held_out=True).scale == 1.5
+    found = dict.fromkeys(SCALES, 3.0) | {1.5: 1.0}
+    assert choose_scale(lambda scale: Score(found[scale]), samples=8, held_out=True).scale == 1.5
 
 
 def test_a_loss_that_is_no_number_is_not_chosen() -> None:
     """A transfer that blows up gives NaN: its accuracy is that of a coin, its loss compares with nothing."""
-    found = {scale: Score(2.0 - scale, 0.5) if scale <= 1 else Score(float("inf"), 0.1) for scale in SCALES}
+    found = {scale: Score(2.0 - scale, 0.5) if scale <= 1 else Score(float("nan"), 0.1) for scale in SCALES}
     assert choose_scale(found.__getitem__, samples=8, held_out=True).scale == 1.0
 
 

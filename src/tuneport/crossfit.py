@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .alignment import Statistics
 from .capture import PairedBatch, count_samples, frozen
 from .errors import DataError
 from .methods import Transfer
 from .preparation import Job, PairedBatches
-from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, pooled
+from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, score_of_classes, score_of_losses
 
 
 def halves(job: Job) -> tuple[Job, Job]:
@@ -60,30 +61,39 @@ def transfer_auto(
     The maps that ship come from the `whole` statistics.
     """
     held_out = sides[0] is not sides[1]
-    scores: dict[float, list[tuple[Score, int]]] = {scale: [] for scale in SCALES}
+    answers: dict[float, list[Answers]] = {scale: [] for scale in SCALES}
     for statistics, judge in zip(found, reversed(sides), strict=True):
         batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.batches]
         with Scaled(judge.target.module, solve(statistics).task_vector) as scaled:
-            for scale, seen in scores.items():
-                seen.append((_score(judge, scaled, scale, batches), judge.samples))
+            for scale, seen in answers.items():
+                seen += _answers(judge, scaled, scale, batches)
         if not held_out:
             break
     samples = sum(side.samples for side in (sides if held_out else sides[:1]))
-    choice = choose_scale(lambda scale: pooled(scores[scale]), samples=samples, held_out=held_out)
+    choice = choose_scale(lambda scale: _score(answers[scale]), samples=samples, held_out=held_out)
     return solve(whole), choice
 
 
-def _score(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> Score:
-    """Mean loss and accuracy of the target at one scale, forward passes only."""
+Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or losses per sample and nothing
+
+
+def _answers(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> list[Answers]:
+    """What the target says at one scale, forward passes only."""
     scaled.set(scale)
     assert job.target_loss is not None
-    loss, right, samples = 0.0, 0, 0
+    found: list[Answers] = []
     with frozen(scaled.module), torch.no_grad():
         for batch in batches:
-            loss += float(job.target_loss(scaled.module, batch))
-            size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-            samples += size
             if job.target_head is not None:
-                scores = job.target_head.scores(job.target, scaled.module, batch[0])
-                right += int((scores.argmax(-1) == batch[1]).sum())
-    return Score(loss / max(samples, 1), right / max(samples, 1) if job.target_head is not None else None)
+                found.append((job.target_head.scores(job.target, scaled.module, batch[0]).cpu(), batch[1].cpu()))
+            else:
+                size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
+                loss = float(job.target_loss(scaled.module, batch)) / size
+                found.append((torch.full((size,), loss, dtype=torch.float64), None))
+    return found
+
+
+def _score(answers: Sequence[Answers]) -> Score:
+    values = torch.cat([value for value, _ in answers])
+    labels = [label for _, label in answers if label is not None]
+    return score_of_classes(values, torch.cat(labels)) if labels else score_of_losses(values)

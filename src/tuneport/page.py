@@ -163,6 +163,7 @@ def _scale_choice(choice: Mapping[str, Any] | None) -> str:
             f"{item['scale']:g}",
             _text(item["loss"]),
             "–" if item["accuracy"] is None else f"{100 * item['accuracy']:.1f} %",
+            "–" if item.get("sharpness") is None else f"{item['sharpness']:.3g}",
         ]
         for item in found
     ]
@@ -171,8 +172,9 @@ def _scale_choice(choice: Mapping[str, Any] | None) -> str:
         "Loss by scale", {"mean loss": [item["loss"] for item in found]}, labels, x_label="candidates in order"
     )
     return (
-        f"<p>The scale was chosen on {choice['samples']} calibration samples {where}.</p>"
-        + _table(["scale", "loss", "accuracy"], rows, numbers=True)
+        f"<p>The scale was chosen on {choice['samples']} calibration samples {where}. Losses are those at the sharpness of "
+        "the head that suits each scale best, as a factor of its own.</p>"
+        + _table(["scale", "loss", "accuracy", "sharpness"], rows, numbers=True)
         + picture
     )
 

@@ -256,7 +256,10 @@ def run(
         record["scale_choice"] = {
             "samples": choice.samples,
             "held_out": choice.held_out,
-            "candidates": [{"scale": value, **asdict(found)} for value, found in choice.scores.items()],
+            "candidates": [
+                {"scale": value, "loss": found.loss, "accuracy": found.accuracy, "sharpness": found.sharpness}
+                for value, found in choice.scores.items()
+            ],
         }
     return Result(job.target, moved.task_vector, moved.records, kept, number, record)
 
