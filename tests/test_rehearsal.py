@@ -16,7 +16,7 @@ from tuneport.capture import INPUT, OUTPUT_GRADIENT
 from tuneport.methods import METHODS
 from tuneport.pipeline import check_scale, measure_job, run
 from tuneport.preparation import Job, PairedBatches, prepare
-from tuneport.rehearsal import STRANGERS, VIEWS, Views, rehearsals
+from tuneport.rehearsal import VIEWS, Views, views_of
 
 
 def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
@@ -62,52 +62,42 @@ class TestViews:
             views[2]
 
 
-class TestRehearsals:
-    def test_views_serve_the_input_side_and_random_labels_the_output_side(self, zoo: Zoo) -> None:
+class TestRehearsal:
+    def test_every_sample_is_seen_again_in_changed_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        (views, first), (strangers, second) = rehearsals(job)
-        assert (first, second) == ({INPUT}, {OUTPUT_GRADIENT})
-        assert (views.samples, strangers.samples) == (VIEWS * 12, 12)
-        for found in (views, strangers):
-            assert isinstance(found.batches, PairedBatches)
-            assert sum(batch.size or 0 for batch in found.batches) == found.samples
-        ours, drawn = job.batches, strangers.batches
-        assert isinstance(ours, PairedBatches)
-        assert isinstance(drawn, PairedBatches)
-        chosen = ours.dataset.subset(ours.indices)
-        assert not np.array_equal(drawn.dataset.labels, chosen.labels)
-        assert all(0 <= label < len(chosen.classes) for label in drawn.dataset.labels)
-        assert all(np.array_equal(one, two) for one, two in zip(drawn.dataset.inputs, chosen.inputs, strict=True))
-
-    @pytest.mark.parametrize(("count", "strangers"), [(4, 4), (20, 20), (25, 16), (40, 10)])
-    def test_the_more_samples_the_fewer_strangers(self, zoo: Zoo, count: int, strangers: int) -> None:
-        _, (found, _) = rehearsals(job_of(zoo, count))
-        assert found.samples == strangers <= STRANGERS
+        views = views_of(job)
+        assert views is not None
+        assert views.samples == VIEWS * 12
+        assert isinstance(views.batches, PairedBatches)
+        assert sum(batch.size or 0 for batch in views.batches) == views.samples
+        assert isinstance(job.batches, PairedBatches)
+        chosen = job.batches.dataset.subset(job.batches.indices)
+        assert np.array_equal(views.batches.dataset.labels, np.tile(chosen.labels, VIEWS))
 
     def test_they_follow_the_seed(self, zoo: Zoo) -> None:
-        labels = [
-            [job.batches.dataset.labels.tolist() for job, _ in rehearsals(job_of(zoo, seed=seed))][1]  # type: ignore[union-attr]
-            for seed in (0, 0, 1)
-        ]
-        assert labels[0] == labels[1] != labels[2]
+        jobs = [views_of(job_of(zoo, seed=seed)) for seed in (0, 0, 1)]
+        first, again, other = ([np.asarray(view) for view in job.batches.dataset.inputs] for job in jobs if job)  # type: ignore[union-attr]
+        assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
+        assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
 
     def test_own_batches_are_left_as_they_are(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        assert list(rehearsals(replace(job, batches=list(job.batches)))) == []
+        assert views_of(replace(job, batches=list(job.batches))) is None
 
-    def test_the_statistics_are_those_of_samples_and_rehearsals_together(self, zoo: Zoo) -> None:
+    def test_inputs_are_those_of_samples_and_views_together_and_gradients_the_samples(self, zoo: Zoo) -> None:
         job = job_of(zoo)
         found = measure_job(job)
         plain = measure_job(replace(job, method=METHODS["bico"]))
-        more = {signal: job for job, (signal,) in rehearsals(job)}
-        for signal, extra in more.items():
-            alone = measure_job(replace(extra, method=METHODS["bico"]))
-            keys = [key for key in found.covariances if key[1] == signal]
-            assert keys
-            for key in keys:
-                wanted = plain.covariances[key].matrix + alone.covariances[key].matrix
-                size = float(wanted.abs().max())
-                torch.testing.assert_close(found.covariances[key].matrix, wanted, rtol=0, atol=1e-9 * size)
+        views = views_of(job)
+        assert views is not None
+        more = measure_job(replace(views, method=METHODS["bico"]))
+        assert {signal for _, signal in found.covariances} == {INPUT, OUTPUT_GRADIENT}
+        for key, covariance in found.covariances.items():
+            wanted = plain.covariances[key].matrix
+            if key[1] == INPUT:
+                wanted = wanted + more.covariances[key].matrix
+            size = float(wanted.abs().max())
+            torch.testing.assert_close(covariance.matrix, wanted, rtol=0, atol=1e-9 * size)
         assert found.samples == plain.samples == 12
         assert found.passes["forward"] > plain.passes["forward"]
         shared = {id(covariance) for covariance in plain.covariances.values()}
@@ -118,7 +108,7 @@ class TestRehearsals:
         tokens = {
             signal: max(c.tokens for key, c in found.covariances.items() if key[1] == signal) for _, signal in found
         }
-        assert tokens == {INPUT: 24 * (1 + VIEWS), OUTPUT_GRADIENT: 2 * 24}
+        assert tokens == {INPUT: 24 * (1 + VIEWS), OUTPUT_GRADIENT: 24}
 
 
 class TestPreset:

@@ -9,13 +9,13 @@ from typing import Any
 
 from .alignment import Statistics
 from .budget import runs_on
-from .capture import Progress, TokenLimit, count_samples, measure, samples_at_once
+from .capture import INPUT, Progress, TokenLimit, count_samples, measure, samples_at_once
 from .distributed import reduced, share_of
 from .errors import TuneportError
 from .methods import Problem
 from .offload import is_hollow, nested_to, placed
 from .preparation import Job, PairedBatches
-from .rehearsal import rehearsals
+from .rehearsal import views_of
 from .resume import Work
 
 
@@ -42,7 +42,7 @@ def measure_job(
     """The statistics that a job's method needs (or the given signals, to serve several methods at once).
 
     With `work`, they are saved under the name of the `stage` from time to time, and begin with what it holds. A method
-    that rehearses sees more than the job's samples (`tuneport.rehearsal`), which are not saved.
+    that rehearses sees changed views of the samples too (`tuneport.rehearsal`), which are not saved.
     """
     wanted = frozenset(job.method.signals if signals is None else signals)
     if not wanted:
@@ -54,10 +54,9 @@ def measure_job(
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
     statistics = _measured(job, wanted, progress, earlier, keeper)
-    if job.method.rehearses:
-        for more, signals in rehearsals(job):
-            if signals & wanted:
-                statistics = statistics.extended(_measured(more, signals & wanted))
+    more = views_of(job) if job.method.rehearses and INPUT in wanted else None
+    if more is not None:
+        statistics = statistics.extended(_measured(more, frozenset({INPUT})))
     return reduced(statistics, job.plan)
 
 

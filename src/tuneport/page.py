@@ -172,8 +172,8 @@ def _scale_choice(choice: Mapping[str, Any] | None) -> str:
         "Loss by scale", {"mean loss": [item["loss"] for item in found]}, labels, x_label="candidates in order"
     )
     return (
-        f"<p>The scale was chosen on {choice['samples']} calibration samples {where}. Losses are those at the sharpness of "
-        "the head that suits each scale best, as a factor of its own.</p>"
+        f"<p>The scale was chosen on {choice['samples']} calibration samples {where}. "
+        "Losses are those at the sharpness of the head that suits each scale best, as a factor of its own.</p>"
         + _table(["scale", "loss", "accuracy", "sharpness"], rows, numbers=True)
         + picture
     )

@@ -1,61 +1,44 @@
-"""More calibration from the same samples, for methods that ask for it: changed views, and labels drawn at random.
+"""More calibration from the same samples, for methods that ask for it: changed views.
 
-Few samples show few inputs, and their labels few directions of the gradient, so the maps of wide layers are made of
-noise. The input side needs no labels: it may see each sample again in changed views. The output side needs any
-question that both models are asked alike, not the right answer: it may see samples with random labels.
-Both depend on the samples and a seed only.
+Few samples show few inputs, so the maps of wide layers are made of noise. The input side needs no labels: it may see
+each sample again in changed views, which depend on the samples and a seed only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from .capture import INPUT, OUTPUT_GRADIENT
 from .preparation import Job, PairedBatches
 
 VIEWS = 4  # changed copies of each sample
-STRANGERS = 20  # samples with a random label at most; beyond as many right ones, fewer and fewer
 DROPPED = 0.2  # of the words of a text
 SHIFT = 8  # an image is moved by at most this part of its side
 
 
-def rehearsals(job: Job) -> Iterator[tuple[Job, frozenset[str]]]:
-    """Further samples to measure, each as a job, with the signals that may be taken from them.
+def views_of(job: Job) -> Job | None:
+    """A job with changed views of the samples, for the input side only; None where there are none to be had.
 
-    None where the batches are the caller's own, or where there are no classes to draw labels from.
+    That is so where the batches are the caller's own, or pairs of texts.
     """
     if not isinstance(job.batches, PairedBatches) or not len(job.batches.indices):
-        return
-    seed = int(job.record.get("options", {}).get("seed", 0) or 0)
+        return None
     chosen = job.batches.dataset.subset(job.batches.indices)
-    if chosen.kind == "image" or isinstance(chosen.inputs[0], str):
-        inputs = Views(chosen.inputs, VIEWS, seed)
-        labels = None if chosen.labels is None else np.tile(chosen.labels, VIEWS)
-        targets = None if chosen.targets is None else list(chosen.targets) * VIEWS
-        more = replace(chosen, inputs=inputs, labels=labels, targets=targets)
-        yield _with(job, job.batches, more), frozenset({INPUT})
-    if (
-        chosen.labels is not None
-        and job.batches.heads is not None
-        and len(chosen.classes) > 1
-        and len(chosen) <= STRANGERS**2
-    ):
-        some = chosen.subset(np.arange(min(len(chosen), STRANGERS**2 // len(chosen))))
-        labels = np.random.default_rng((seed, len(chosen))).integers(0, len(chosen.classes), len(some))
-        strangers = replace(some, labels=labels)
-        yield _with(job, job.batches, strangers), frozenset({OUTPUT_GRADIENT})
-
-
-def _with(job: Job, batches: PairedBatches, samples: Any) -> Job:
-    count = len(samples)
+    if chosen.kind != "image" and not isinstance(chosen.inputs[0], str):
+        return None
+    seed = int(job.record.get("options", {}).get("seed", 0) or 0)
+    inputs = Views(chosen.inputs, VIEWS, seed)
+    labels = None if chosen.labels is None else np.tile(chosen.labels, VIEWS)
+    targets = None if chosen.targets is None else list(chosen.targets) * VIEWS
+    more = replace(chosen, inputs=inputs, labels=labels, targets=targets)
+    count = VIEWS * len(chosen)
     tokens = None if job.max_tokens is None else max(job.max_tokens * count // max(job.samples, 1), 1)
-    other = replace(batches, dataset=samples, indices=np.arange(count))
-    return replace(job, batches=other, samples=count, max_tokens=tokens)
+    batches = replace(job.batches, dataset=more, indices=np.arange(count))
+    return replace(job, batches=batches, samples=count, max_tokens=tokens)
 
 
 @dataclass(frozen=True, eq=False)

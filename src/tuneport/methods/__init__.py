@@ -19,7 +19,7 @@ METHODS: dict[str, Method] = {
         out_signal="output_gradient",
         rehearsed=True,
         scale="auto",
-        summary="bico with rehearsed samples and a scale chosen on held-out samples",
+        summary="bico with changed views of the samples and a scale chosen on held-out samples",
     ),
     "theseus": BilinearAlignment(
         in_signal="input",

@@ -93,7 +93,7 @@ class Method(ABC):
 
     @property
     def rehearses(self) -> bool:
-        """Whether changed views and random labels of the samples are measured too (`tuneport.rehearsal`)."""
+        """Whether changed views of the samples are measured too (`tuneport.rehearsal`)."""
         return False
 
     @property

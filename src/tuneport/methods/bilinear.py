@@ -29,7 +29,7 @@ class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
     `loose` says what happens to tensors outside linear layers: the target keeps its own, or the source's
-    change is added with zero-padding and cropping. `rehearsed` measures more than the samples (`tuneport.rehearsal`),
+    change is added with zero-padding and cropping. `rehearsed` measures changed views too (`tuneport.rehearsal`),
     and `scale` is the scale unless another is asked for.
     """
 
