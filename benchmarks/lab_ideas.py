@@ -31,7 +31,7 @@ from tuneport.evaluation import encoded
 from tuneport.families import Head, choose_head
 from tuneport.methods.base import matrix_of
 from tuneport.preparation import Job, prepare
-from tuneport.scaling import SCALES, Score, choose_scale
+from tuneport.scaling import SCALES, choose_scale, score_of_classes
 from tuneport.task_vector import as_dense
 from tuneport.tasks import read_data
 
@@ -354,16 +354,14 @@ class Bench(nn.Module):
             for batch, labels in self.test:
                 right += (self.scores(final, SCALES, batch).argmax(-1) == labels).sum(-1).cpu()
             accuracy = 100 * right / sum(len(labels) for _, labels in self.test)
-            loss, hits, count = torch.zeros(len(SCALES)), torch.zeros(len(SCALES)), 0
+            answers, wanted = [], []
             for fold in (0, 1):
                 batch, labels = self.folds[1 - fold].target
-                scores = self.scores(self.entries(idea, parts[fold], maps, slopes[fold]), SCALES, batch)
-                each = F.cross_entropy(scores.flatten(0, 1), labels.repeat(len(SCALES)), reduction="none")
-                loss += each.view(len(SCALES), -1).sum(1).cpu()
-                hits, count = hits + (scores.argmax(-1) == labels).sum(-1).cpu(), count + len(labels)
-            means = zip(SCALES, (loss / count).tolist(), (hits / count).tolist(), strict=True)
-            held = {scale: Score(*both) for scale, *both in means}
-            chosen = choose_scale(held.__getitem__, samples=count, held_out=True).scale
+                answers.append(self.scores(self.entries(idea, parts[fold], maps, slopes[fold]), SCALES, batch).cpu())
+                wanted.append(labels.cpu())
+            scores, labels = torch.cat(answers, dim=1), torch.cat(wanted)
+            held = {scale: score_of_classes(scores[index], labels) for index, scale in enumerate(SCALES)}
+            chosen = choose_scale(held.__getitem__, samples=len(labels), held_out=True).scale
             by_scale = dict(zip(map(str, SCALES), accuracy.tolist(), strict=True))
             rows.append({**about, "idea": idea.name, "accuracy": by_scale, "chosen": chosen})
         return rows
