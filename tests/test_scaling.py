@@ -16,7 +16,6 @@ from tuneport.scaling import (
     choose_scale,
     first_half,
     score_of_classes,
-    score_of_losses,
 )
 from tuneport.task_vector import TaskVector
 
@@ -86,9 +85,12 @@ def test_a_head_that_is_always_right_is_as_sharp_as_may_be() -> None:
 def test_a_scale_beyond_one_must_be_better_by_two_standard_errors() -> None:
     wide = torch.linspace(-1, 1, 50, dtype=torch.float64)
 
+    def of(losses: torch.Tensor) -> Score:
+        return Score(float(losses.mean()), losses=losses)
+
     def by(gain: float, spread: float) -> float:
-        found = {0.0: score_of_losses(wide + 4), 1.0: score_of_losses(wide + 3)}
-        found[2.0] = score_of_losses(wide + 3 - gain + spread * wide.flip(0))
+        found = {0.0: of(wide + 4), 1.0: of(wide + 3)}
+        found[2.0] = of(wide + 3 - gain + spread * wide.flip(0))
         return choose_scale(found.__getitem__, samples=50, held_out=True, candidates=(0.0, 1.0, 2.0)).scale
 
     error = float(wide.std()) / 50**0.5

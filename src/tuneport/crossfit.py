@@ -15,7 +15,7 @@ from .capture import PairedBatch, count_samples, frozen
 from .errors import DataError
 from .methods import Transfer
 from .preparation import Job, PairedBatches
-from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, score_of_classes, score_of_losses
+from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, score_of_classes
 
 
 def halves(job: Job) -> tuple[Job, Job]:
@@ -74,7 +74,7 @@ def transfer_auto(
     return solve(whole), choice
 
 
-Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or losses per sample and nothing
+Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or its mean loss for each sample
 
 
 def _answers(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> list[Answers]:
@@ -96,4 +96,4 @@ def _answers(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> 
 def _score(answers: Sequence[Answers]) -> Score:
     values = torch.cat([value for value, _ in answers])
     labels = [label for _, label in answers if label is not None]
-    return score_of_classes(values, torch.cat(labels)) if labels else score_of_losses(values)
+    return score_of_classes(values, torch.cat(labels)) if labels else Score(float(values.mean()))

@@ -171,12 +171,10 @@ def _scale_choice(choice: Mapping[str, Any] | None) -> str:
     picture = curves(
         "Loss by scale", {"mean loss": [item["loss"] for item in found]}, labels, x_label="candidates in order"
     )
-    return (
-        f"<p>The scale was chosen on {choice['samples']} calibration samples {where}. "
-        "Losses are those at the sharpness of the head that suits each scale best, as a factor of its own.</p>"
-        + _table(["scale", "loss", "accuracy", "sharpness"], rows, numbers=True)
-        + picture
-    )
+    words = f"The scale was chosen on {choice['samples']} calibration samples {where}."
+    if any(item.get("sharpness") is not None for item in found):
+        words += " Losses are those at the sharpness of the head that suits each scale best, as a factor of its own."
+    return f"<p>{words}</p>" + _table(["scale", "loss", "accuracy", "sharpness"], rows, numbers=True) + picture
 
 
 def _layer_pictures(layers: Sequence[Mapping[str, Any]]) -> str:

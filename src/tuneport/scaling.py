@@ -31,7 +31,7 @@ BEYOND = 2.0  # standard errors by which a scale beyond 1 must be better
 class Score:
     """What a model does on some samples: the mean loss, and the share it gets right where there are classes.
 
-    There, the loss is that at the best `sharpness`, a factor of the head's scores. `losses` are those of each sample.
+    There, the loss is that at the best `sharpness`, a factor of the head's scores, and `losses` are each sample's own.
     """
 
     loss: float
@@ -57,11 +57,6 @@ def first_half(count: int) -> int:
     [1, 3, 5, 13]
     """
     return (count + 1) // 2 if count >= FEWEST else count
-
-
-def score_of_losses(losses: Tensor) -> Score:
-    """The score of samples of which only the losses are known."""
-    return Score(float(losses.double().mean()), losses=losses.double())
 
 
 def score_of_classes(scores: Tensor, labels: Tensor) -> Score:
