@@ -5,11 +5,12 @@
     python benchmarks/lab.py --out lab.jsonl --table
 
 Each cell (source, target, task) is ported with bico and bico+ from calibration samples of the training split, on which
-the scale is chosen. On test samples that scale is scored, and 0, 1 and for bico+ 0.25 beside it. Rows are appended to
---out, and what is there is not run again. The table gives the gain over the target's own accuracy and the share of the
-fine-tuning gain that it is, averaged over cells, with a paired bootstrap interval against bico at scale 1 over cells.
-Needs the shared zoo; text cells need the shared encoders too, with fine-tunes of the source beside them
-(minilm-l6-trec6, made with `tuneport finetune`). Says so where they are not there.
+the scale is chosen. On test samples every candidate scale is scored. Rows are appended to --out, and what is there is
+not run again; with --losses they hold the held-out loss of every sample at every scale too. The table gives the gain
+over the target's own accuracy and the share of the fine-tuning gain that it is, averaged over cells, with a paired
+bootstrap interval against bico at scale 1 over cells. Needs the shared zoo; text cells need the shared encoders too,
+with fine-tunes of the source beside them (minilm-l6-trec6, made with `tuneport finetune`). Says so where they are not
+there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from tuneport.evaluation import encoded
 from tuneport.methods import METHODS
 from tuneport.pipeline import halves, measure_job, problem_of, transfer_auto
 from tuneport.preparation import Job, prepare
-from tuneport.scaling import Scaled
+from tuneport.scaling import RULES, SCALES, Rule, Scaled, Score, choose_scale
 from tuneport.tasks import read_data
 
 IMAGES = ("cifar10", "fashion", "gtsrb", "mnist")
@@ -51,7 +53,6 @@ FULL = {  # accuracy of the fine-tuned targets, as the zoo states it; c was not 
     ("minilm-l3", "trec6"): 90.0, ("minilm-l3", "subj"): 92.2,  # results/text.md
     ("gte-small", "trec6"): 97.4, ("gte-small", "subj"): 95.2, ("mpnet", "trec6"): 97.2, ("mpnet", "subj"): 95.6,
 }  # fmt: skip
-TESTED = (0.0, 0.25, 1.0)
 
 Row = dict[str, Any]
 
@@ -74,7 +75,7 @@ class Places:
         return str(self.root / "data" / "images" / f"{task}.npz")
 
 
-def tested(job: Job, entries: Any, scales: list[float], test: list[Any], dtype: torch.dtype) -> dict[float, float]:
+def tested(job: Job, entries: Any, test: list[Any], dtype: torch.dtype) -> dict[float, float]:
     """Accuracy on test samples at each scale."""
     head, found = job.target_head, {}
     assert head is not None
@@ -83,13 +84,13 @@ def tested(job: Job, entries: Any, scales: list[float], test: list[Any], dtype: 
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     with Scaled(job.target.module, entries) as scaled, torch.inference_mode():
-        for scale in scales:
+        for scale in SCALES:
             scaled.set(scale)
             module = copy.deepcopy(job.target.module).to(dtype)
             right = 0
             for batch, labels in test:
                 scores = head.scores(job.target, module, {key: as_wanted(value) for key, value in batch.items()})
-                right += int((scores.argmax(-1) == labels).sum())
+                right += int((scores.argmax(-1).cpu() == labels.cpu()).sum())
             found[scale] = 100 * right / sum(len(labels) for _, labels in test)
     return found
 
@@ -101,7 +102,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
         method = METHODS[name]
         job = prepare(
             places.model(source), places.model(f"{source}-{task}"), places.model(target), data,
-            method=method, samples=samples, seed=seed, scored=True, device="cpu",
+            method=method, samples=samples, seed=seed, scored=True, device=options.device, batch_size=options.batch,
             sampler="class_balanced" if task in TEXTS else "random",
         )  # fmt: skip
         assert job.target_head is not None
@@ -121,9 +122,8 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
 
         moved, choice = transfer_auto(sides, solve, parts, parts[0] + parts[1])
         seconds = time.process_time() - started
-        scales = sorted({choice.scale, *(TESTED if name == "bico+" else (0.0, 1.0))})
         dtype = torch.bfloat16 if options.bfloat16 else torch.float32
-        accuracy = tested(job, moved.task_vector, scales, test, dtype)
+        accuracy = tested(job, moved.task_vector, test, dtype)
         rows.append(
             {
                 "source": source,
@@ -132,23 +132,41 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
                 "samples": samples,
                 "seed": seed,
                 "method": name,
-                "chosen": choice.scale,
+                "chosen": {rule: chosen(choice.scores, rule, samples) for rule in RULES},
                 "accuracy": {str(scale): value for scale, value in accuracy.items()},
                 "held_out": [[s, round(f.loss, 5), f.accuracy, f.sharpness] for s, f in choice.scores.items()],
                 "cpu_seconds": round(seconds, 1),
                 "bfloat16": options.bfloat16,
             }
         )
+        if options.losses:
+            kept = {str(s): f.losses for s, f in choice.scores.items() if f.losses is not None}
+            rows[-1]["losses"] = {s: [round(float(x), 4) for x in values] for s, values in kept.items()}
     return rows
+
+
+def chosen(scores: Mapping[float, Score], rule: Rule, samples: int) -> float:
+    return choose_scale(scores.__getitem__, samples=samples, held_out=True, candidates=tuple(scores), rule=rule).scale
+
+
+def rechosen(row: Row) -> Row:
+    """The row with the scales that today's rules choose, where it has the losses of every sample; without those."""
+    if "losses" not in row:
+        return row
+    held = {float(scale): torch.tensor(values, dtype=torch.float64) for scale, values in row["losses"].items()}
+    scores = {scale: Score(float(losses.mean()), losses=losses) for scale, losses in held.items()}
+    picked = {rule: chosen(scores, rule, row["samples"]) for rule in RULES}
+    return {**{key: value for key, value in row.items() if key != "losses"}, "chosen": picked}
 
 
 def gain(row: Row, rule: str) -> float:
     """Points over the target's own accuracy."""
     by_scale = row["accuracy"]
-    return float(by_scale[str(row["chosen"]) if rule == "auto" else rule] - by_scale["0.0"])
+    return float(by_scale[str(row["chosen"].get(rule, rule))] - by_scale["0.0"])
 
 
-SHOWN = (("bico", "1.0"), ("bico", "auto"), ("bico+", "0.25"), ("bico+", "1.0"), ("bico+", "auto"))
+SHOWN = [("bico", rule) for rule in ("1.0", "auto", "safe")]
+SHOWN += [("bico+", rule) for rule in ("0.25", "1.0", "auto", "safe")]
 
 
 def table(rows: list[Row]) -> str:
@@ -199,11 +217,14 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", help="source:target:task; all of the zoo without")
     parser.add_argument("--test", type=int, default=2000, help="test samples at most")
     parser.add_argument("--bfloat16", action="store_true", help="score test samples in bfloat16: faster on some CPUs")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=32, help="samples per pass")
+    parser.add_argument("--losses", action="store_true", help="keep the held-out losses of every sample")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     if options.table:
-        print(table(rows))
+        print(table([rechosen(row) for row in rows]))
         return
     if options.root is None or not (options.root / "zoo").is_dir():
         sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
@@ -220,7 +241,8 @@ def main() -> None:
                 with options.out.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
                 words = [
-                    f"{r['method']}@1 {gain(r, '1.0'):+.1f} auto {r['chosen']:g} {gain(r, 'auto'):+.1f}" for r in found
+                    f"{r['method']}@1 {gain(r, '1.0'):+.1f} auto {gain(r, 'auto'):+.1f} safe {gain(r, 'safe'):+.1f}"
+                    for r in found
                 ]
                 print(*cell, samples, seed, *words, flush=True)
 

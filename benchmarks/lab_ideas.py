@@ -1,12 +1,12 @@
-"""Claim: of eighteen ideas to get more out of the same samples, a few help, and most do not (docs/lab/ideas.md).
+"""Claim: of thirty ideas to get more out of the same samples, a few help, and most do not (docs/lab/ideas.md).
 
-    python benchmarks/lab_ideas.py --root ../shared --out ideas.json [--samples 20 100] [--seeds 0] [--cells C ...]
-    python benchmarks/lab_ideas.py --out ideas.json --table
+    python benchmarks/lab_ideas.py --root ../shared --out ideas.jsonl [--samples 20 100] [--seeds 0 1 2] [--cells C ...]
+    python benchmarks/lab_ideas.py --out ideas.jsonl --table
 
-All ideas are tried on one measurement of each cell of the shared zoo: first and second moments of inputs and output
-gradients, for each half of the calibration samples. Maps of a shape are solved together, without completion, and the
-scales are evaluated together; so numbers differ a little from those of `tuneport transfer`. The scale is chosen by
-`tuneport.scaling`, from maps of one half judged on the other. Made for a GPU; says so where the zoo is not there.
+All ideas are tried on one measurement of each cell of the shared zoo, or with --encoders of text: moments of inputs and
+output gradients, for each half of the calibration samples. Maps of a shape are solved together, without completion,
+and the scales are evaluated together; so numbers differ a little from those of `tuneport transfer`. The scale is chosen
+by `tuneport.scaling`, from maps of one half judged on the other. Made for a GPU; says so where the zoo is not there.
 """
 
 from __future__ import annotations
@@ -14,96 +14,38 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lab import CELLS, FULL, TEXTS, Places
+from lab_maps import Maps, Moments, Sums, joined, pooled, with_units
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from tuneport.capture import measure
+from tuneport.crossfit import halves
 from tuneport.data import align_labels
 from tuneport.evaluation import encoded
 from tuneport.families import Head, choose_head
 from tuneport.methods.base import matrix_of
 from tuneport.preparation import Job, prepare
-from tuneport.scaling import SCALES, choose_scale, score_of_classes
+from tuneport.rehearsal import views_of
+from tuneport.scaling import SCALES, Score, choose_scale, score_of_classes
 from tuneport.task_vector import as_dense
 from tuneport.tasks import read_data
 
-TASKS = ("cifar10", "fashion", "gtsrb", "mnist")
-CELLS = [f"a:{target}:{task}" for target in ("a2", "b", "c") for task in TASKS]
-CELLS += [f"c:{target}:{task}" for target in ("a", "a2", "b") for task in ("cifar10", "mnist")]
-RESIDUAL_IN, RESIDUAL_OUT = ("q_proj", "fc1"), ("out_proj", "fc2")  # what reads and writes the residual stream
-COTANGENTS, UNLABELLED = 6, 500
-
-
-class Moments:
-    """First and second moments of two signals over the same tokens."""
-
-    def __init__(self, ours: int, theirs: int, device: Any) -> None:
-        shapes = {"AA": (ours, ours), "AB": (ours, theirs), "BB": (theirs, theirs), "a": (ours,), "b": (theirs,)}
-        self.parts = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
-        self.n = 0.0
-        self.source_energy = self.target_energy = torch.ones((), device=device)  # `measure` looks at these
-
-    def update(self, ours: Tensor, theirs: Tensor) -> None:
-        x, y = ours.double(), theirs.double()
-        for name, more in (("AA", x.T @ x), ("AB", x.T @ y), ("BB", y.T @ y), ("a", x.sum(0)), ("b", y.sum(0))):
-            self.parts[name] += more
-        self.n += len(x)
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self.__dict__["parts"][name]
-
-    def of(self, parts: Mapping[str, Tensor], n: float) -> Moments:
-        found = Moments(*self.AB.shape, self.AB.device)
-        found.parts, found.n = dict(parts), n
-        return found
-
-    def __add__(self, other: Moments) -> Moments:
-        return self.of({name: part + other.parts[name] for name, part in self.parts.items()}, self.n + other.n)
-
-    def __mul__(self, factor: float) -> Moments:
-        return self.of({name: part * factor for name, part in self.parts.items()}, self.n * factor)
-
-    def unit(self) -> Moments:
-        return self * (1.0 / (float((self.AA.trace() * self.BB.trace()).sqrt()) or 1.0))
-
-    def centred(self) -> Moments:
-        a, b, n = self.a, self.b, max(self.n, 1e-9)
-        moved = {"AA": self.AA - torch.outer(a, a) / n, "AB": self.AB - torch.outer(a, b) / n}
-        return self.of({**moved, "BB": self.BB - torch.outer(b, b) / n, "a": 0 * a, "b": 0 * b}, self.n)
-
-
-Sums = dict[str, Moments]  # by target layer; layers that read one tensor share theirs
-
-
-def joined(combine: Callable[..., Moments], *many: Sums) -> Sums:
-    """Layer by layer; what was shared stays shared."""
-    known: dict[tuple[int, ...], Moments] = {}
-    found = {}
-    for name in many[0]:
-        key = tuple(id(sums[name]) for sums in many)
-        found[name] = known.setdefault(key, combine(*(sums[name] for sums in many)))
-    return found
-
-
-def with_units(one: Sums, two: Sums) -> Sums:
-    return joined(lambda x, y: x.unit() + y.unit(), one, two)
-
-
-def pooled(sums: Sums, roles: Iterable[str]) -> Sums:
-    """Half a layer's own, half the mean over all layers at the residual stream."""
-    inside = [name for name in sums if any(role in name for role in roles)]
-    shared = {id(sums[name]): sums[name].unit() for name in inside}
-    first, *rest = shared.values()
-    mean = sum(rest, first) * (1.0 / len(shared))
-    return {name: shared[id(m)] * 0.5 + mean * 0.5 if id(m) in shared else m for name, m in sums.items()}
+READS = ("q_proj", "fc1", "self.query", "intermediate.dense")  # the residual stream
+WRITES = ("out_proj", "fc2", "output.dense")
+HEADS = ("q_proj", "k_proj", "v_proj", ".query", ".key", ".value")  # what comes out by heads
+AFTER_HEADS = ("out_proj", "attention.output.dense")
+COTANGENTS, UNLABELLED, ALL = 6, 500, 2000
 
 
 @dataclass(frozen=True)
@@ -115,114 +57,92 @@ class Idea:
     out: str = "orthogonal"
     inputs: str = "X"
     gradients: str = "G"
-    centred: bool = True
+    centred: bool = False
     keep_norm: bool = False
     after: str = ""
 
 
 IDEAS = [
-    Idea("bico", centred=False),
-    Idea("inputs centred"),
-    Idea("centred; six random cotangents in place of labels", gradients="R"),
-    Idea("centred; labels and six random cotangents, same energy", gradients="G+R"),
-    Idea("centred; residual-stream signals pooled half with all blocks", inputs="X pooled", gradients="G pooled"),
-    Idea("pooled, with random cotangents", inputs="X pooled", gradients="G+R pooled"),
-    Idea("centred; inputs of base and fine-tuned source", inputs="X both"),
-    Idea("centred; inputs of 500 further images without labels", inputs="X unlabelled"),
-    Idea("500 further images, with random cotangents", inputs="X unlabelled", gradients="G+R"),
-    Idea("centred; ridge of target gradients on source gradients", out="forward 1", keep_norm=True),
-    Idea("output ridge, with random cotangents", out="forward 1", gradients="G+R", keep_norm=True),
-    Idea("functional input map, affine", into="backward 0.1", after="affine"),
-    Idea("functional input map, norm kept", into="backward 0.1", keep_norm=True),
-    Idea("functional maps on both sides", into="backward 0.1", out="backward 0.1", gradients="G+R", after="affine"),
-    Idea("ridge of target inputs on source inputs", into="forward 0.1", keep_norm=True),
-    Idea("centred, random cotangents; entries against the gradient dropped", gradients="G+R", after="sign"),
-    Idea("centred; layers against the gradient dropped", after="gate"),
-    Idea("centred, random cotangents; relative effect as in the source", gradients="G+R", after="effect"),
-]
-
-
-def polar(C: Tensor) -> Tensor:
-    """Polar factors of a stack of matrices by a weighted Halley iteration; what is below 1e-8 stays small."""
-    if C.shape[1] > C.shape[2]:
-        return polar(C.mT).mT
-    probe = torch.ones(len(C), C.shape[2], 1, dtype=C.dtype, device=C.device)
-    for _ in range(10):
-        probe = F.normalize(C.mT @ (C @ probe), dim=1)
-    X = C / (1.2 * (C @ probe).norm(dim=1, keepdim=True)).clamp_min(1e-300)
-    eye, low = torch.eye(C.shape[1], dtype=C.dtype, device=C.device), 1e-8
-    while low < 1 - 1e-9:
-        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
-        a = min(2e3, (1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
-        b = (a - 1) ** 2 / 4
-        c = a + b - 1
-        X = (b / c) * X + (a - b / c) * torch.cholesky_solve(X, torch.linalg.cholesky(eye + c * (X @ X.mT)))
-        low = min(low * (a + b * low**2) / (1 + c * low**2), 1.0)
-    return X
-
-
-class Maps:
-    """Maps of all layers, those of a shape solved together, each once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str, bool], tuple[Moments, Tensor]] = {}
-
-    def of(self, sums: Sums, kind: str, centred: bool) -> dict[str, Tensor]:
-        shapes: dict[Any, dict[int, Moments]] = {}
-        for m in sums.values():
-            if (id(m), kind, centred) not in self._known:
-                shapes.setdefault(tuple(m.AB.shape), {})[id(m)] = m
-        for group in shapes.values():
-            used = [m.centred() if centred else m for m in group.values()]
-            for m, R in zip(group.values(), self._solve(used, kind), strict=True):
-                self._known[id(m), kind, centred] = (m, R)
-        return {name: self._known[id(m), kind, centred][1] for name, m in sums.items()}
-
-    def _solve(self, used: list[Moments], kind: str) -> Tensor:
-        AB = torch.stack([m.AB for m in used])
-        if kind == "orthogonal":
-            return polar(AB)
-        way, weight = kind.split()
-        gram = torch.stack([m.AA if way == "forward" else m.BB for m in used])
-        ridge = float(weight) * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)
-        gram = gram + torch.diag_embed(ridge[:, None].expand(-1, gram.shape[1]))
-        return torch.linalg.solve(gram, AB) if way == "forward" else torch.linalg.solve(gram, AB.mT).mT
+    Idea("bico"),
+    Idea("changed views of the samples (bico+)", inputs="X views"),
+    Idea("inputs centred", centred=True),
+    Idea("centred; six random cotangents in place of labels", gradients="R", centred=True),
+    Idea("centred; labels and six random cotangents, same energy", gradients="G+R", centred=True),
+    Idea("changed views; labels and random cotangents", inputs="X views", gradients="G+R"),
+    Idea("labels of the fine-tuned source in place of true ones", gradients="P"),
+    Idea("centred; residual-stream signals pooled half with all blocks", inputs="X pooled", gradients="G pooled",
+         centred=True),
+    Idea("pooled, with random cotangents", inputs="X pooled", gradients="G+R pooled", centred=True),
+    Idea("inputs of base and fine-tuned source", inputs="X both"),
+    Idea("directions below a hundredth dropped", into="cut 0.01", out="cut 0.01"),
+    Idea("singular values shrunk, s / (s + 0.01)", into="soft 0.01", out="soft 0.01"),
+    Idea("attention head by head", into="heads", out="heads"),
+    Idea("ridge of target gradients on source gradients, norm kept", out="forward 1", keep_norm=True, centred=True),
+    Idea("output ridge, with random cotangents", out="forward 1", gradients="G+R", keep_norm=True, centred=True),
+    Idea("functional input map, affine", into="backward 0.1", after="affine", centred=True),
+    Idea("functional input map, norm kept", into="backward 0.1", keep_norm=True, centred=True),
+    Idea("functional maps on both sides", into="backward 0.1", out="backward 0.1", gradients="G+R", after="affine",
+         centred=True),
+    Idea("ridge of target inputs on source inputs, norm kept", into="forward 0.1", keep_norm=True, centred=True),
+    Idea("entries against the gradient dropped", after="sign"),
+    Idea("layers against the gradient dropped", after="gate"),
+    Idea("each layer by the cosines of its maps", after="cosine"),
+    Idea("each layer's relative effect as in the source", after="effect"),
+    Idea("without biases", after="no bias"),
+    Idea("with norms' biases", after="norms"),
+    Idea("with class and position embeddings", after="embeddings"),
+    Idea("change divided among blocks that share a source block", after="split"),
+    Idea("more data: inputs of 500 further samples without labels", inputs="X unlabelled"),
+    Idea("more data: the same, with random cotangents", inputs="X unlabelled", gradients="G+R"),
+    Idea("more data: the same 500, labelled by the fine-tuned source", inputs="X unlabelled", gradients="P unlabelled"),
+    Idea("oracle: inputs of 2,000 labelled samples", inputs="X all"),
+    Idea("oracle: gradients of 2,000 labelled samples", gradients="G all"),
+    Idea("oracle: both of 2,000 labelled samples", inputs="X all", gradients="G all"),
+]  # fmt: skip
 
 
 class Bench(nn.Module):
-    """One cell: the job, its two halves, its test images, and the target under any change of weights."""
+    """One cell: the job, its two halves, its test samples, and the target under any change of weights."""
 
-    def __init__(self, root: Path, cell: str, samples: int, seed: int, device: str, tested: int) -> None:
+    def __init__(self, places: Places, cell: str, samples: int, seed: int, device: str, tested: int) -> None:
         super().__init__()
         source, target, task = cell.split(":")
-        places = (root / "zoo" / source, root / "zoo" / f"{source}-{task}", root / "zoo" / target)
-        self.data = root / "data" / "images" / f"{task}.npz"
-        options = {"samples": samples, "seed": seed, "batch_size": (samples + 1) // 2, "device": device}
-        self.job: Job = prepare(*places, self.data, scored=True, **options)  # type: ignore[arg-type]
-        more = {"samples": UNLABELLED, "seed": seed + 100, "batch_size": 250, "device": device}
-        self.unlabelled = prepare(self.job.source, places[1], self.job.target, self.data, **more)  # type: ignore[arg-type]
-        self.module = self.job.target.module
+        models = (places.model(source), places.model(f"{source}-{task}"), places.model(target))
+        data, options = places.data(task), {"seed": seed, "device": device, "scored": True}
+        options["sampler"] = "class_balanced" if task in TEXTS else "random"
+        self.job: Job = prepare(*models, data, samples=samples, batch_size=(samples + 1) // 2, **options)  # type: ignore[arg-type]
+        options |= {"batch_size": 250, "sampler": "random"}
+        rest = (self.job.source, models[1], self.job.target, data)
+        self.unlabelled = prepare(*rest, samples=UNLABELLED, **{**options, "seed": seed + 100})  # type: ignore[arg-type]
+        self.all = prepare(*rest, samples=ALL, **{**options, "seed": 1000})  # type: ignore[arg-type]
+        self.module, self.text = self.job.target.module, task in TEXTS
         for tower in (self.module, self.job.source.module):
             tower.config._attn_implementation = "eager"
         self.folds = list(self.job.batches)
-        train, test = read_data(self.data, "train"), read_data(self.data, "test")
+        train, test = read_data(data, "train"), read_data(data, "test")
         assert self.job.target_head is not None
         self.head: Head = self.job.target_head
         self.source_head = choose_head(self.job.source, None, train.name, train.classes, train.prompts, ())
         test = align_labels(test, self.head.classes)
         some = test.subset(np.sort(np.random.default_rng(0).permutation(len(test))[:tested]))
-        self.test = [(batch, labels.to(device)) for batch, labels in encoded(self.job.target, some, 500)]
+        self.test = [(batch, labels.to(device)) for batch, labels in encoded(self.job.target, some, 250)]
         self.base = {name: tensor.detach().clone() for name, tensor in self.module.named_parameters()}
+        sides = (self.job.source.module.config, self.module.config)
+        self.heads = (sides[0].num_attention_heads, sides[1].num_attention_heads)
+        readers = Counter(pair.source.name for pair in self.job.plan.pairs)
+        self.readers = {pair.target.name: readers[pair.source.name] for pair in self.job.plan.pairs}
 
     def forward(self, batch: Any) -> Tensor:
         return self.head.scores(self.job.target, self.module, batch)
 
-    def sums(self, signal: str, batches: Iterable[Any], losses: tuple[Any, Any] | None = None) -> Sums:
+    def sums(
+        self, signal: str, batches: Iterable[Any], losses: tuple[Any, Any] | None = None, full: bool = False
+    ) -> Sums:
         job = self.job
         ours, theirs = losses or (job.source_loss, job.target_loss)
         found = measure(
             job.source.module, self.module, job.plan.pairs, batches, signals=[signal], source_loss=ours,
-            target_loss=theirs, match=job.match, make_sum=lambda *given: Moments(*given[2:]),
+            target_loss=theirs, match=job.match, make_sum=lambda *given: Moments(*given[2:], full=full),
         )  # fmt: skip
         return {key[0]: value for key, value in found.covariances.items()}  # type: ignore[misc]
 
@@ -243,23 +163,34 @@ class Bench(nn.Module):
                 )
                 for model, head in sides
             )
-            more = self.sums("output_gradient", [self.folds[fold]], losses)  # type: ignore[arg-type]
+            more = self.sums("output_gradient", [self.folds[fold]], losses, full=True)  # type: ignore[arg-type]
             found = more if found is None else joined(Moments.__add__, found, more)
         assert found is not None
         return found
 
-    def tuned_inputs(self, fold: int) -> Sums:
-        """Inputs of the fine-tuned source beside those of the target."""
+    @contextmanager
+    def tuned_source(self) -> Iterator[nn.Module]:
+        """The source with its fine-tune, for a while."""
         weights = dict(self.job.source.module.named_parameters())
         old = {name: weights[name].detach().clone() for name in self.job.task_vector if name in weights}
         with torch.no_grad():
             for name in old:
                 weights[name].add_(as_dense(self.job.task_vector[name]).to(weights[name]))
             try:
-                return self.sums("input", [self.folds[fold]])
+                yield self.job.source.module
             finally:
                 for name, tensor in old.items():
                     weights[name].copy_(tensor)
+
+    def labelled_by_source(self, batches: Iterable[Any]) -> list[Any]:
+        """The same samples with the labels that the fine-tuned source gives them."""
+        found = []
+        with self.tuned_source() as tuned:
+            for batch in batches:
+                labels = self.source_head.scores(self.job.source, tuned, batch.source[0]).argmax(-1)
+                sides = {"source": (batch.source[0], labels), "target": (batch.target[0], labels)}
+                found.append(replace(batch, **sides, part=None))
+        return found
 
     def gradients(self, fold: int) -> dict[str, Tensor]:
         """Of the loss with respect to the target's weights."""
@@ -272,31 +203,51 @@ class Bench(nn.Module):
         return found
 
     @torch.no_grad()
-    def scores(self, entries: Mapping[str, Tensor], scales: Iterable[float], batch: Any) -> Tensor:
+    def scores(self, entries: Mapping[str, Tensor], batch: Any) -> Tensor:
         """(scales, N, classes)."""
-        steps = torch.tensor(list(scales), device=next(iter(self.base.values())).device)
+        if self.text:
+            return torch.stack([self._at(entries, scale, batch) for scale in SCALES])
+        steps = torch.tensor(SCALES, device=next(iter(self.base.values())).device)
         changed = {
             f"module.{name}": self.base[name] + steps.view(-1, *[1] * delta.ndim) * delta
             for name, delta in entries.items()
         }
         return vmap(lambda weights: functional_call(self, weights, (batch,)))(changed)
 
+    def _at(self, entries: Mapping[str, Tensor], scale: float, batch: Any) -> Tensor:
+        changed = {f"module.{name}": self.base[name] + scale * delta for name, delta in entries.items()}
+        return functional_call(self, changed, (batch,))
+
     def signals(self) -> tuple[list[dict[str, Sums]], dict[str, Sums]]:
         """All sums by name, of each half and of both."""
-        unlabelled = self.sums("input", self.unlabelled.batches)
+        pseudo, every = self.labelled_by_source(self.unlabelled.batches), list(self.all.batches)
+        common = {
+            "X unlabelled": self.sums("input", self.unlabelled.batches),
+            "P unlabelled": self.sums("output_gradient", pseudo),
+            "X all": self.sums("input", every),
+            "G all": self.sums("output_gradient", every),
+        }
         parts = []
-        for fold, batch in enumerate(self.folds):
-            found = {"X": self.sums("input", [batch]), "G": self.sums("output_gradient", [batch])}
-            found["R"], found["T"] = self.random_cotangents(fold), self.tuned_inputs(fold)
+        for fold, (batch, half) in enumerate(zip(self.folds, halves(self.job), strict=True)):
+            found = {
+                "X": self.sums("input", [batch], full=True),
+                "G": self.sums("output_gradient", [batch], full=True),
+                "P": self.sums("output_gradient", self.labelled_by_source([batch])),
+                "R": self.random_cotangents(fold),
+            }
+            with self.tuned_source():
+                found["X both"] = joined(Moments.__add__, found["X"], self.sums("input", [batch]))
+            more = views_of(half)
+            assert more is not None
+            found["X views"] = joined(Moments.__add__, found["X"], self.sums("input", more.batches))
             parts.append(found)
         whole = {name: joined(Moments.__add__, *(part[name] for part in parts)) for name in parts[0]}
         for found in (*parts, whole):
             found["G+R"] = with_units(found["G"], found["R"])
-            found["X both"] = joined(Moments.__add__, found["X"], found["T"])
-            found["X unlabelled"] = unlabelled
-            found["X pooled"] = pooled(found["X"], RESIDUAL_IN)
-            found["G pooled"] = pooled(found["G"], RESIDUAL_OUT)
-            found["G+R pooled"] = pooled(found["G+R"], RESIDUAL_OUT)
+            found["X pooled"] = pooled(found["X"], READS)
+            found["G pooled"] = pooled(found["G"], WRITES)
+            found["G+R pooled"] = pooled(found["G+R"], WRITES)
+            found.update(common)
         return parts, whole
 
     def entries(
@@ -304,98 +255,143 @@ class Bench(nn.Module):
     ) -> dict[str, Tensor]:
         """The change of the target's weights, by name."""
         X, G = found[idea.inputs], found[idea.gradients]
-        into = maps.of(X, idea.into, idea.centred)
-        out = maps.of(G, idea.out, False)
+        into = maps.of(X, idea.into, idea.centred, AFTER_HEADS)
+        out = maps.of(G, idea.out, False, HEADS)
         weights = dict(self.job.source.module.named_parameters())
-        result: dict[str, Tensor] = {}
+        vector, result = self.job.task_vector, dict[str, Tensor]()
+
+        def at(name: str) -> Tensor:
+            return result.setdefault(name, torch.zeros_like(self.base[name]))
+
         for pair in self.job.plan.pairs:
-            name, theirs, vector = pair.target.name, pair.target, self.job.task_vector
+            name, ours, theirs = pair.target.name, pair.source, pair.target
             device = self.base[theirs.weight].device
-            tau = as_dense(matrix_of(pair.source, vector[pair.source.weight])).to(device).double()
+            tau = as_dense(matrix_of(ours, vector[ours.weight])).to(device).double()
             P = into[name] if pair.input_map is None else pair.input_map.to(tau)
             L = out[name] if pair.output_map is None else pair.output_map.to(tau)
             moved, bias = L.T @ tau @ P, None
-            if theirs.bias is not None and pair.source.bias is not None:
-                bias = pair.source.vector(as_dense(vector[pair.source.bias])).to(device).double() @ L
+            if theirs.bias is not None and ours.bias is not None and idea.after != "no bias":
+                bias = ours.vector(as_dense(vector[ours.bias])).to(device).double() @ L
                 if idea.after == "affine" and name in X:
                     bias = bias + (tau @ (X[name].a / X[name].n - P @ (X[name].b / X[name].n))) @ L
             factor = float(tau.norm() / moved.norm().clamp_min(1e-30)) if idea.keep_norm else 1.0
+            if idea.after == "split":
+                factor = 1.0 / self.readers[name]
+            if idea.after == "cosine":
+                factor = float(X[name].cosine(P)) if pair.input_map is None else 1.0
+                factor *= float(G[name].cosine(L)) if pair.output_map is None else 1.0
             if idea.after == "effect" and name in found["X"]:
                 m = found["X"][name]
-                own = [
-                    pair.source.matrix(weights[pair.source.weight].detach()),
-                    theirs.matrix(self.base[theirs.weight]),
-                ]
+                own = [ours.matrix(weights[ours.weight].detach()), theirs.matrix(self.base[theirs.weight])]
                 own = [w.reshape(len(w), -1).double() for w in own]
-                ours, both = ((d @ S @ d.T).trace() / (w @ S @ w.T).trace()
-                              for d, w, S in ((tau, own[0], m.AA), (moved, own[1], m.BB)))  # fmt: skip
-                factor = float((ours / both.clamp_min(1e-30)).sqrt())
+                ratios = ((d @ S @ d.T).trace() / (w @ S @ w.T).trace()
+                          for d, w, S in ((tau, own[0], m.AA), (moved, own[1], m.BB)))  # fmt: skip
+                wanted, there = ratios
+                factor = float((wanted / there.clamp_min(1e-30)).sqrt())
             if idea.after in ("sign", "gate"):
                 slope = theirs.matrix(gradients[theirs.weight]).reshape(moved.shape).double()
                 against = moved * slope > 0 if idea.after == "sign" else (moved * slope).sum() > 0
                 moved = torch.where(against, 0.0, moved)
-            weight = result.setdefault(theirs.weight, torch.zeros_like(self.base[theirs.weight]))
-            view = theirs.matrix(weight)
+            view = theirs.matrix(at(theirs.weight))
             view.add_((factor * moved).reshape(view.shape).to(view))
             if bias is not None and theirs.bias is not None:
-                theirs.vector(result.setdefault(theirs.bias, torch.zeros_like(self.base[theirs.bias]))).add_(
-                    (factor * bias).to(weight)
-                )
+                theirs.vector(at(theirs.bias)).add_((factor * bias).to(view))
+            if idea.after == "norms" and any(role in name for role in ("q_proj", "fc1")):
+                norm = {"self_attn.q_proj.weight": "layer_norm1.bias", "mlp.fc1.weight": "layer_norm2.bias"}
+                role = next(role for role in norm if name.endswith(role))
+                old, new = (side.name.removesuffix(role) + norm[role] for side in (ours, theirs))
+                at(new).add_((as_dense(vector[old]).to(device).double() @ P).to(view))
+            if idea.after == "embeddings" and "patch_embedding" in name:
+                self._embeddings(at, L)
         return result
 
-    def rows(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+    def _embeddings(self, at: Any, L: Tensor) -> None:
+        """Add the changes of class and position embeddings, carried over as the patch embedding's outputs are."""
+        place = "vision_model.embeddings."
+        vector = self.job.task_vector
+        one, many = (as_dense(vector[place + name]).to(L) @ L
+                     for name in ("class_embedding", "position_embedding.weight"))  # fmt: skip
+        side, wide = (round((len(x) - 1) ** 0.5) for x in (many, self.base[place + "position_embedding.weight"]))
+        grid = many[1:].T.unflatten(1, (side, side))[None]
+        grid = F.interpolate(grid, size=(wide, wide), mode="bilinear", align_corners=False)[0].flatten(1).T
+        at(place + "class_embedding").add_(one.float())
+        at(place + "position_embedding.weight").add_(torch.cat([many[:1], grid]).float())
+
+    def rows(self, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
         parts, whole = self.signals()
         slopes = [self.gradients(0), self.gradients(1)]
         slopes.append({name: slopes[0][name] + slopes[1][name] for name in slopes[0]})
-        maps, rows = Maps(), []
+        maps = Maps(self.heads)
         for idea in IDEAS:
+            if self.text and idea.after in ("norms", "embeddings"):
+                continue
             right = torch.zeros(len(SCALES))
             final = self.entries(idea, whole, maps, slopes[2])
+            torch.set_float32_matmul_precision("high")  # TF32, for test samples only
             for batch, labels in self.test:
-                right += (self.scores(final, SCALES, batch).argmax(-1) == labels).sum(-1).cpu()
+                right += (self.scores(final, batch).argmax(-1) == labels).sum(-1).cpu()
+            torch.set_float32_matmul_precision("highest")
             accuracy = 100 * right / sum(len(labels) for _, labels in self.test)
             answers, wanted = [], []
             for fold in (0, 1):
                 batch, labels = self.folds[1 - fold].target
-                answers.append(self.scores(self.entries(idea, parts[fold], maps, slopes[fold]), SCALES, batch).cpu())
+                answers.append(self.scores(self.entries(idea, parts[fold], maps, slopes[fold]), batch).cpu())
                 wanted.append(labels.cpu())
             scores, labels = torch.cat(answers, dim=1), torch.cat(wanted)
             held = {scale: score_of_classes(scores[index], labels) for index, scale in enumerate(SCALES)}
-            chosen = choose_scale(held.__getitem__, samples=len(labels), held_out=True).scale
-            by_scale = dict(zip(map(str, SCALES), accuracy.tolist(), strict=True))
-            rows.append({**about, "idea": idea.name, "accuracy": by_scale, "chosen": chosen})
-        return rows
+            choice = choose_scale(held.__getitem__, samples=len(labels), held_out=True)
+            by_scale = {str(scale): round(float(value), 3) for scale, value in zip(SCALES, accuracy, strict=True)}
+            losses = {
+                str(scale): [round(float(x), 4) for x in score.losses]
+                for scale, score in held.items()
+                if score.losses is not None
+            }
+            yield {**about, "idea": idea.name, "accuracy": by_scale, "chosen": choice.scale, "losses": losses}
+
+
+def chosen(row: dict[str, Any]) -> float:
+    """The scale by the rule of today, where the held-out losses are there, else that of the run."""
+    if "losses" not in row:
+        return float(row["chosen"])
+    held = {float(s): torch.tensor(values, dtype=torch.float64) for s, values in row["losses"].items()}
+    scores = {scale: Score(float(losses.mean()), losses=losses) for scale, losses in held.items()}
+    return choose_scale(scores.__getitem__, samples=row["samples"], held_out=True, candidates=tuple(held)).scale
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Gains in points, and against bico at scale 1 with a paired bootstrap interval over cells."""
+    """Gains in points over the target, and against bico at scale 1 with a paired bootstrap interval over cells."""
     random, lines = np.random.default_rng(0), []
     for samples in sorted({row["samples"] for row in rows}):
         here = [row for row in rows if row["samples"] == samples]
         cells = sorted({row["cell"] for row in here})
         draws = random.integers(0, len(cells), (10_000, len(cells)))
+        seeds = len({row["seed"] for row in here})
         lines += [
-            f"| N = {samples}, {len(cells)} cells | scale 1 | against bico | chosen | against bico | worst | best |",
-            "|---|---|---|---|---|---|---|",
+            f"| N = {samples}, {len(cells)} cells, {seeds} draws each | scale 1 | against bico | chosen | share "
+            "| against bico | worst cell | best |",
+            "|---|---|---|---|---|---|---|---|",
         ]
 
         def gains(idea: str, value: Any, here: Any = here, cells: Any = cells) -> np.ndarray[Any, Any]:
             found = [[value(r) - r["accuracy"]["0.0"] for r in here if (r["cell"], r["idea"]) == (cell, idea)]
                      for cell in cells]  # fmt: skip
-            return np.array([np.mean(values) for values in found])
+            return np.array([np.mean(values) if values else np.nan for values in found])
 
         def words(values: np.ndarray[Any, Any], draws: Any = draws) -> str:
-            low, high = np.percentile(values[draws].mean(1), [2.5, 97.5])
-            return f"{values.mean():+.1f} ({low:+.1f} to {high:+.1f})"
+            low, high = np.nanpercentile(np.nanmean(values[draws], 1), [2.5, 97.5])
+            return f"{np.nanmean(values):+.1f} ({low:+.1f} to {high:+.1f})"
 
+        own = [np.mean([r["accuracy"]["0.0"] for r in here if r["cell"] == cell]) for cell in cells]
+        room = np.array([FULL[tuple(cell.split(":")[1:])] for cell in cells]) - np.array(own)  # type: ignore[index]
         base = gains("bico", lambda r: r["accuracy"]["1.0"])
         for name in dict.fromkeys(row["idea"] for row in here):
             one = gains(name, lambda r: r["accuracy"]["1.0"])
-            chosen = gains(name, lambda r: r["accuracy"][str(r["chosen"])])
+            picked = gains(name, lambda r: r["accuracy"][str(chosen(r))])
             best = gains(name, lambda r: max(r["accuracy"].values()))
             lines.append(
-                f"| {name} | {one.mean():+.1f} | {words(one - base)} | {chosen.mean():+.1f} | {words(chosen - base)} "
-                f"| {chosen.min():+.1f} | {best.mean():+.1f} |"
+                f"| {name} | {np.nanmean(one):+.1f} | {words(one - base)} | {np.nanmean(picked):+.1f} "
+                f"| {100 * np.nanmean(picked / room):.0f} % | {words(picked - base)} | {np.nanmin(picked):+.1f} "
+                f"| {np.nanmean(best):+.1f} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -403,30 +399,33 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/images/")
+    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/")
+    parser.add_argument("--encoders", type=Path, help="the folder with text encoders")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, nargs="+", default=[20, 100])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--cells", nargs="+", default=CELLS, help="source:target:task")
-    parser.add_argument("--test", type=int, default=2000, help="test images at most")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cells", nargs="+", default=[":".join(cell) for cell in CELLS], help="source:target:task")
+    parser.add_argument("--test", type=int, default=1000, help="test samples at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
     options = parser.parse_args()
-    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     if options.table:
         print(table(rows))
         return
     if options.root is None or not (options.root / "zoo").is_dir():
         sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    places, done = Places(options.root, options.encoders), {(r["cell"], r["samples"], r["seed"]) for r in rows}
     for seed in options.seeds:
         for samples in options.samples:
             for cell in options.cells:
                 about = {"cell": cell, "samples": samples, "seed": seed}
-                if any({key: row[key] for key in about} == about for row in rows):
+                if tuple(about.values()) in done:
                     continue
-                bench = Bench(options.root, cell, samples, seed, options.device, options.test)
-                rows += bench.rows(about)
-                options.out.write_text(json.dumps(rows))
+                bench = Bench(places, cell, samples, seed, options.device, options.test)
+                found = list(bench.rows(about))
+                with options.out.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in found)
                 print(*about.values(), file=sys.stderr, flush=True)
 
 

@@ -17,6 +17,7 @@ from tuneport.methods import METHODS
 from tuneport.pipeline import check_scale, measure_job, run
 from tuneport.preparation import Job, PairedBatches, prepare
 from tuneport.rehearsal import VIEWS, Views, views_of
+from tuneport.report import repeat_command
 
 
 def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
@@ -122,6 +123,15 @@ class TestPreset:
         fixed = transfer(*trio, zoo.data, method="bico+", samples=12, scale=1.0)
         assert fixed.scale == 1.0
         assert "scale_choice" not in fixed.record
+
+    def test_safe_is_recorded_and_goes_no_further_than_auto(self, zoo: Zoo) -> None:
+        trio = zoo.trio("clip_vision")
+        found = {rule: transfer(*trio, zoo.data, samples=12, scale=rule) for rule in ("auto", "safe")}
+        rules = {rule: result.record["scale_choice"].pop("rule") for rule, result in found.items()}
+        assert rules == {"auto": "auto", "safe": "safe"}
+        assert found["safe"].scale <= found["auto"].scale
+        assert found["safe"].record["scale_choice"] == found["auto"].record["scale_choice"]  # the same search
+        assert "--scale safe" in (repeat_command(transfer(*trio, zoo.data, samples=12, scale="safe").record) or "")
 
     def test_the_same_bits_for_the_same_seed(self, zoo: Zoo) -> None:
         one, two = (run(job_of(zoo), scale=1.0).task_vector for _ in range(2))

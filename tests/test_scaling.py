@@ -11,6 +11,7 @@ from torch import nn
 from tuneport.scaling import (
     FEWEST,
     SCALES,
+    Rule,
     Scaled,
     Score,
     choose_scale,
@@ -97,6 +98,29 @@ def test_a_scale_beyond_one_must_be_better_by_two_standard_errors() -> None:
     assert by(0.01, 0.0) == 2.0
     assert by(1.9 * error, 1.0) == 1.0
     assert by(2.1 * error, 1.0) == 2.0
+
+
+@pytest.mark.parametrize(("above", "asked"), [(0.5, 2.0), (1.0, 2.0), (1.5, 3.0)])
+def test_safe_goes_beyond_the_smallest_scale_on_evidence_only(above: float, asked: float) -> None:
+    wide = torch.linspace(-1, 1, 50, dtype=torch.float64)
+    error = float(wide.std()) / 50**0.5
+
+    def by(gain: float, rule: Rule = "safe", held_out: bool = True) -> float:
+        losses = {0.0: wide + 4, 0.25: wide + 3.9 + 0.9 * wide, above: wide + 3.9 - gain + 0.9 * wide + wide.flip(0)}
+        found = {scale: Score(float(values.mean()), losses=values) for scale, values in losses.items()}
+        told = {"candidates": (0.0, 0.25, above), "held_out": held_out, "rule": rule}
+        return choose_scale(found.__getitem__, samples=50, **told).scale
+
+    assert by((asked - 0.1) * error) == 0.25  # itself chosen without evidence: its loss need only be lower
+    assert by((asked + 0.1) * error) == above
+    assert by(9 * error, held_out=False) == 0.25  # of samples that judge their own maps, no evidence counts
+    assert by((asked - 0.1) * error, "auto") == (above if above <= 1 else {2.0: 0.25, 3.0: above}[asked])
+
+
+def test_safe_leaves_the_target_alone_where_a_quarter_is_worse() -> None:
+    found = {scale: Score(2.0 + scale, losses=torch.full((8,), 2.0 + scale)) for scale in SCALES}
+    choice = choose_scale(found.__getitem__, samples=8, held_out=True, rule="safe")
+    assert (choice.scale, choice.rule) == (0.0, "safe")
 
 
 def test_zero_is_a_candidate_even_if_it_is_not_given() -> None:

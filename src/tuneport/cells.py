@@ -24,7 +24,7 @@ from .measuring import measure_job, problem_of
 from .methods import METHODS, Method, Transfer, get_method
 from .preparation import Job, PairedBatches, prepare
 from .recipe import Comparison
-from .scaling import Scaled, first_half
+from .scaling import RULES, Scaled, first_half
 from .tables import Row
 from .task_vector import TaskVector
 from .tasks import read_data
@@ -279,8 +279,8 @@ def _method_rows(
     *parts, whole = found
     for rule in comparison.scales:
         before = after = None
-        if rule == "auto":
-            moved, choice = transfer_auto(halves(job), solve, (parts[0], parts[1]), whole)
+        if rule in RULES:
+            moved, choice = transfer_auto(halves(job), solve, (parts[0], parts[1]), whole, rule)
             scale = choice.scale
             before, after = choice.scores[0.0].accuracy, choice.scores[scale].accuracy
         else:

@@ -130,8 +130,8 @@ def transfer(
     scale: Annotated[
         str | None,
         typer.Option(
-            help="Strength of the transfer: a number, or auto (chosen on calibration samples). The method's own unless "
-            "given: 1, or auto for bico+."
+            help="Strength of the transfer: a number, auto (chosen on calibration samples) or safe (the same, with "
+            "caution). The method's own unless given: 1, or auto for bico+."
         ),
     ] = None,
     head: HeadName = None,
@@ -178,7 +178,7 @@ def transfer(
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
     with processes(device) as here:
         strength = pipeline.check_scale(scale, method)
-        scored = strength == "auto" or compare or evaluate
+        scored = isinstance(strength, str) or compare or evaluate
         if compare and here.size > 1:
             raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
         if not here.first:  # the first process checks, writes and speaks
@@ -562,7 +562,7 @@ def bench(
     shots: Annotated[str, typer.Option(help="Or budgets K per class.")] = "",
     samplers: Annotated[str, typer.Option(help="How samples are drawn, separated by commas.")] = "random",
     seeds: Annotated[str, typer.Option(help="Seeds of the draw.")] = "0",
-    scales: Annotated[str, typer.Option(help="Scale rules: numbers and auto.")] = "1,auto",
+    scales: Annotated[str, typer.Option(help="Scale rules: numbers, auto and safe.")] = "1,auto",
     protocol: Annotated[str, typer.Option(help="zero-shot, or linear-probe on the same samples.")] = "zero-shot",
     steps: Annotated[str, typer.Option(help="Few-shot fine-tuning runs of so many steps on the same samples.")] = "",
     warm_start: Annotated[str | None, typer.Option(help="Also fine-tune from this method's result.")] = None,

@@ -15,7 +15,7 @@ from .capture import PairedBatch, count_samples, frozen
 from .errors import DataError
 from .methods import Transfer
 from .preparation import Job, PairedBatches
-from .scaling import SCALES, ScaleChoice, Scaled, Score, choose_scale, first_half, score_of_classes
+from .scaling import SCALES, Rule, ScaleChoice, Scaled, Score, choose_scale, first_half, score_of_classes
 
 
 def halves(job: Job) -> tuple[Job, Job]:
@@ -54,9 +54,9 @@ def _share_of(job: Job, part: int, whole: int) -> int | None:
 
 def transfer_auto(
     sides: tuple[Job, Job], solve: Callable[[Statistics], Transfer], found: tuple[Statistics, Statistics],
-    whole: Statistics,
+    whole: Statistics, rule: Rule = "auto",
 ) -> tuple[Transfer, ScaleChoice]:  # fmt: skip
-    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
+    """Choose the scale of a transfer, by a rule, by two halves of the samples, each judging the maps of the other.
 
     The maps that ship come from the `whole` statistics.
     """
@@ -70,7 +70,7 @@ def transfer_auto(
         if not held_out:
             break
     samples = sum(side.samples for side in (sides if held_out else sides[:1]))
-    choice = choose_scale(lambda scale: _score(answers[scale]), samples=samples, held_out=held_out)
+    choice = choose_scale(lambda scale: _score(answers[scale]), samples=samples, held_out=held_out, rule=rule)
     return solve(whole), choice
 
 

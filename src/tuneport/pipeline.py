@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions
 from .report import copy_companions, model_card, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
-from .scaling import ScaleChoice
+from .scaling import RULES, Rule, ScaleChoice
 from .solver import within
 from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
 
@@ -166,7 +166,7 @@ def transfer(
     target: ModelLike,
     data: str | Path | Dataset | Iterable[Any] | None = None,
     *,
-    scale: float | Literal["auto"] | None = None,
+    scale: float | Rule | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Result:
@@ -174,35 +174,36 @@ def transfer(
 
     `data` is a path or a Dataset, of which samples are drawn, or an iterable of batches for `loss`. The
     options are those of `prepare`; without a `scale`, the method's own is used. Trap: with very few samples a
-    full-strength transfer can harm; `scale="auto"` chooses the strength on calibration samples, and may choose zero.
+    full-strength transfer can harm; `scale="auto"` chooses the strength on calibration samples, and may choose zero;
+    `scale="safe"` does too, and goes beyond a quarter on evidence only.
     """
     strength = check_scale(scale, options.get("method", "bico"))
-    job = prepare(source, finetuned, target, data, scored=strength == "auto", **options)
+    job = prepare(source, finetuned, target, data, scored=isinstance(strength, str), **options)
     result = run(job, scale=strength, progress=progress)
     if not isinstance(job.batches, PairedBatches) or options.get("loss") is not None:
         return result  # counting would run a loss that is not ours once more
     return replace(result, record={**result.record, "cost": cost_of(job, result.record["samples"])})
 
 
-def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | Literal["auto"]:
-    """A finite number, or "auto"; None is the method's own."""
+def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | Rule:
+    """A finite number, or the name of a rule that chooses one; None is the method's own."""
     if scale is None:
         return (get_method(method) if isinstance(method, str) else method).usual_scale
-    if scale == "auto":
-        return "auto"
+    if scale in RULES:
+        return scale
     try:
         number = float(scale)
     except ValueError:
-        raise TuneportError(f"the scale must be a number or auto, got {scale!r}.") from None
+        raise TuneportError(f"the scale must be a number, auto or safe, got {scale!r}.") from None
     if not math.isfinite(number):
-        raise TuneportError(f"the scale must be a finite number or auto, got {scale}.")
+        raise TuneportError(f"the scale must be a finite number, auto or safe, got {scale}.")
     return number
 
 
 def run(
     job: Job,
     *,
-    scale: float | Literal["auto"] | None = None,
+    scale: float | Rule | None = None,
     progress: Progress | None = None,
     work: Work | None = None,
     passes: Passes | None = None,
@@ -214,7 +215,8 @@ def run(
     method's own is used.
     """
     scale = check_scale(scale, job.method)
-    if ranks().size > 1 and (scale == "auto" or work is not None or (job.method.signals and not job.method.by_layer)):
+    at_once = job.method.signals and not job.method.by_layer
+    if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
         raise TuneportError(
             "several processes share a transfer of layers one by one, at a fixed scale and without saves for --resume; "
             "pass a number as --scale, leave out --resume and methods that move all layers at once, or use one process."
@@ -224,13 +226,13 @@ def run(
     if passes is None and job.memory_budget is not None:
         passes = plan_passes(job, job.memory_budget)
     clock = _Clock()
-    if scale == "auto":
+    if isinstance(scale, str):
         if passes is not None and passes.placements is not None:
             raise TuneportError(
                 "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as the "
                 "scale, or a larger --memory-budget."
             )
-        moved, choice, counted = _move_auto(halves(job), passes, clock, progress, work)
+        moved, choice, counted = _move_auto(scale, halves(job), passes, clock, progress, work)
         number = choice.scale
     else:
         moved, counted = _move(job, passes, clock, progress, work)
@@ -254,6 +256,7 @@ def run(
     }
     if choice is not None:
         record["scale_choice"] = {
+            "rule": choice.rule,
             "samples": choice.samples,
             "held_out": choice.held_out,
             "candidates": [
@@ -328,7 +331,12 @@ def _shelved(moved: Transfer) -> Transfer:
 
 
 def _move_auto(
-    sides: tuple[Job, Job], passes: Passes | None, clock: _Clock, progress: Progress | None, work: Work | None
+    rule: Rule,
+    sides: tuple[Job, Job],
+    passes: Passes | None,
+    clock: _Clock,
+    progress: Progress | None,
+    work: Work | None,
 ) -> tuple[Transfer, ScaleChoice, Statistics]:
     """As `_move`, with the scale chosen by the two halves of the samples."""
     groups = [in_groups(side, passes) for side in sides]
@@ -351,12 +359,12 @@ def _move_auto(
             found = {}  # before the next group's are made
     if len(groups[0]) == 1:
         parts = (found["first"], found["second"])
-        return *transfer_auto(sides, lambda given: _solve(sides[0], given), parts, found["whole"]), counted
+        return *transfer_auto(sides, lambda given: _solve(sides[0], given), parts, found["whole"], rule), counted
     done = {name: _together(parts) for name, parts in moved.items()}
     marks = {name: Statistics() for name in names}
     by_mark = {id(mark): name for name, mark in marks.items()}
     parts = (marks["first"], marks["second"])
-    return *transfer_auto(sides, lambda given: done[by_mark[id(given)]], parts, marks["whole"]), counted
+    return *transfer_auto(sides, lambda given: done[by_mark[id(given)]], parts, marks["whole"], rule), counted
 
 
 def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
@@ -381,7 +389,7 @@ def port(
     job: Job,
     out: str | Path,
     *,
-    scale: float | Literal["auto"] | None = None,
+    scale: float | Rule | None = None,
     kind: str = "model",
     rank: int | None = None,
     energy: float | None = None,

@@ -238,7 +238,7 @@ def repeat_command(record: Record) -> str | None:
         words += [f"--{key}", path]
     words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
     words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
-    words += ["--scale", "auto" if "scale_choice" in record else f"{record['scale']:g}"]
+    words += ["--scale", _rule_of(record) or f"{record['scale']:g}"]
     for key in ("sampler", "seed", "head", "completion", "batch_size", "as", "rank", "energy"):
         value = record.get("as") if key == "as" else options.get(key)
         if value is not None and value != REPEATED_DEFAULTS.get(key):
@@ -249,6 +249,12 @@ def repeat_command(record: Record) -> str | None:
         at = words.index("--samples")
         del words[at : at + 2]
     return shlex.join(str(word) for word in words)
+
+
+def _rule_of(record: Record) -> str | None:
+    """The rule that chose the scale; in older records there was one only."""
+    choice = record.get("scale_choice")
+    return choice.get("rule", "auto") if choice else None
 
 
 REPEATED_DEFAULTS = {"sampler": "random", "seed": 0, "completion": "svd", "batch_size": 32, "as": "model"}

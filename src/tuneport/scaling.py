@@ -7,6 +7,10 @@ Scales are compared by their loss at the sharpness (inverse temperature) that su
 far too soft or too sharp; then any change that makes it bolder lowers the plain loss, even one that ruins the
 answers. Accuracy has no such bias, but with 20 samples its standard error is ten points, while the losses of the same
 samples at two scales differ little from sample to sample.
+
+Two rules choose. `auto` takes the least loss, and asks for evidence only beyond 1. `safe` asks for it at every step
+above the smallest scale: a quarter of a change has a quarter of its use and a sixteenth of the harm that grows with
+the square, so that little can go wrong there, and more must be earned.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +29,11 @@ from .task_vector import Entry, LowRank, TaskVector
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 FEWEST = 4  # samples that can be parted
 SHARPEST = 20.0  # the head's sharpness is fitted from one in so many to so many times its own
-BEYOND = 2.0  # standard errors by which a scale beyond 1 must be better
+Rule = Literal["auto", "safe"]
+RULES: dict[Rule, tuple[float, float]] = {  # standard errors by which a larger scale must be better: up to 1, beyond 1
+    "auto": (0.0, 2.0),
+    "safe": (2.0, 3.0),
+}
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,13 @@ class Score:
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """The chosen scale, the score of every candidate, and how many samples it was chosen on."""
+    """The chosen scale, the rule, the score of every candidate, and how many samples it was chosen on."""
 
     scale: float
     scores: Mapping[float, Score]
     samples: int
     held_out: bool
+    rule: Rule = "auto"
 
 
 def first_half(count: int) -> int:
@@ -88,30 +98,47 @@ def _best_sharpness(scores: Tensor, labels: Tensor) -> float:
 
 
 def choose_scale(
-    score: Callable[[float], Score], *, samples: int, held_out: bool, candidates: Sequence[float] = SCALES
+    score: Callable[[float], Score],
+    *,
+    samples: int,
+    held_out: bool,
+    candidates: Sequence[float] = SCALES,
+    rule: Rule = "auto",
 ) -> ScaleChoice:
-    """The candidate with the least loss; one beyond 1 must be better by two standard errors than all below it.
+    """The candidate with the least loss, from the smallest up; a larger one must be as much better as the rule says.
 
     Scales beyond 1 extrapolate, and maps of few samples do so badly. The standard error is that of the mean difference,
-    sample by sample; where the samples' losses are not known, the losses decide alone.
+    sample by sample; where the samples' losses are not known, the losses decide alone. `safe` never goes further than
+    `auto`, and stops at the smallest scale where the samples that judge have made the maps.
 
     >>> losses = {0.0: 2.0, 0.5: 1.5, 1.0: 1.8}
     >>> choose_scale(lambda s: Score(losses[s]), samples=8, held_out=True, candidates=(0.0, 0.5, 1.0)).scale
     0.5
     """
     scores = {scale: score(scale) for scale in sorted({0.0, *candidates})}
+    smallest = min((scale for scale in scores if scale > 0), default=0.0)
+    best = _upwards(scores, smallest, "auto")
+    if rule == "safe":
+        most = best if held_out else min(best, smallest)
+        best = _upwards({scale: found for scale, found in scores.items() if scale <= most}, smallest, rule)
+    return ScaleChoice(best, scores, samples, held_out, rule)
+
+
+def _upwards(scores: Mapping[float, Score], smallest: float, rule: Rule) -> float:
+    """The last scale, from zero up, that is better than the one before it by as much as the rule asks for."""
     best = 0.0
     for scale, found in scores.items():
-        if math.isfinite(found.loss) and found.loss + _due(scale, found, scores[best]) < scores[best].loss:
+        errors = 0.0 if scale <= smallest else RULES[rule][scale > 1]
+        if math.isfinite(found.loss) and found.loss + errors * _error(found, scores[best]) < scores[best].loss:
             best = scale
-    return ScaleChoice(best, scores, samples, held_out)
+    return best
 
 
-def _due(scale: float, found: Score, best: Score) -> float:
-    """By how much a scale must be better than the best one below it."""
-    if scale <= 1 or found.losses is None or best.losses is None or len(found.losses) < 2:
+def _error(one: Score, other: Score) -> float:
+    """The standard error of the difference of two mean losses of the same samples."""
+    if one.losses is None or other.losses is None or len(one.losses) < 2:
         return 0.0
-    return BEYOND * float((found.losses - best.losses).std()) / math.sqrt(len(found.losses))
+    return float((one.losses - other.losses).std()) / math.sqrt(len(one.losses))
 
 
 class Scaled:

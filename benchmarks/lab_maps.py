@@ -1,0 +1,182 @@
+"""Moments of paired signals, and the maps that the ideas of lab_ideas.py make of them.
+
+First and second moments are kept for each layer, so that every kind of map can be made from one measurement: orthogonal
+ones, ridge regressions either way, orthogonal ones cut or shrunk along their singular values, or head by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Moments:
+    """First and second moments of two signals over the same tokens; unless `full`, of AA and BB the traces only."""
+
+    def __init__(self, ours: int, theirs: int, device: Any, full: bool = True) -> None:
+        shapes = {"AB": (ours, theirs), "a": (ours,), "b": (theirs,), "tA": (), "tB": ()}
+        if full:
+            shapes |= {"AA": (ours, ours), "BB": (theirs, theirs)}
+        self.parts = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+        self.n = 0.0
+        self.source_energy = self.target_energy = torch.ones((), device=device)  # `measure` looks at these
+
+    def update(self, ours: Tensor, theirs: Tensor) -> None:
+        x, y = ours.double(), theirs.double()
+        more = {"AB": x.T @ y, "a": x.sum(0), "b": y.sum(0), "tA": x.square().sum(), "tB": y.square().sum()}
+        if "AA" in self.parts:
+            more |= {"AA": x.T @ x, "BB": y.T @ y}
+        for name, part in more.items():
+            self.parts[name] += part
+        self.n += len(x)
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.__dict__["parts"][name]
+
+    def of(self, parts: Mapping[str, Tensor], n: float) -> Moments:
+        found = Moments.__new__(Moments)
+        found.parts, found.n = dict(parts), n
+        return found
+
+    def __add__(self, other: Moments) -> Moments:
+        both = {name: part + other.parts[name] for name, part in self.parts.items() if name in other.parts}
+        return self.of(both, self.n + other.n)
+
+    def __mul__(self, factor: Any) -> Moments:
+        return self.of({name: part * factor for name, part in self.parts.items()}, self.n * factor)
+
+    def unit(self) -> Moments:
+        size = (self.tA * self.tB).sqrt()
+        return self * (1.0 / torch.where(size > 0, size, torch.ones_like(size)))
+
+    def centred(self) -> Moments:
+        a, b, n = self.a, self.b, max(float(self.n), 1e-9)
+        less = {"AB": torch.outer(a, b), "a": a * n, "b": b * n, "tA": a.square().sum(), "tB": b.square().sum()}
+        if "AA" in self.parts:
+            less |= {"AA": torch.outer(a, a), "BB": torch.outer(b, b)}
+        return self.of({name: part - less[name] / n for name, part in self.parts.items()}, self.n)
+
+    def cosine(self, R: Tensor) -> Tensor:
+        """How well a map explains the one signal by the other, from 0 to 1."""
+        return (R * self.AB).sum() / (self.tA * self.tB).sqrt().clamp_min(1e-300)
+
+
+Sums = dict[str, Moments]  # by target layer; layers that read one tensor share theirs
+
+
+def joined(combine: Callable[..., Moments], *many: Sums) -> Sums:
+    """Layer by layer; what was shared stays shared."""
+    known: dict[tuple[int, ...], Moments] = {}
+    found = {}
+    for name in many[0]:
+        key = tuple(id(sums[name]) for sums in many)
+        if key not in known:
+            known[key] = combine(*(sums[name] for sums in many))
+        found[name] = known[key]
+    return found
+
+
+def with_units(one: Sums, two: Sums) -> Sums:
+    return joined(lambda x, y: x.unit() + y.unit(), one, two)
+
+
+def pooled(sums: Sums, roles: Iterable[str]) -> Sums:
+    """Half a layer's own, half the mean over all layers at the residual stream."""
+    inside = [name for name in sums if any(role in name for role in roles)]
+    shared = {id(sums[name]): sums[name].unit() for name in inside}
+    first, *rest = shared.values()
+    mean = sum(rest, first) * (1.0 / len(shared))
+    return {name: shared[id(m)] * 0.5 + mean * 0.5 if id(m) in shared else m for name, m in sums.items()}
+
+
+def polar(C: Tensor) -> Tensor:
+    """Polar factors of a stack of matrices by a weighted Halley iteration; what is below 1e-8 stays small."""
+    if C.shape[1] > C.shape[2]:
+        return polar(C.mT).mT
+    probe = torch.ones(len(C), C.shape[2], 1, dtype=C.dtype, device=C.device)
+    for _ in range(10):
+        probe = F.normalize(C.mT @ (C @ probe), dim=1)
+    X = C / (1.2 * (C @ probe).norm(dim=1, keepdim=True)).clamp_min(1e-300)
+    eye, low = torch.eye(C.shape[1], dtype=C.dtype, device=C.device), 1e-8
+    while low < 1 - 1e-9:
+        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+        a = min(2e3, (1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
+        b = (a - 1) ** 2 / 4
+        c = a + b - 1
+        X = (b / c) * X + (a - b / c) * torch.cholesky_solve(X, torch.linalg.cholesky(eye + c * (X @ X.mT)))
+        low = min(low * (a + b * low**2) / (1 + c * low**2), 1.0)
+    return X
+
+
+def shrunk(C: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
+    """U w(s) V^T, with s the singular values as a share of the largest; for weights that vanish below 1e-4."""
+    if C.shape[1] > C.shape[2]:
+        return shrunk(C.mT, weight).mT
+    squares, Q = torch.linalg.eigh(C @ C.mT)
+    S = squares.clamp_min(0).sqrt()
+    size = S[:, -1:].clamp_min(1e-300)
+    factor = torch.where(1e-6 * size < S, weight(S / size) / S.clamp_min(1e-300), 0.0)
+    return (Q * factor[:, None]) @ (Q.mT @ C)
+
+
+def headwise(C: Tensor, heads: tuple[int, int]) -> Tensor:
+    """Orthogonal within heads, the source's heads given to the target's, those that fit best first.
+
+    A map between what heads write is cut into blocks on both sides; each target head gets one source head at most.
+    """
+    ours, theirs = heads
+    blocks = C.reshape(ours, C.shape[0] // ours, theirs, C.shape[1] // theirs).transpose(1, 2)
+    maps = polar(blocks.flatten(0, 1)).unflatten(0, (ours, theirs))
+    fit, R = (maps * blocks).sum((2, 3)).cpu(), torch.zeros_like(maps)
+    for _ in range(min(heads)):
+        i, j = divmod(int(fit.argmax()), theirs)
+        R[i, j] = maps[i, j]
+        fit[i], fit[:, j] = -1.0, -1.0
+    return R.transpose(1, 2).reshape(C.shape)
+
+
+WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "cut": lambda s, at: (s > at).to(s),
+    "soft": lambda s, at: s / (s + at),
+}
+
+
+class Maps:
+    """Maps of all layers, those of a shape solved together, each once."""
+
+    def __init__(self, heads: tuple[int, int]) -> None:
+        self._known: dict[tuple[int, str, bool], tuple[Moments, Tensor]] = {}
+        self._heads = heads
+
+    def of(self, sums: Sums, kind: str, centred: bool, roles: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """The map of each layer; of kind `heads` only where a layer has one of the roles, else orthogonal."""
+        kinds = {
+            name: "orthogonal" if kind == "heads" and not any(role in name for role in roles) else kind for name in sums
+        }
+        shapes: dict[Any, dict[int, Moments]] = {}
+        for name, m in sums.items():
+            if (id(m), kinds[name], centred) not in self._known:
+                shapes.setdefault((tuple(m.AB.shape), kinds[name]), {})[id(m)] = m
+        for (_, one), group in shapes.items():
+            used = [m.centred() if centred else m for m in group.values()]
+            for m, R in zip(group.values(), self._solve(used, one), strict=True):
+                self._known[id(m), one, centred] = (m, R)
+        return {name: self._known[id(m), kinds[name], centred][1] for name, m in sums.items()}
+
+    def _solve(self, used: list[Moments], kind: str) -> Tensor:
+        AB = torch.stack([m.AB for m in used])
+        if kind == "orthogonal":
+            return polar(AB)
+        if kind == "heads":
+            return torch.stack([headwise(C, self._heads) for C in AB])
+        way, weight = kind.split()
+        if way in WEIGHTS:
+            return shrunk(AB, lambda s: WEIGHTS[way](s, float(weight)))
+        gram = torch.stack([m.AA if way == "forward" else m.BB for m in used])
+        ridge = float(weight) * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)
+        gram = gram + torch.diag_embed(ridge[:, None].expand(-1, gram.shape[1]))
+        return torch.linalg.solve(gram, AB) if way == "forward" else torch.linalg.solve(gram, AB.mT).mT
