@@ -162,6 +162,18 @@ class TestTransfer:
         assert recorded["device"] == "cpu"
         assert done.json["method"] == "theseus"
 
+    def test_labels_of_the_source(self, run: Run, zoo: Zoo, place: Path) -> None:
+        np.savez(place / zoo.data.name, x=np.load(zoo.data)["x_train"])
+        source, tuned, target = zoo.trio("clip_vision")
+        done = run(
+            "transfer", "--source", source, "--finetuned", tuned, "--target", target, "--data", place / zoo.data.name,
+            "--samples", 12, "--labels", "source", "--out", place / "out",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        assert "12, labelled by the fine-tuned source" in done.out
+        assert "the fine-tuned source labels the samples" in done.err
+        assert "--labels source" in (place / "out" / "report.html").read_text(encoding="utf-8")
+
     def test_overwrite(self, run: Run, zoo: Zoo, place: Path) -> None:
         (place / "out").mkdir()
         (place / "out" / "old").write_text("")

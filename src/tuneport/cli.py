@@ -81,6 +81,9 @@ MaxTokens = Annotated[
 MemoryBudget = Annotated[
     str | None, typer.Option(help="Memory of the device that models, statistics and result may take, such as 8GiB.")
 ]
+LabelsName = Annotated[
+    str, typer.Option(help="Whose labels the samples have: those of the data, or of the fine-tuned source.")
+]
 DtypeName = Annotated[str, typer.Option(help="What text models run in: float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
@@ -135,6 +138,7 @@ def transfer(
         ),
     ] = None,
     head: HeadName = None,
+    labels: LabelsName = "data",
     loss: LossName = None,
     as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
     rank: Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)] = None,
@@ -697,6 +701,9 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
     from .preparation import prepare
 
     names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "max_tokens", "batch_size", "device")
+    labels = options.get("labels", "data")
+    if labels == "source":
+        _note("the fine-tuned source labels the samples")
     return prepare(
         options["source"],
         options["finetuned"],
@@ -708,6 +715,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         trust_remote_code=options["trust_remote_code"],
         dtype=options["dtype"],
+        labels=labels,
         **{name: options[name] for name in names},
     )
 

@@ -46,6 +46,7 @@ from .families import (
     outline_model,
 )
 from .hub import hub_name, local
+from .labelling import agreement, check_labels, labelled_by
 from .layers import Layer
 from .methods import METHODS, Method, get_method
 from .objectives import Objective, check_objective, forward_only, load_loss, objective_of, on_device
@@ -94,6 +95,7 @@ def prepare(
     sampler: str = "random",
     seed: int = 0,
     head: str | None = None,
+    labels: str = "data",
     loss: str | Loss | tuple[Loss, Loss] | None = None,
     match: Match | None = None,
     pairs: Sequence[LayerPair] | None = None,
@@ -113,7 +115,8 @@ def prepare(
     """Open everything, pair the layers and draw the samples: a Job in which nothing is left to go wrong.
 
     `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
-    split; `head` names the zero-shot head; `loss` is the name of an objective, MODULE:FUNCTION, an own
+    split; `head` names the zero-shot head; `labels` says whose labels they have, those of the "data" or, without
+    looking at those, of the fine-tuned "source"; `loss` is the name of an objective, MODULE:FUNCTION, an own
     `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
     `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
     `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
@@ -127,6 +130,7 @@ def prepare(
     wanted = None if loss_name is None or ":" in loss_name else check_objective(loss_name)
     if isinstance(loss, str):
         loss = None if wanted else load_loss(loss)
+    check_labels(labels)
     where = pick_device(device)
     if max_tokens is not None and max_tokens < 1:
         raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
@@ -152,12 +156,16 @@ def prepare(
         _check_kind(dataset, ours, theirs)
         objective = objective_of(dataset, (ours, theirs), wanted)
         if loss is None and gradients and objective.name == "classification":
-            if not isinstance(named, Dataset):
+            if labels == "data" and not isinstance(named, Dataset):
                 dataset = read_data(named, "train")  # says what is missing where there are no labels
             about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
             heads = tuple(_head(model, head, about, where) for model in (ours, theirs))
-            for one in heads:
+            for one in heads if labels == "data" else ():
                 align_labels(dataset, one.classes)
+    if labels == "source" and heads is None and gradients:
+        raise DataError(
+            "the source labels samples of classes: that goes with data in files and the classification loss."
+        )
     plan = plan_of(ours, theirs, vector, pairs, roles, depth_rule, exclude)
     method.check(plan)
     batches: Iterable[Any] = ()
@@ -168,8 +176,9 @@ def prepare(
             raise DataError(f"method {name} needs calibration data: pass --data, or batches with a loss in Python.")
         losses = _losses(ours, theirs, objective, heads, loss, gradients)
         if dataset is not None:
+            by_source = labels == "source" and heads is not None
             indices = select(
-                dataset,
+                replace(dataset, labels=None) if by_source else dataset,
                 samples=samples,
                 shots=shots,
                 sampler=sampler,
@@ -179,9 +188,15 @@ def prepare(
             count = len(indices)
             assert objective is not None
             batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size, objective)
+            if by_source:
+                batches = _labelled_by_source(batches, vector)
         else:
             assert not isinstance(data, (str, Path, Dataset))
             batches = data
+    identity = data_identity(data, dataset, indices, heads)
+    if dataset is not None and isinstance(batches, PairedBatches) and batches.dataset is not dataset:
+        share = agreement(batches.dataset, dataset.subset(identity["indices"]))
+        identity["labels"] = {"by": labels, "agreement": None if share is None else round(share, 4)}
     record = {
         "tuneport": package_version("tuneport"),
         "command": "transfer",
@@ -192,6 +207,7 @@ def prepare(
             "sampler": sampler,
             "seed": seed,
             "head": head,
+            "labels": labels,
             "loss": loss_name or (objective.name if objective is not None and gradients and loss is None else None),
             "completion": completion,
             "max_tokens": max_tokens,
@@ -205,7 +221,7 @@ def prepare(
         "source": identity_of(ours),
         "finetuned": _adapter_identity(adapter) if adapter else identity_of(finetuned),
         "target": identity_of(theirs),
-        "data": data_identity(data, dataset, indices, heads),
+        "data": identity,
         "versions": versions(),
         "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
     }
@@ -288,6 +304,15 @@ class PairedBatches:
                 for model, data in zip(self._sides, chosen, strict=True)
             )
             yield ours, theirs
+
+
+def _labelled_by_source(batches: PairedBatches, vector: TaskVector) -> PairedBatches:
+    """The same samples, labelled by the fine-tuned source."""
+    assert batches.heads is not None
+    chosen = batches.dataset.subset(batches.indices)
+    labelled = labelled_by(batches.source, vector, batches.heads[0], chosen, batch_size=batches.size)
+    align_labels(labelled, batches.heads[1].classes)
+    return replace(batches, dataset=labelled, indices=np.arange(len(labelled)))
 
 
 def pick_device(name: str) -> torch.device:

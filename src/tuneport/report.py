@@ -85,7 +85,7 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     layers, kept = record["layers"], record["not_transported"]
     rows = [
         ("method", f"{record['method']}, scale {record['scale']:g}"),
-        ("samples", str(record["samples"])),
+        ("samples", f"{record['samples']}{_labelled(record)}"),
         ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
     ]
     for side, words in (("in", "input"), ("out", "output")):
@@ -110,6 +110,15 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         )
     rows.append(("time", f"{record['seconds']:.1f} s"))
     return rows
+
+
+def _labelled(record: Record) -> str:
+    """Who labelled the samples, where that was not the data."""
+    found = record.get("data", {}).get("labels")
+    if not found:
+        return ""
+    share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
+    return f", labelled by the fine-tuned source{share}"
 
 
 def layer_rows(record: Record) -> list[list[str]]:
@@ -239,7 +248,7 @@ def repeat_command(record: Record) -> str | None:
     words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
     words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
     words += ["--scale", _rule_of(record) or f"{record['scale']:g}"]
-    for key in ("sampler", "seed", "head", "completion", "batch_size", "as", "rank", "energy"):
+    for key in ("sampler", "seed", "head", "labels", "completion", "batch_size", "as", "rank", "energy"):
         value = record.get("as") if key == "as" else options.get(key)
         if value is not None and value != REPEATED_DEFAULTS.get(key):
             words += [f"--{key.replace('_', '-')}", value]
@@ -257,7 +266,14 @@ def _rule_of(record: Record) -> str | None:
     return choice.get("rule", "auto") if choice else None
 
 
-REPEATED_DEFAULTS = {"sampler": "random", "seed": 0, "completion": "svd", "batch_size": 32, "as": "model"}
+REPEATED_DEFAULTS = {
+    "sampler": "random",
+    "seed": 0,
+    "labels": "data",
+    "completion": "svd",
+    "batch_size": 32,
+    "as": "model",
+}
 
 
 def _number(value: float | int | None) -> str:
