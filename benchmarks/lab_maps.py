@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 class Moments:
@@ -97,10 +96,8 @@ def polar(C: Tensor) -> Tensor:
     """Polar factors of a stack of matrices by a weighted Halley iteration; what is below 1e-8 stays small."""
     if C.shape[1] > C.shape[2]:
         return polar(C.mT).mT
-    probe = torch.ones(len(C), C.shape[2], 1, dtype=C.dtype, device=C.device)
-    for _ in range(10):
-        probe = F.normalize(C.mT @ (C @ probe), dim=1)
-    X = C / (1.2 * (C @ probe).norm(dim=1, keepdim=True)).clamp_min(1e-300)
+    most = torch.linalg.matrix_norm(C, 1) * torch.linalg.matrix_norm(C, torch.inf)  # the largest squared, or more
+    X = C / most.sqrt().clamp_min(1e-300)[:, None, None]
     eye, low = torch.eye(C.shape[1], dtype=C.dtype, device=C.device), 1e-8
     while low < 1 - 1e-9:
         d = (4 * (1 - low**2) / low**4) ** (1 / 3)
