@@ -81,7 +81,9 @@ MaxTokens = Annotated[
 MemoryBudget = Annotated[
     str | None, typer.Option(help="Memory of the device that models, statistics and result may take, such as 8GiB.")
 ]
-DtypeName = Annotated[str, typer.Option(help="What text models run in: float32, bfloat16 or float16.")]
+DtypeName = Annotated[
+    str, typer.Option(help="What models run in: float32, bfloat16 or float16; what is written does not change.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
