@@ -144,7 +144,7 @@ class Scaled:
         """The exact weight, read when it is needed, where there is one that says more."""
         if name in self._exact:
             shape, dtype = describe(self._exact, name)
-            if shape == tuple(own.shape) and dtype.itemsize > own.dtype.itemsize:
+            if shape == tuple(own.shape) and torch.finfo(dtype).eps < torch.finfo(own.dtype).eps:
                 return self._exact[name].to(own.device)
         return own
 
