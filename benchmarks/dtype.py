@@ -6,9 +6,9 @@
 
 Each cell (source, target, task) of the shared zoo is ported with bico at scale 1, both models in float32 and in
 bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as whoever
-loads the result would. `held-out` is the loss of each half of the calibration samples under the maps of the other: by it,
-not by test accuracy, one may choose. `agreement` is the cosine between the transferred change and that of float32. --cuts
-tries other rank cuts on the bfloat16 signals than the one that the library uses (9.8e-4).
+loads the result would. `held-out` is the loss of each half of the calibration samples under the maps of the other: by
+it, not by test accuracy, one may choose. `agreement` is the cosine between the transferred change and that of float32.
+--cuts tries other rank cuts on the bfloat16 signals than the one that the library uses (9.8e-4).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 PIECE = 16384  # tokens that are converted at once
 PIECE_ON_CPU = 512  # which stay in its caches
 HALF_PIECE_ON_CPU = 4096
+ROWS_ON_CPU = 256
 BLOCK = 2**24  # numbers of a float32 product that are added to the sum at once
 BLOCK_ON_CPU = 2**21
 
@@ -34,8 +35,9 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
 def energy(signal: Tensor) -> Tensor:
     """|X|^2, summed in float64; of half-precision signals the rows in float32."""
     if are_half(signal.dtype):
-        rows: Tensor = torch.linalg.vector_norm(signal.float(), dim=1)
-        return rows.double().square().sum()
+        size = ROWS_ON_CPU if signal.device.type == "cpu" else PIECE
+        rows = [torch.linalg.vector_norm(part.float(), dim=1) for part in signal.split(size)]
+        return torch.cat(rows).double().square().sum()
     norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
     return norm.square()
 
