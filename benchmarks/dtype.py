@@ -3,17 +3,20 @@
     python benchmarks/dtype.py --root ../shared --out dtype.jsonl [--samples 100] [--seeds 0] [--cells C ...]
     python benchmarks/dtype.py --root ../shared --out cuts.jsonl --cuts 1e-3 1e-4 1e-5 1e-6
     python benchmarks/dtype.py --out dtype.jsonl --table
+    python benchmarks/dtype.py --root ../shared --out planted.jsonl --planted --cuts 1e-3 1e-4 1e-5 1e-6
 
 Each cell (source, target, task) of the shared zoo is ported with bico at scale 1, both models in float32 and in
 bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as whoever
 loads the result would. `held-out` is the loss of each half of the calibration samples under the maps of the other: by
 it, not by test accuracy, one may choose. `agreement` is the cosine between the transferred change and that of float32.
---cuts tries other rank cuts on the bfloat16 signals than the one that the library uses (9.8e-4).
+--cuts tries other rank cuts on the bfloat16 signals than the library's own. --planted ports to a twin
+of the source instead (stream and hidden units permuted, heads permuted and turned), where the exact answer is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -29,6 +32,7 @@ from torch.nn import functional as F
 from tuneport import alignment
 from tuneport.data import align_labels
 from tuneport.evaluation import encoded
+from tuneport.families import open_model
 from tuneport.pipeline import halves, measure_job, problem_of
 from tuneport.preparation import Job, prepare
 from tuneport.scaling import Scaled
@@ -141,6 +145,99 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     return rows
 
 
+def twin_of(module: Any, seed: int = 5) -> Any:
+    """The same tower in other coordinates, float64: every answer stays as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    other = copy.deepcopy(module).double()
+    config, tower = other.config, other.vision_model
+    heads, width = config.num_attention_heads, config.hidden_size
+    stream = torch.randperm(width, generator=generator)
+
+    def turned(order: torch.Tensor) -> torch.Tensor:
+        size = width // heads
+        turns = [
+            torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q for _ in range(heads)
+        ]
+        return torch.block_diag(*turns).unflatten(0, (heads, -1))[order].flatten(0, 1)
+
+    with torch.no_grad():
+        embeddings = tower.embeddings
+        embeddings.class_embedding.copy_(embeddings.class_embedding[stream])
+        embeddings.patch_embedding.weight.copy_(embeddings.patch_embedding.weight[stream])
+        embeddings.position_embedding.weight.copy_(embeddings.position_embedding.weight[:, stream])
+        for norm in (part for part in tower.modules() if isinstance(part, torch.nn.LayerNorm)):
+            norm.weight.copy_(norm.weight[stream])
+            norm.bias.copy_(norm.bias[stream])
+        for block in tower.encoder.layers:
+            attention, order = block.self_attn, torch.randperm(heads, generator=generator)
+            qk, v = turned(order), turned(order)
+            for layer, turn in ((attention.q_proj, qk), (attention.k_proj, qk), (attention.v_proj, v)):
+                layer.weight.copy_(turn @ layer.weight[:, stream])
+                layer.bias.copy_(turn @ layer.bias)
+            attention.out_proj.weight.copy_((attention.out_proj.weight @ v.T)[stream])
+            attention.out_proj.bias.copy_(attention.out_proj.bias[stream])
+            units = torch.randperm(config.intermediate_size, generator=generator)
+            block.mlp.fc1.weight.copy_(block.mlp.fc1.weight[units][:, stream])
+            block.mlp.fc1.bias.copy_(block.mlp.fc1.bias[units])
+            block.mlp.fc2.weight.copy_(block.mlp.fc2.weight[stream][:, units])
+            block.mlp.fc2.bias.copy_(block.mlp.fc2.bias[stream])
+        other.visual_projection.weight.copy_(other.visual_projection.weight[:, stream])
+    return other
+
+
+def run_planted(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
+    """How far the change that a twin gets is from the exact one."""
+    source, _, task = cell.split(":")
+    zoo, rows = root / "zoo", []
+    base, tuned = (open_model(zoo / name).module for name in (source, f"{source}-{task}"))
+    there, moved = twin_of(base), twin_of(tuned)
+    exact = TaskVector.between(there.state_dict(), moved.state_dict())
+    for dtype in ("float32", "bfloat16"):
+        kind = getattr(torch, dtype)
+        target = open_model(zoo / source, dtype=kind).with_module(copy.deepcopy(there).to(kind))
+        job = prepare(
+            zoo / source, zoo / f"{source}-{task}", target, str(root / "data" / "images" / f"{task}.npz"),
+            samples=options.samples, seed=seed, device="cpu", dtype=dtype,
+        )  # fmt: skip
+        found = measure_job(job)
+        for cut in [None, *options.cuts] if dtype == "bfloat16" else [None]:
+            with rank_cut_of(cut):
+                answer = job.method.transfer(problem_of(job, found))
+            found._solved.clear()
+            wrong = size = 0.0
+            for name in answer.task_vector:
+                wrong += float((answer.task_vector.dense(name).double() - exact[name]).square().sum())
+                size += float(exact[name].square().sum())
+            rows.append(
+                {
+                    "cell": f"{source}:twin:{task}",
+                    "samples": options.samples,
+                    "seed": seed,
+                    "dtype": dtype,
+                    "cut": cut,
+                    "error": (wrong / size) ** 0.5,
+                    "agreement": likeness(answer.task_vector, exact),
+                    "rank_in": float(np.mean([r.rank_in or 0 for r in answer.records])),
+                    "rank_out": float(np.mean([r.rank_out or 0 for r in answer.records])),
+                }
+            )
+    return rows
+
+
+def planted_table(rows: list[Row]) -> str:
+    lines = [
+        "| cell | seed | models in | cut | error | agreement with the truth | rank in | rank out |",
+        "|" + "---|" * 8,
+    ]
+    for row in rows:
+        cut = f"{row['cut']:.0e}" if row["cut"] else ""
+        lines.append(
+            f"| {row['cell']} | {row['seed']} | {row['dtype']} | {cut} | {row['error']:.3f} | {row['agreement']:.3f} "
+            f"| {row['rank_in']:.0f} | {row['rank_out']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def table(rows: list[Row]) -> str:
     head = ["cell", "seed", "models in", "cut", "test accuracy", "held-out loss", "agreement", "rank in", "rank out"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -187,6 +284,7 @@ def main() -> None:
     parser.add_argument("--cuts", type=float, nargs="+", default=[])
     parser.add_argument("--test", type=int, default=1000, help="test samples at most")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--planted", action="store_true", help="port to twins of the source")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -196,12 +294,12 @@ def main() -> None:
             sys.exit(f"there is no zoo in {options.root}; pass --root.")
         for cell in options.cells:
             for seed in options.seeds:
-                found = run_cell(options.root, cell, options, seed)
+                found = (run_planted if options.planted else run_cell)(options.root, cell, options, seed)
                 rows += found
                 with options.out.open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
-                print(f"{cell} {seed}: " + ", ".join(f"{r['accuracy']:.1f}" for r in found), file=sys.stderr)
-    print(table(rows))
+                print(f"{cell} {seed} is done", file=sys.stderr)
+    print((planted_table if options.planted else table)(rows))
 
 
 if __name__ == "__main__":
