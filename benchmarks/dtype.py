@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lab import TEXTS, Places
 from torch.nn import functional as F
 
 from tuneport import alignment
@@ -94,12 +95,13 @@ def likeness(one: TaskVector, other: TaskVector) -> float:
 
 def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     source, target, task = cell.split(":")
-    data = str(root / "data" / "images" / f"{task}.npz")
-    zoo, rows, exact = root / "zoo", [], None
+    places = Places(root, options.encoders)
+    data, rows, exact = places.data(task), [], None
     jobs = {
         dtype: prepare(
-            zoo / source, zoo / f"{source}-{task}", zoo / target, data,
+            places.model(source), places.model(f"{source}-{task}"), places.model(target), data,
             samples=options.samples, seed=seed, scored=True, device="cpu", dtype=dtype,
+            sampler="class_balanced" if task in TEXTS else "random",
         )
         for dtype in ("float32", "bfloat16")
     }  # fmt: skip
@@ -283,6 +285,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=list(CELLS), help="source:target:task")
     parser.add_argument("--cuts", type=float, nargs="+", default=[])
     parser.add_argument("--test", type=int, default=1000, help="test samples at most")
+    parser.add_argument("--encoders", type=Path, help="the folder with text encoders, for text cells")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--planted", action="store_true", help="port to twins of the source")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
