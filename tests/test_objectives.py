@@ -37,7 +37,7 @@ from tuneport.data import Dataset, read_data
 from tuneport.errors import DataError, TuneportError
 from tuneport.families import Head, Model, choose_head, describe_module, open_model
 from tuneport.families.huggingface_text import SENTENCE_SCALE
-from tuneport.objectives import OBJECTIVES, load_loss, objective_of, on_device
+from tuneport.objectives import OBJECTIVES, batch_for, load_loss, objective_of
 from twins import finetuned
 
 TOKENIZERS = {"llama": gpt_tokenizer, "gpt2": gpt_tokenizer, "t5": t5_tokenizer, "bert": bert_tokenizer}
@@ -61,7 +61,7 @@ def data(inputs: Sequence[Any], **more: Any) -> Dataset:
 
 def value(name: str, model: Model, samples: Dataset, head: Any = None) -> float:
     objective = OBJECTIVES[name]
-    batch = on_device(objective.encode(model, samples), model.device)
+    batch = batch_for(model, objective.encode(model, samples))
     with torch.no_grad():
         return float(objective.loss(model, head)(model.module, batch))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport import iteration, solver
+from tuneport import completion, iteration, solver
 from tuneport.certificate import certify
 from tuneport.completion import complete, complete_thin, rectangular_identity
 from tuneport.errors import TuneportError
@@ -41,7 +41,7 @@ def planted(rows: int, columns: int, values: Tensor) -> tuple[Tensor, Tensor]:
     return (U * values) @ V.T, U[:, kept] @ V[:, kept].T
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "few"])  # which is for coarse cuts only
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_every_route_finds_the_planted_map(route: str, spectrum: str, rows: int, columns: int) -> None:
@@ -103,6 +103,63 @@ def test_units_that_are_dead_on_one_side_are_paired_alike(turned: bool) -> None:
     assert float((thin - whole).abs().max()) < 1e-10
     gram = thin.T @ thin if turned else thin @ thin.T
     assert float((gram - torch.eye(90)).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(240, 240), (200, 330), (330, 200)])
+@pytest.mark.parametrize("rank", [1, 7])
+def test_few_directions_above_a_coarse_cut_are_found_by_subspace_iteration(rows: int, columns: int, rank: int) -> None:
+    cut, size = 1e-3, min(rows, columns)
+    values = torch.cat([torch.logspace(0, -2.9, rank, dtype=torch.float64), 1e-5 * randn(size - rank).abs()])
+    C, _ = planted(rows, columns, values)
+    found, exact = polar(C, cut, "few"), polar(C, cut, "svd")
+    assert (found.route, found.rank, exact.rank) == ("few", rank, rank)
+    assert float((found.dense() - exact.dense()).abs().max()) < 1e-11
+    assert found.total == pytest.approx(exact.total, rel=1e-12)
+    assert found.certificate.holds
+    assert torch.allclose(found.singular_values[:rank], exact.singular_values[:rank], rtol=1e-10)
+    assert len(found.singular_values) == size
+    assert bool((found.singular_values.diff() <= 0).all())
+    assert float((complete(found).dense() - complete(exact).dense()).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.logspace(0, -6, 240, dtype=torch.float64),  # too many above the cut
+        torch.cat([torch.ones(3), torch.full((237,), 8e-4)]).double(),  # below it, and too large together to be sure
+        torch.logspace(0, -12, 240, dtype=torch.float64),
+    ],
+)
+def test_subspace_iteration_that_cannot_be_sure_leaves_it_to_eigenvectors(values: Tensor) -> None:
+    C, _ = planted(240, 260, values)
+    found, exact = polar(C, 1e-3, "few"), polar(C, 1e-3, "svd")
+    assert found.route == "eigh"
+    assert found.rank == exact.rank
+    assert float((found.dense() - exact.dense()).abs().max()) < 1e-9
+    assert solver.by_few(C, CUT) is None
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(96, 96), (80, 130), (130, 80)])
+@pytest.mark.parametrize("rank", [1, 20, 40])
+@pytest.mark.parametrize("tilt", [None, 0.0, 1e-6, 1e-3])
+def test_completions_of_low_rank_need_no_null_basis(rows: int, columns: int, rank: int, tilt: float | None) -> None:
+    size = min(rows, columns)
+    values = torch.cat([torch.linspace(1, 0.5, rank), torch.zeros(size - rank)]).double()
+    C, _ = planted(rows, columns, values)
+    if tilt is not None:  # the identity leads from the null space of one side into what the other has mapped, or nearly
+        U, V = torch.eye(rows, rank).double(), torch.zeros(columns, rank).double()
+        V[rank : 2 * rank], V[:rank] = torch.eye(rank).double(), tilt * torch.eye(rank).double()
+        C = U @ torch.linalg.qr(V).Q.T * 2
+    found = polar(C, CUT, "svd")
+    few = complete(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "_complete_few", lambda *_: None)
+        whole = complete(found)
+    assert few.identity == (tilt != 0.0)
+    assert not whole.identity
+    assert float((few.dense() - whole.dense()).abs().max()) < 1e-9
+    gram = few.dense() @ few.dense().T if rows <= columns else few.dense().T @ few.dense()
+    assert float((gram - torch.eye(size)).abs().max()) < 1e-9
 
 
 def test_a_zero_matrix_has_rank_zero_and_is_completed_by_the_identity() -> None:

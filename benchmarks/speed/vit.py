@@ -7,7 +7,8 @@
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
 short warm-up: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
-With --max-tokens, `limited` is tuneport from so many tokens: other maps, so a row by itself. Peak memory is what a
+With --max-tokens, `limited` is tuneport from so many tokens: other maps, so a row by itself. With --dtype, `half` is
+tuneport with both models in it, and `half-bare` the bare passes of these. Peak memory is what a
 contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU seconds of
 --threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the speed of one
 large float32 product on this machine.
@@ -33,7 +34,8 @@ SHAPES = {  # width, depth, heads, patch, of source and target
     "small": ((384, 12, 6, 16), (768, 12, 12, 16)),
     "large": ((768, 12, 12, 16), (1024, 24, 16, 14)),
 }
-CONTENDERS = ("bare", "frozen", "tuneport", "limited", "reference")
+CONTENDERS = ("bare", "frozen", "half-bare", "tuneport", "limited", "half", "reference")
+NEEDS = {"limited": "max_tokens", "half": "dtype", "half-bare": "dtype"}
 CLASSES = 10
 
 
@@ -55,7 +57,8 @@ def tower(width: int, depth: int, heads: int, patch: int, device: torch.device, 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """A head without parameters of its own: the first features are the class scores."""
-    return F.cross_entropy(model(pixel_values=batch[0]).image_embeds[:, :CLASSES], batch[1], reduction="sum")
+    scores = model(pixel_values=batch[0]).image_embeds[:, :CLASSES].float()
+    return F.cross_entropy(scores, batch[1], reduction="sum")
 
 
 class Setting:
@@ -66,6 +69,7 @@ class Setting:
 
         self.device = torch.device(options.device)
         self.max_tokens = getattr(options, "max_tokens", None)
+        self.dtype = getattr(torch, getattr(options, "dtype", None) or "float32")
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
         shapes = SHAPES[options.shapes]
         if getattr(options, "depth", None):
@@ -82,6 +86,14 @@ class Setting:
             for name, parameter in self.source.named_parameters()
             if ".layers." in name and "norm" not in name
         }
+
+    def halve(self) -> None:
+        """Both models and the samples in the other dtype; the task vector stays as it is."""
+        self.source, self.target = self.source.to(self.dtype), self.target.to(self.dtype)
+        self.batches = [(images.to(self.dtype), labels) for images, labels in self.batches]
+
+    def half(self, batches: list[Any]) -> dict[str, float]:
+        return self.tuneport(batches)
 
     def bare(self, batches: list[Any], frozen: bool = False) -> None:
         for model in (self.source, self.target):
@@ -141,14 +153,16 @@ class Setting:
             measure_job(self.job(few))
 
     def run(self, contender: str) -> dict[str, Any]:
-        if contender in ("bare", "frozen"):
+        if contender.startswith("half"):
+            self.halve()
+        if contender in ("bare", "frozen", "half-bare"):
             self.bare(self.batches[:1])
         elif self.device.type == "cuda":
             self.warm_up(contender)
         with peak_memory(self.device) as peak:
             now(self.device)
             started, worked = time.perf_counter(), time.process_time()
-            if contender in ("bare", "frozen"):
+            if contender in ("bare", "frozen", "half-bare"):
                 self.bare(self.batches, frozen=contender == "frozen")
                 spent = {}
             else:
@@ -214,6 +228,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--tf32", action="store_true", help="let the models' products use TF32")
     parser.add_argument("--max-tokens", type=int, help="adds the contender `limited`")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="adds the contenders `half` and `half-bare`")
     parser.add_argument("--without", nargs="*", default=[], choices=CONTENDERS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -224,7 +239,7 @@ def main() -> None:
         return
     rows = []
     for contender in CONTENDERS:
-        if contender not in options.without and (contender != "limited" or options.max_tokens):
+        if contender not in options.without and (contender not in NEEDS or getattr(options, NEEDS[contender])):
             rows.append(in_own_process(__file__, [*sys.argv[1:], "--only", contender]))
             print(f"{contender}: {rows[-1]['seconds']:.2f} s", file=sys.stderr)
     found = {row["contender"]: row for row in rows}
@@ -253,6 +268,7 @@ def main() -> None:
     ]
     data = {"options": {k: str(v) for k, v in vars(options).items() if k != "only"}, "rows": rows}
     blocks = f"-depth{options.depth}" if options.depth else ""
+    blocks += f"-{options.dtype}" if options.dtype else ""
     name = f"vit-{options.shapes}{blocks}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
     only = f", {options.depth} blocks" if options.depth else ""
     title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{only}\n\n"

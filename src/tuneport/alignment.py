@@ -1,8 +1,8 @@
 """The mathematics of a coordinate change: streamed cross-covariances and orthogonal Procrustes maps.
 
 Torch only: no models, no files. Statistics are sums over tokens, so memory does not grow with the data.
-Signals may come in any floating dtype; sums and solves are float64 unless told otherwise. Every map says
-how much of it the data determine (rank) and how well it fits (residual).
+Signals may come in any floating dtype; sums and solves are float64 unless told otherwise (products of half-precision
+signals: `products`). Every map says how much of it the data determine (rank) and how well it fits (residual).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from .certificate import Certificate
 from .completion import CoordinateMap, complete, complete_thin, rectangular_identity
 from .errors import MethodError, TuneportError
+from .products import add_product, energy
 from .solver import Polar, polar, polar_of_factors, polar_together, together_bytes
 
 __all__ = [
@@ -34,8 +35,6 @@ __all__ = [
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
-PIECE = 16384  # tokens that are converted to the sums' dtype at once
-PIECE_ON_CPU = 512  # which stay in its caches
 HELD = 2**28  # bytes of solved maps that are remembered
 
 
@@ -98,8 +97,8 @@ class CrossCovariance:
             raise TuneportError(f"signals must be paired token by token, got {len(source)} and {len(target)} tokens")
         self.signal_dtype = _coarser(self.signal_dtype, _coarser(source.dtype, target.dtype))
         source, target = source.to(self.device), target.to(self.device)
-        self.source_energy += _energy(source)
-        self.target_energy += _energy(target)
+        self.source_energy += energy(source)
+        self.target_energy += energy(target)
         self.tokens += len(source)
         if self.rows is not None:  # so few that it pays to look
             source, target = _with_signal(source, target)
@@ -107,7 +106,7 @@ class CrossCovariance:
         if self.rows is not None and 2 * (self.nbytes + more) > self.shape[0] * self.shape[1] * self.dtype.itemsize:
             self.matrix = self._total()
         if self.rows is None:
-            _add_product(self.matrix, source, target)
+            add_product(self.matrix, source, target)
         elif len(source):
             self.rows.append((source.clone(), target.clone()))
 
@@ -125,7 +124,7 @@ class CrossCovariance:
     def _total(self) -> Tensor:
         total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
         for source, target in self.rows or ():
-            _add_product(total, source, target)
+            add_product(total, source, target)
         return total
 
     def __add__(self, other: CrossCovariance) -> CrossCovariance:
@@ -245,8 +244,8 @@ def _alignment(found: Polar, streamed: CrossCovariance | None, completion: Compl
         mapping = complete_thin(found) if thin else complete(found)
     residual = None
     if streamed is not None:
-        energy = float(streamed.source_energy * streamed.target_energy) ** 0.5
-        cosine = min(found.total / energy, 1.0) if energy > 0 else 0.0
+        whole = float(streamed.source_energy * streamed.target_energy) ** 0.5
+        cosine = min(found.total / whole, 1.0) if whole > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
 
@@ -255,19 +254,6 @@ def _with_signal(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens that are not zero in either signal; the others add nothing."""
     alive = source.any(dim=1) & target.any(dim=1)
     return (source, target) if bool(alive.all()) else (source[alive], target[alive])
-
-
-def _add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
-    """Add X_A^T X_B to a sum in its dtype, a piece at a time, so that only a piece is converted at once."""
-    pieces = -(-len(source) // (PIECE_ON_CPU if total.device.type == "cpu" else PIECE)) or 1
-    for x, y in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
-        total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
-
-
-def _energy(signal: Tensor) -> Tensor:
-    """|X|^2, summed in float64."""
-    norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
-    return norm.square()
 
 
 def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:

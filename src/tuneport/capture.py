@@ -28,6 +28,7 @@ from .errors import CaptureError, first_of
 from .layers import Layer
 from .offload import watched
 from .pairing import LayerPair
+from .products import are_half
 from .tokens import Match, match_tokens
 
 INPUT = "input"
@@ -344,13 +345,14 @@ class _Accumulator:
     def _matched(self, ours: Tensor, theirs: Tensor, again: bool) -> tuple[Tensor, Tensor]:
         """Paired rows of both; where a deeper target reads a source layer several times, its side is resized once.
 
-        On an accelerator, where converting takes a quarter of the time of summing up, that is done once too.
+        On an accelerator, where converting takes a quarter of the time of summing up, that is done once too, unless
+        the signals are half-precision, which are multiplied as they are.
         """
         known = self._resized.get(id(ours))
         if known is not None and known[0]() is ours and known[1] == theirs.shape[:2]:
             return known[2], theirs.flatten(0, 1)
         found = self._match(ours, theirs)
-        if again and ours.device.type != "cpu" and self._limit is None:
+        if again and ours.device.type != "cpu" and self._limit is None and not are_half(ours.dtype):
             found = found[0].to(self._dtype), found[1]
         if found[1].data_ptr() == theirs.data_ptr() and len(found[1]) == theirs.shape[:2].numel():  # as they came
             self._resized[id(ours)] = (weakref.ref(ours), theirs.shape[:2], found[0])

@@ -84,7 +84,9 @@ MemoryBudget = Annotated[
 LabelsName = Annotated[
     str, typer.Option(help="Whose labels the samples have: those of the data, or of the fine-tuned source.")
 ]
-DtypeName = Annotated[str, typer.Option(help="What text models run in: float32, bfloat16 or float16.")]
+DtypeName = Annotated[
+    str, typer.Option(help="What models run in: float32, bfloat16 or float16; what is written does not change.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -13,6 +13,7 @@ from torch import Tensor
 from .solver import Polar, largest_value, null_of, polar, product, thin_factors
 
 BLIND = 1e-8  # a singular value of the projected identity that says nothing
+CLEAR = 1e-4  # the square of one that can be told from 1 less its complement: the map error is eps / CLEAR
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,10 @@ def complete(found: Polar) -> CoordinateMap:
         return CoordinateMap(V.new_zeros(n, 0), V.new_zeros(m, 0), identity=True)
     if found.rank == n or (U is None and not N.shape[1]):
         return CoordinateMap(U, V)
+    if U is not None and 2 * found.rank <= n:
+        short = _complete_few(U, V)
+        if short is not None:
+            return short
     if U is not None and not N.shape[1]:
         N = null_of(U)
     seen_left, seen_right = _nearest(torch.nn.functional.pad(N.T, (0, m - n)), V)
@@ -88,6 +93,37 @@ def complete(found: Polar) -> CoordinateMap:
     if U is None:
         return CoordinateMap(None, V + right @ left.T)
     return CoordinateMap(torch.cat([U, left], dim=1), torch.cat([V, right], dim=1))
+
+
+def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
+    """`complete` for ranks up to half the width, without a null basis; None where the identity is blind somewhere.
+
+    The identity between the null spaces is M = P E (I - V V^T), P = I - U U^T. With W = P V_1 (V_1: the rows of V that
+    E reaches), M M^T = P - W W^T, so that W^T W = Q diag(l) Q^T, of the size of the rank, holds its spectrum: M is 1
+    but for s = sqrt(1 - l). Its polar factor is M + W Q / (s (1 + s)) Q^T W^T M. Where s is small, rounding of l
+    would show; these directions, W Q / sqrt(l), are solved by themselves.
+    """
+    n, m = len(U), len(V)
+    W = V[:n] - U @ (U.T @ V[:n])
+    values, Q = torch.linalg.eigh(W.T @ W)
+    rest = (1.0 - values).clamp_min(0.0)
+    clear = rest > CLEAR
+    s = rest[clear].sqrt()
+    seen = W @ Q[:, clear]
+    right = -(V @ Q[:, clear]) / s
+    right[:n] += seen / (s * (1.0 + s))
+    lefts, rights = [U, seen], [V.clone(), right]
+    rights[0][:n] -= U
+    if not bool(clear.all()):
+        H = W @ (Q[:, ~clear] / values[~clear].sqrt())
+        seen_left, seen_right = _nearest(torch.nn.functional.pad(H.T, (0, m - n)), V)
+        if seen_left.shape[1] < H.shape[1]:
+            return None
+        right = seen_right @ seen_left.T
+        right[:n] -= H
+        lefts.append(H)
+        rights.append(right)
+    return CoordinateMap(torch.cat(lefts, dim=1), torch.cat(rights, dim=1), identity=True)
 
 
 def complete_thin(found: Polar) -> CoordinateMap:

@@ -64,7 +64,7 @@ def transfer_auto(
     answers: dict[float, list[Answers]] = {scale: [] for scale in SCALES}
     for statistics, judge in zip(found, reversed(sides), strict=True):
         batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.batches]
-        with Scaled(judge.target.module, solve(statistics).task_vector) as scaled:
+        with Scaled(judge.target.module, solve(statistics).task_vector, judge.target.stored_parameters()) as scaled:
             for scale, seen in answers.items():
                 seen += _answers(judge, scaled, scale, batches)
         if not held_out:

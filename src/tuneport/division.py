@@ -13,13 +13,14 @@ from itertools import groupby
 
 import torch
 
-from .alignment import PIECE, CrossCovariance, held_bytes
+from .alignment import CrossCovariance, held_bytes
 from .capture import INPUT, OUTPUT, count_samples
 from .errors import TuneportError
 from .forecast import ShapeSum
 from .offload import Placement, is_hollow
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
+from .products import work_bytes
 from .solver import together_bytes, within
 from .task_vector import LowRank
 
@@ -164,8 +165,12 @@ class Sums:
         return forward, backward
 
     def widest(self, pairs: Iterable[LayerPair]) -> int:
-        """One piece of a batch in the dtype of the sums."""
-        return max((8 * min(self._rows(found), PIECE) * sum(found.shape) for _, found in self._of(pairs)), default=0)
+        """The work on one piece of a batch."""
+        device = runs_on(self._job)
+        return max(
+            (work_bytes(self._rows(found), found.shape, found.signal_dtype, device) for _, found in self._of(pairs)),
+            default=0,
+        )
 
     def solving(self, pairs: Sequence[LayerPair]) -> int:
         """Maps, the work on them, and an update on its way."""

@@ -15,7 +15,7 @@ from .calibration import batches
 from .data import Dataset, align_labels, worded
 from .errors import DataError, TuneportError, unknown_name
 from .families import Head, Model
-from .objectives import UNLABELLED, next_tokens, objective_of, on_device, token_cross_entropy
+from .objectives import UNLABELLED, batch_for, next_tokens, objective_of, token_cross_entropy
 from .tasks import read_data
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity"]
@@ -104,7 +104,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     loss, right, tokens = 0.0, 0, 0
     for start in range(0, len(data), batch_size):
         samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
-        batch = on_device(objective.encode(model, worded(samples)), model.device)
+        batch = batch_for(model, objective.encode(model, worded(samples)))
         with torch.inference_mode():
             logits, labels = next_tokens(model, model.module, batch)
             loss += float(token_cross_entropy(logits, labels))
@@ -141,7 +141,7 @@ def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict
     if model.prompted:
         data = worded(data)
     for inputs, labels in batches(data, np.arange(len(data)), batch_size):
-        yield {key: value.to(model.device) for key, value in model.encode(inputs).items()}, labels
+        yield model.inputs(model.encode(inputs)), labels
 
 
 def check_protocol(name: str) -> Protocol:

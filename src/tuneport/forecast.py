@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .alignment import PIECE
 from .capture import PairedBatch, TokenLimit, count_samples, measure
 from .cost import WithoutNumbers, first_batch, shapes_of, to_meta
 from .errors import TuneportError
 from .offload import Placement, placed
 from .pairing import LayerPair
 from .preparation import Job
+from .products import work_bytes
 from .tokens import Match, match_tokens
 
 
@@ -78,7 +78,8 @@ class ShapeSum:
         self.tokens += len(target)
         self.signal_dtype = max((source.dtype, target.dtype), key=lambda dtype: torch.finfo(dtype).eps)
         if self._dense(self):
-            _ = source[:PIECE].to(torch.float64), target[:PIECE].to(torch.float64)
+            size = work_bytes(len(target), self.shape, self.signal_dtype, target.device)
+            _ = torch.empty(size, dtype=torch.uint8, device=target.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .data import Dataset
 from .errors import DataError, TuneportError, unknown_name
-from .families import Encoded, Head, Model, Reader
+from .families import Encoded, Head, Model, Reader, widened
 
 Loss = Callable[[nn.Module, Any], Tensor]
 UNLABELLED = -100  # which cross-entropy ignores
@@ -99,11 +99,10 @@ def load_loss(name: str) -> Loss:
     return loss
 
 
-def on_device(encoded: Encoded, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """The batch that a loss takes."""
-    inputs = {key: value.to(device) for key, value in encoded.inputs.items()}
+def batch_for(model: Model, encoded: Encoded) -> tuple[dict[str, Tensor], Tensor]:
+    """The batch that a loss takes, where and as the model runs."""
     labels = encoded.labels if encoded.labels is not None else torch.empty(0)
-    return inputs, labels.to(device)
+    return model.inputs(encoded.inputs), labels.to(model.device)
 
 
 def forward_only(model: Model) -> Loss:
@@ -128,7 +127,7 @@ def token_loss(model: Model) -> Loss:
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum over labels that are not to be ignored, of scores (N, T, vocabulary) against labels (N, T)."""
-    scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    scores = widened(logits.flatten(0, 1))
     return F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
 
 
@@ -177,7 +176,7 @@ def _contrastive(model: Model, head: Head | None) -> Loss:
     def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
         inputs, labels = batch
         assert model.features is not None
-        vectors = F.normalize(model.features(module, inputs), dim=-1)
+        vectors = F.normalize(widened(model.features(module, inputs)), dim=-1)
         return F.cross_entropy(model.logit_scale * vectors[0::2] @ vectors[1::2].T, labels, reduction="sum")
 
     return loss

@@ -26,7 +26,8 @@ def expected(job: Job) -> dict[str, Any]:
     counted, paper = cost["counted"], cost["paper"]
     passes = counted["forward"] + counted["backward"] if counted else paper["passes"]
     alignment = counted["total"] - passes if counted else paper["alignment"]
-    seconds = passes / _speed(job, torch.float32) + alignment / _speed(job, torch.float64)
+    runs_in = next(job.target.module.parameters()).dtype
+    seconds = passes / _speed(job, runs_in) + alignment / _speed(job, torch.float64)
     return {
         "method": job.record["method"],
         "samples": job.samples,

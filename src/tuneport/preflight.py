@@ -150,7 +150,7 @@ def try_transfer(job: Job, *, progress: Progress | None = None) -> Trial:
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         moved = job.method.transfer(problem_of(job, rest))
         before += _scores(job, job.target.module, batches)
-        with Scaled(job.target.module, moved.task_vector) as scaled:
+        with Scaled(job.target.module, moved.task_vector, job.target.stored_parameters()) as scaled:
             scaled.set(1.0)
             after += _scores(job, scaled.module, batches)
     return _trial(before, after)

@@ -49,7 +49,7 @@ from .hub import hub_name, local
 from .labelling import agreement, check_labels, labelled_by
 from .layers import Layer
 from .methods import METHODS, Method, get_method
-from .objectives import Objective, check_objective, forward_only, load_loss, objective_of, on_device
+from .objectives import Objective, batch_for, check_objective, forward_only, load_loss, objective_of
 from .offload import Placement, block_paths, is_hollow, placed
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
@@ -121,7 +121,7 @@ def prepare(
     `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
     `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
     that models, statistics and result may take on the `device`: models that do not fit stay in RAM or in their files,
-    and live modules run on the `device` too. `dtype` is that in which text models run. `extra_signals` prepares for
+    and live modules run on the `device` too. `dtype` is that in which models run. `extra_signals` prepares for
     methods that measure more, `scored` for a scale that is chosen on labelled samples.
     """
     method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
@@ -266,7 +266,7 @@ class PairedBatches:
             yield self._paired(ours, theirs)
 
     def _paired(self, ours: Encoded, theirs: Encoded) -> PairedBatch:
-        batches = [on_device(side, model.device) for model, side in zip(self._sides, (ours, theirs), strict=True)]
+        batches = [batch_for(model, side) for model, side in zip(self._sides, (ours, theirs), strict=True)]
         if ours.spans and theirs.spans:
             match = match_spans(ours.spans, theirs.spans)
         else:

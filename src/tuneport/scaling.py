@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checkpoint import describe
 from .task_vector import Entry, LowRank, TaskVector
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -144,13 +145,16 @@ def _error(one: Score, other: Score) -> float:
 class Scaled:
     """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end.
 
-    Low-rank deltas are held as their factors and multiplied one tensor at a time.
+    Low-rank deltas are held as their factors and multiplied one tensor at a time. `exact` holds the module's weights
+    by name before they were rounded to what it runs in: a change that is smaller than the last digit of such a weight
+    would be lost on the rounded one, and on the exact one it tips the rounding as often as it is large.
     """
 
-    def __init__(self, module: nn.Module, delta: TaskVector) -> None:
+    def __init__(self, module: nn.Module, delta: TaskVector, exact: Mapping[str, Tensor] | None = None) -> None:
         self.module = module
+        self._exact = exact or {}
         self._parts = [
-            (parameter, parameter.detach().clone(), _beside(delta[name], parameter))
+            (name, parameter, parameter.detach().clone(), _beside(delta[name], parameter))
             for name, parameter in module.named_parameters()
             if name in delta
         ]
@@ -158,16 +162,26 @@ class Scaled:
     def set(self, scale: float) -> None:
         """Give the module the weights of this scale."""
         with torch.no_grad():
-            for parameter, base, delta in self._parts:
-                parameter.copy_(base + scale * (delta.dense() if isinstance(delta, LowRank) else delta))
+            for name, parameter, own, delta in self._parts:
+                change = delta.dense() if isinstance(delta, LowRank) else delta
+                base = self._base(name, own)
+                parameter.copy_(base + scale * change.to(torch.promote_types(base.dtype, change.dtype)))
+
+    def _base(self, name: str, own: Tensor) -> Tensor:
+        """The exact weight, read when it is needed, where there is one that says more."""
+        if name in self._exact:
+            shape, dtype = describe(self._exact, name)
+            if shape == tuple(own.shape) and torch.finfo(dtype).eps < torch.finfo(own.dtype).eps:
+                return self._exact[name].to(own.device)
+        return own
 
     def __enter__(self) -> Scaled:
         return self
 
     def __exit__(self, *error: object) -> None:
         with torch.no_grad():
-            for parameter, base, _ in self._parts:
-                parameter.copy_(base)
+            for _, parameter, own, _ in self._parts:
+                parameter.copy_(own)
 
 
 def _beside(entry: Entry, parameter: Tensor) -> Entry:

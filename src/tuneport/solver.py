@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .certificate import Certificate, certify
+from .certificate import Certificate, certify, gaussian
 from .errors import TuneportError
 from .iteration import Iterated, iterate, iterate_split, largest_values
 
@@ -24,6 +24,9 @@ SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its 
 SMALL = 64  # up to this width an SVD is as fast as anything
 NEAR = 128  # up to this width the CPU is faster at it than any accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
+FEW = 12  # the block of subspace iteration is this part of the width, and half of it may count
+TURNS = 12
+WIDE = 512  # from this width on, it pays to look whether a few directions are all
 LARGE = 2048  # from this width on, full rank is tried first
 TOGETHER = 48  # matrices that an accelerator solves at once take this part of its memory, their work six times that
 
@@ -34,8 +37,8 @@ class Polar:
 
     `left` is None where it is the identity: R is `right.T` then. `total` is the sum of the singular values above the
     cut, `<R, C>`. `singular_values` are all min(d_A, d_B) of C, largest first, the first `rank` above the cut, those
-    far below it upper bounds only; None where the route does not find them. `null` spans what the shorter side has
-    left, (min(d_A, d_B), min - rank); it is empty where that is filled already.
+    far below it estimates only; None where the route does not find them. `null` spans what the shorter side has
+    left, (min(d_A, d_B), min - rank); it is empty where that is filled already, or nearly everything.
     """
 
     left: Tensor | None  # (d_A, rank)
@@ -176,6 +179,42 @@ def by_svd(C: Tensor, cut: float) -> Polar:
     return _decomposed("svd", C, U, Vh[:rank].T, S[:rank], S)
 
 
+def by_few(C: Tensor, cut: float) -> Polar | None:
+    """Subspace iteration with a narrow block, where few singular values lie above a cut that one Gram matrix resolves.
+
+    It ends when the vectors above the cut are as exact as eigenvectors of the Gram matrix would be, and serves only
+    where all else is proven to lie below the cut: what the block leaves of C, and its own values below the cut, are
+    together no larger. Gradients of a classifier have some ten directions, one per class.
+    """
+    n = len(C)
+    width = n // FEW
+    if cut < SPAN or width < 8:
+        return None
+    whole = float(C.square().sum())
+    block = gaussian(n, width, C.device)
+    for turn in range(TURNS):
+        block = torch.linalg.qr(block).Q
+        across = C.T @ block  # (m, width)
+        squares, Q = _eigh(across.T @ across)
+        S, Q = squares.clamp_min(0).sqrt().flip(0), Q.flip(1)
+        floor = cut * float(S[0])
+        count = int((floor < S).sum())
+        beyond = max(whole - float(squares.sum()), 0.0)
+        if 2 * count > width or (turn > 1 and beyond + float(S[count]) ** 2 > floor**2):
+            return None
+        image = C @ across
+        U = block @ Q[:, :count]
+        error = image @ Q[:, :count] - U * S[:count].square()
+        if float(error.norm()) <= 8 * torch.finfo(C.dtype).eps * whole and beyond + float(S[count]) ** 2 <= floor**2:
+            below = (beyond / torch.arange(1, n - width + 1, device=C.device, dtype=C.dtype)).sqrt()
+            values = torch.cat([S, below.clamp_max(float(S[-1]))])
+            V = across @ Q[:, :count] / S[:count]
+            core, nothing = S[:count], C.new_zeros(n, 0)
+            return Polar(U, V, nothing, count, float(core.sum()), values, "few", certify(C, U, V, core))
+        block = image
+    return None
+
+
 def by_eigh(C: Tensor, cut: float) -> Polar:
     """Eigenvectors of the Gram matrix of the shorter side, in stages down the spectrum.
 
@@ -201,6 +240,8 @@ def by_eigh(C: Tensor, cut: float) -> Polar:
         rotated = basis @ Q if lefts else Q  # the first basis is the identity
         lefts.append(rotated[:, :count])
         basis = rotated[:, count:]
+        if floor >= SPAN * float(S[0]):  # nothing that is left lies above the cut
+            break
         rest = basis.T @ C
         for earlier in rights:
             rest = rest - (rest @ earlier) @ earlier.T
@@ -221,6 +262,7 @@ QDWH, LIFT = "qdwh", "lift"
 ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most special to the most general
     QDWH: by_qdwh,
     LIFT: by_lift,
+    "few": by_few,
     "eigh": by_eigh,
     "svd": by_svd,
 }
@@ -235,7 +277,7 @@ def _choose(C: Tensor, most: int | None) -> str:
     if len(C) <= SMALL:
         return "svd"
     if C.device.type == "cpu" or len(C) < ALONE:
-        return "eigh"
+        return "few" if C.device.type == "cpu" and len(C) >= WIDE else "eigh"
     return QDWH if most is None or most >= len(C) else LIFT
 
 

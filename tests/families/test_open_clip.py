@@ -336,6 +336,22 @@ class TestTransfer:
         again = open_model(out)
         assert choose_head(again, None, "animals", CLASSES).name == "text"
 
+    def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
+        model = open_model(trio[2], dtype=torch.bfloat16)
+        assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+        assert model.logit_scale == open_model(trio[2]).logit_scale
+        assert choose_head(model, None, "animals", CLASSES).class_embeds.dtype == torch.float32
+        coarse, exact = (
+            tuneport.transfer(*map(str, trio), data, samples=24, dtype=dtype) for dtype in ("bfloat16", "float32")
+        )
+        assert set(coarse.task_vector) == set(exact.task_vector)
+        state = load_file(coarse.save(tmp_path / "out") / "open_clip_model.safetensors")
+        before = load_file(trio[2] / "open_clip_model.safetensors")
+        for name, tensor in state.items():
+            change = coarse.task_vector.dense(name) if name in coarse.task_vector else 0.0
+            assert tensor.dtype == before[name].dtype == torch.float32
+            assert torch.equal(tensor, before[name] + change), name
+
     def test_between_names_with_files(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
         by_folder = tuneport.transfer(*map(str, trio), data, samples=12)
         state = load_file(trio[1] / "open_clip_model.safetensors")

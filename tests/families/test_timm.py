@@ -261,6 +261,20 @@ class TestTransfer:
         assert {item.tensor for item in result.not_transported} == set(old) - moved
         assert choose_head(open_model(out), None, "animals", CLASSES).classes == CLASSES[::-1]
 
+    def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
+        model = open_model(trio[2], dtype=torch.bfloat16)
+        assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+        coarse, exact = (
+            tuneport.transfer(*map(str, trio), data, samples=24, dtype=dtype) for dtype in ("bfloat16", "float32")
+        )
+        assert set(coarse.task_vector) == set(exact.task_vector)
+        state = load_file(coarse.save(tmp_path / "out") / "model.safetensors")
+        before = load_file(trio[2] / "model.safetensors")
+        for name, tensor in state.items():
+            change = coarse.task_vector.dense(name) if name in coarse.task_vector else 0.0
+            assert tensor.dtype == before[name].dtype == torch.float32
+            assert torch.equal(tensor, before[name] + change), name
+
     def test_classes_are_put_in_the_targets_order(self, trio: tuple[Path, Path, Path], data: Path) -> None:
         result = tuneport.transfer(*map(str, trio), data, samples=24)
         change = (

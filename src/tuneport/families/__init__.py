@@ -10,7 +10,7 @@ from torch import nn
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError
 from ..hub import local, looks_like_hub_id
-from .base import Batch, Family, Forward, Head, Model, Stored, choose_head, describe_any, read_head
+from .base import Batch, Family, Forward, Head, Model, Stored, choose_head, describe_any, read_head, widened
 from .huggingface import HuggingFace
 from .open_clip import OpenClip
 from .reader import Encoded, Reader
@@ -31,22 +31,16 @@ def open_model(
 ) -> Model:
     """Open a model from what a user calls it: a folder of a known family, a name that its library knows, a hub id.
 
-    Another `dtype` than float32 is for text models, which read token ids.
+    It runs in `dtype`; its stored tensors are read in their own.
     """
     family, reference = _found(reference)
-    if dtype == torch.float32 or not isinstance(family, HuggingFace):
-        model = family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code)
-    else:
-        model = family.open(
-            str(reference), device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype
-        )
-    return _fitting_dtype(model, dtype)
+    return family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype)
 
 
 def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Model:
     """The model without its numbers, which stay in its files; without `weights` there need not be any."""
     family, reference = _found(reference)
-    return _fitting_dtype(family.outline(str(reference), dtype=dtype, weights=weights), dtype)
+    return family.outline(str(reference), dtype=dtype, weights=weights)
 
 
 def can_outline(reference: str | Path) -> bool:
@@ -63,12 +57,6 @@ def _found(reference: str | Path) -> tuple[Family, str | Path]:
     if not Path(reference).exists():
         raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
     raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
-
-
-def _fitting_dtype(model: Model, dtype: torch.dtype) -> Model:
-    if dtype != torch.float32 and model.kind != "text":
-        raise CheckpointError(f"{model.name} reads no texts: it runs in float32 only. Leave out --dtype.")
-    return model
 
 
 def open_stored(reference: str | Path) -> Stored:
@@ -119,4 +107,5 @@ __all__ = [
     "outline_model",
     "place_of",
     "read_head",
+    "widened",
 ]

@@ -93,11 +93,20 @@ class Model:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """What `encode` has made, on the model's device, and pixels in the dtype of its first layer."""
+        dtype = self.module.get_parameter(self.layers[0].weight).dtype if self.layers else None
+        return {
+            key: value.to(self.device, dtype if value.is_floating_point() else None) for key, value in batch.items()
+        }
+
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names: the module's own, or those in the files where it holds none."""
-        if not is_hollow(self.module):
-            return dict(self.module.named_parameters())
-        names = self.file_names
+        return self.stored_parameters() if is_hollow(self.module) else dict(self.module.named_parameters())
+
+    def stored_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by their live names as they are in the files, whatever the module runs in."""
+        names = {live: stored for live, stored in self.file_names.items() if stored in self.tensors}
         return LazyTensors(names, lambda n: self.tensors[names[n]], lambda n: describe(self.tensors, names[n]))
 
     def with_module(self, module: nn.Module) -> Model:
@@ -124,8 +133,10 @@ class Family(ABC):
         """Whether `reference` names a model of this family."""
 
     @abstractmethod
-    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
-        """Load the model in float32, in evaluation mode."""
+    def open(
+        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+    ) -> Model:
+        """Load the model in evaluation mode, to run in `dtype`; its `tensors` stay as they are in the files."""
 
     def stored(self, reference: str) -> Stored:
         """The model's files; families that can tell without building the model do so lazily."""
@@ -185,8 +196,19 @@ def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Call
     for name in classes:
         with torch.no_grad():
             texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS])
-        rows.append(F.normalize(texts, dim=-1).mean(0))
+        rows.append(F.normalize(widened(texts), dim=-1).mean(0))
     return F.normalize(torch.stack(rows), dim=-1).cpu()
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 at least: what a model in half precision says is reckoned with in more."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -> float:
+    """The factor of a zero-shot head's cosines; from the files where the module has rounded its logarithm."""
+    exact = stored[name] if parameter.dtype.itemsize < 4 and name in stored else parameter
+    return float(widened(exact.detach()).exp())
 
 
 def config_classes(config: Any) -> tuple[str, ...]:
@@ -219,12 +241,15 @@ class Head:
     logit_scale: float = 1.0
 
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
-        """Class scores (N, classes): `scale * cosine(features, class embedding)`, or the module's own logits."""
+        """Class scores (N, classes): `scale * cosine(features, class embedding)`, or the module's own logits.
+
+        They are float32 at least, whatever the module runs in.
+        """
         if self.class_embeds is None:
             assert model.logits is not None
-            return model.logits(module, batch)
+            return widened(model.logits(module, batch))
         assert model.features is not None
-        features = model.features(module, batch)
+        features = widened(model.features(module, batch))
         embeds = self.class_embeds.to(features)
         return self.logit_scale * F.normalize(features, dim=-1) @ F.normalize(embeds, dim=-1).T
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checkpoint import read_json
 from ..errors import CheckpointError
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Model, TextHead, class_embeddings, config_classes, outside_of
+from .base import Batch, Model, TextHead, class_embeddings, config_classes, outside_of, temperature_of
 from .libraries import first_line as _line
 from .libraries import quiet
 from .reader import open_tokenizer
@@ -84,7 +84,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
         logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
         layout=layout,
         text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
-        logit_scale=float(scale.detach().exp()) if scale is not None else 1.0,
+        logit_scale=temperature_of(scale, model.tensors, model.file_names["logit_scale"]) if scale is not None else 1.0,
         width=projected[0] if projected else int(tower.hidden_size),
         outside=outside_of(module, layers, loose, "outside the image tower"),
     )

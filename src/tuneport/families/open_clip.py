@@ -23,7 +23,18 @@ from torch import Tensor, nn
 from ..checkpoint import Checkpoint, check_finite, open_checkpoint, write_checkpoint
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
-from .base import Batch, Family, Model, Stored, TextHead, Write, class_embeddings, outside_of, read_config
+from .base import (
+    Batch,
+    Family,
+    Model,
+    Stored,
+    TextHead,
+    Write,
+    class_embeddings,
+    outside_of,
+    read_config,
+    temperature_of,
+)
 from .images import Preprocessing
 from .libraries import first_line, load_library
 
@@ -72,7 +83,9 @@ class OpenClip(Family):
             return (folder / CONFIG).is_file() and "architectures" not in read_config(folder / "config.json")
         return re.match(r"(?!timm:)[\w.+-]{2,}:.", reference) is not None
 
-    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
+    def open(
+        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+    ) -> Model:
         del trust_remote_code  # open_clip runs no code from checkpoints
         library, place = _library(), _find(reference)
         stored = _stored(place)
@@ -92,7 +105,7 @@ class OpenClip(Family):
                 library.load_checkpoint(module, str(place.weights), weights_only=True)
             except Exception as error:
                 raise CheckpointError(f"open_clip cannot load {place.weights}: {first_line(error)}") from error
-        module = module.to(device=device, dtype=torch.float32).eval()
+        module = module.to(device=device, dtype=dtype).eval()
         return _model(
             module, reference, stored, names, place.folder, lambda: library.get_tokenizer(place.build), _writer(place)
         )
@@ -219,7 +232,7 @@ def _model(
         features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
         layout=layout,
         text_head=_text_head(module, name, tokenizer) if tokenizer is not None else None,
-        logit_scale=float(module.logit_scale.detach().exp()),
+        logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
         width=int(tower.output_dim),
         outside=outside_of(module, layers, loose, "outside the image tower"),
         write=write,

@@ -47,7 +47,9 @@ class Timm(Family):
         config = read_config(Path(reference) / "config.json")
         return ("architecture" in config and "architectures" not in config) or reference.startswith(PREFIX)
 
-    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool) -> Model:
+    def open(
+        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+    ) -> Model:
         del trust_remote_code  # timm runs no code from checkpoints
         library, place = _library(), _find(reference)
         stored = _stored(place)
@@ -60,7 +62,7 @@ class Timm(Family):
             _load(module, stored, reference)
             tensors = stored
         check_finite(tensors)
-        return _model(module.to(device=device, dtype=torch.float32).eval(), reference, tensors, place.folder)
+        return _model(module.to(device=device, dtype=dtype).eval(), reference, tensors, place.folder)
 
     def stored(self, reference: str) -> Stored:
         place = _find(reference)
