@@ -42,7 +42,7 @@ def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, 
         )
     blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)
     found = []
-    with Scaled(model.module, change) as tuned, frozen(tuned.module):
+    with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):
         tuned.set(1.0)
         with torch.no_grad():
             for batch, _ in encoded(model, blank, batch_size):
