@@ -195,6 +195,14 @@ class TestRepeat:
         assert words[words.index("--scale") + 1] == "0.5"
         assert [words[i + 1] for i, word in enumerate(words) if word == "--exclude"] == ["*.bias", "classifier*"]
 
+    def test_what_shapes_the_maps(self, zoo: Zoo) -> None:
+        told = {"labels": "source", "max_tokens": 50, "dtype": "bfloat16"}
+        made = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, **told)
+        words = shlex.split(repeat_command(made.record) or "")
+        assert {key: words[words.index(f"--{key.replace('_', '-')}") + 1] for key in told} == {
+            key: str(value) for key, value in told.items()
+        }
+
     def test_there_is_none_for_live_objects(self, zoo: Zoo) -> None:
         modules = [load(path) for path in zoo.trio("vit")]
         made = transfer(*modules, method="naive")

@@ -230,7 +230,7 @@ def transfer(
     _say(f"written to {out}" + ("" if as_ is OutputKind.task_vector else ", report in report.html"))
     if as_ is OutputKind.adapter:
         _say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
-    if as_ is OutputKind.model and data is not None:
+    if as_ is OutputKind.model and data is not None and labels == "data":
         chosen = f" --head {head}" if head else ""
         _say(f"next: tuneport evaluate {out} --data {data}{chosen}")
 

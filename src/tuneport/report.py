@@ -248,7 +248,19 @@ def repeat_command(record: Record) -> str | None:
     words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
     words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
     words += ["--scale", _rule_of(record) or f"{record['scale']:g}"]
-    for key in ("sampler", "seed", "head", "labels", "completion", "batch_size", "as", "rank", "energy"):
+    for key in (
+        "sampler",
+        "seed",
+        "head",
+        "labels",
+        "completion",
+        "max_tokens",
+        "batch_size",
+        "dtype",
+        "as",
+        "rank",
+        "energy",
+    ):
         value = record.get("as") if key == "as" else options.get(key)
         if value is not None and value != REPEATED_DEFAULTS.get(key):
             words += [f"--{key.replace('_', '-')}", value]
@@ -272,6 +284,7 @@ REPEATED_DEFAULTS = {
     "labels": "data",
     "completion": "svd",
     "batch_size": 32,
+    "dtype": "float32",
     "as": "model",
 }
 
