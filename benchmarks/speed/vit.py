@@ -8,10 +8,10 @@ vector random and dense in every linear layer of the blocks. Four contenders, ea
 short warm-up: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
 With --max-tokens, `limited` is tuneport from so many tokens: other maps, so a row by itself. With --dtype, `half` is
-tuneport with both models in it, and `half-bare` the bare passes of these. Peak memory is what a
-contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU seconds of
---threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the speed of one
-large float32 product on this machine.
+tuneport with both models in it, `half-bare` the bare passes of these, and `half-reference` the reference on these. Peak
+memory is what a contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU
+seconds of --threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the
+speed of one large float32 product on this machine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SHAPES = {  # width, depth, heads, patch, of source and target
     "small": ((384, 12, 6, 16), (768, 12, 12, 16)),
     "large": ((768, 12, 12, 16), (1024, 24, 16, 14)),
 }
-CONTENDERS = ("bare", "frozen", "half-bare", "tuneport", "limited", "half", "reference")
-NEEDS = {"limited": "max_tokens", "half": "dtype", "half-bare": "dtype"}
+CONTENDERS = ("bare", "frozen", "half-bare", "tuneport", "limited", "half", "reference", "half-reference")
+NEEDS = {"limited": "max_tokens", **dict.fromkeys(("half", "half-bare", "half-reference"), "dtype")}
 CLASSES = 10
 
 
@@ -143,11 +143,11 @@ class Setting:
         widths = [(side.config.hidden_size, side.config.intermediate_size) for side in (self.source, self.target)]
         for n, m in zip(*widths, strict=True):
             C = torch.randn(n, m, device=self.device, dtype=torch.float64)
-            if contender == "reference":
+            if contender.endswith("reference"):
                 torch.linalg.svd(C, full_matrices=False)
             else:
                 polar_together([C] * 4, 1e-9, fill=True)
-        if contender == "reference":
+        if contender.endswith("reference"):
             self.bare(few, frozen=True)
         else:
             measure_job(self.job(few))
@@ -166,7 +166,7 @@ class Setting:
                 self.bare(self.batches, frozen=contender == "frozen")
                 spent = {}
             else:
-                spent = getattr(self, contender)(self.batches)
+                spent = getattr(self, contender.removeprefix("half-"))(self.batches)
             now(self.device)
             seconds, worked = time.perf_counter() - started, time.process_time() - worked
         return {
