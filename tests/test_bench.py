@@ -111,6 +111,20 @@ class TestEqualTerms:
         assert len(ours) == 2
         assert ours == theirs
 
+    def test_both_rules_choose_a_scale(self, settings: dict[str, Any]) -> None:
+        few = {
+            "methods": ["bico"],
+            "warm_start": "",
+            "seeds": [5],
+            "steps": [],
+            "scales": ["auto", "safe"],
+            "shots": [8],
+        }
+        found = {row.scale_rule: row for row in compare(make_comparison(settings | few)).rows if row.method == "bico"}
+        assert set(found) == {"auto", "safe"}
+        assert found["safe"].scale <= found["auto"].scale
+        assert found["safe"].held_out_before == found["auto"].held_out_before is not None
+
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
         plain = cells.measure_job
@@ -349,9 +363,11 @@ class TestWriting:
         rows = [Row("a", "target", "-", 0, 0, 50.0)]
         for budget, (found, scale) in enumerate([(50.0, 0.0), (60.0, 1.0), (45.0, 2.0)], 1):
             rows.append(Row("a", "bico", "auto", budget, 0, found, scale, 0.5, 0.5 if budget < 3 else 0.4))
+        rows.append(Row("a", "bico", "safe", 1, 0, 52.0, 0.25, 0.5, 0.6))
         assert auto_scale_summary(Comparing(Comparison("s", "t", {}, {}), tuple(rows), {})) == [
             {
                 "method": "bico",
+                "rule": "auto",
                 "cells": 3,
                 "picked_zero": 1,
                 "helped": 1,
@@ -359,7 +375,18 @@ class TestWriting:
                 "mean_gain": 1.67,
                 "worst": -5.0,
                 "lowered_hold_out": 1,
-            }
+            },
+            {
+                "method": "bico",
+                "rule": "safe",
+                "cells": 1,
+                "picked_zero": 0,
+                "helped": 1,
+                "hurt": 0,
+                "mean_gain": 2.0,
+                "worst": 2.0,
+                "lowered_hold_out": 0,
+            },
         ]
 
     def test_nothing_is_overwritten_unasked(self, result: Comparing, tmp_path: Path) -> None:

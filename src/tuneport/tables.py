@@ -22,6 +22,7 @@ from .finetuning import Schedule
 from .output import new_folder
 from .recipe import Comparison, Printed, Recipe
 from .report import to_json
+from .scaling import RULES
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def markdown(result: Comparing, recipe: Recipe | None = None) -> str:
     summary = auto_scale_summary(result)
     if summary:
         names = list(summary[0])
-        text += ["", "Scale `auto` against the target itself, on test data (cells = task x budget x seed):", ""]
+        text += ["", "Chosen scales against the target itself, on test data (cells = task x budget x seed):", ""]
         text += grid(names, [[str(item[name]) for name in names] for item in summary])
     if any(row.stated for row in result.rows):
         text += ["", "Numbers in brackets were measured elsewhere, as the recipe states."]
@@ -343,11 +344,11 @@ def _plot_title(result: Comparing, recipe: Recipe | None) -> str:
 
 
 def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
-    """How `auto` did on test data against doing nothing, per method: helped, hurt, picked zero; and the hold-out."""
+    """How a chosen scale did on test data against none, per method and rule: helped, hurt, zero; and the hold-out."""
     base = {(row.task, row.seed, row.budget): row.accuracy for row in result.rows if row.method == "target"}
     summary = []
-    for method in dict.fromkeys(row.method for row in result.rows if row.scale_rule == "auto"):
-        rows = [row for row in result.rows if row.method == method and row.scale_rule == "auto"]
+    for method, rule in dict.fromkeys((row.method, row.scale_rule) for row in result.rows if row.scale_rule in RULES):
+        rows = [row for row in result.rows if (row.method, row.scale_rule) == (method, rule)]
         gains = []
         for row in rows:
             before = base.get((row.task, row.seed, row.budget))  # a probed target depends on the budget
@@ -355,6 +356,7 @@ def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
         summary.append(
             {
                 "method": method,
+                "rule": rule,
                 "cells": len(rows),
                 "picked_zero": sum(row.scale == 0 for row in rows),
                 "helped": sum(gain > 0 for gain in gains),
