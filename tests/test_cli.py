@@ -171,7 +171,13 @@ class TestTransfer:
         )  # fmt: skip
         assert done.code == 0, done.err
         assert "12, labelled by the fine-tuned source" in done.out
-        assert "the fine-tuned source labels the samples" in done.err
+        assert "the fine-tuned source labelled the samples" in done.err
+        planned = run("plan", *options(zoo, data=place / zoo.data.name, labels="source", samples=12))
+        assert planned.code == 0, planned.err
+        naive = options(zoo, data=None, samples=None, labels="source", method="naive")
+        unused = run("transfer", *naive, "--out", place / "naive")
+        assert unused.code == 0, unused.err
+        assert "labelled" not in unused.err
         assert "--labels source" in (place / "out" / "report.html").read_text(encoding="utf-8")
 
     def test_overwrite(self, run: Run, zoo: Zoo, place: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from folders import Zoo
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.budget import in_groups, plan_passes
 from tuneport.capture import PairedBatch, measure
@@ -407,3 +410,29 @@ def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
     for name in whole.task_vector:
         expected = whole.task_vector.dense(name).cpu()
         assert float((found.task_vector.dense(name).cpu() - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_a_tower_without_numbers_has_the_temperature_of_its_files(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    whole = open_model(zoo[f"{family}-base"])
+    with torch.no_grad():
+        whole.module.logit_scale.fill_(2.3)
+    whole.module.save_pretrained(tmp_path / "warm")
+    for file in zoo[f"{family}-base"].iterdir():
+        if not (tmp_path / "warm" / file.name).exists():
+            shutil.copy(file, tmp_path / "warm" / file.name)
+    outline = outline_model(tmp_path / "warm")
+    assert is_hollow(outline.module)
+    assert outline.logit_scale == pytest.approx(open_model(tmp_path / "warm").logit_scale)
+    assert outline.logit_scale == pytest.approx(math.exp(2.3), rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "budget"), [("clip", 380_000), ("siglip", 650_000)])
+def test_towers_with_text_give_the_same_within_a_budget(zoo: Zoo, family: str, budget: int) -> None:
+    trio, told = zoo.trio(family), {"samples": 8, "device": "cpu"}
+    tight = prepare(*trio, zoo.data, memory_budget=budget, **told)
+    assert is_hollow(tight.target.module)
+    found, wanted = run(tight), run(prepare(*trio, zoo.data, **told))
+    assert all(
+        torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector
+    )

@@ -188,7 +188,7 @@ def transfer(
         if compare and here.size > 1:
             raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
         if not here.first:  # the first process checks, writes and speaks
-            pipeline.run(_prepare(locals(), scored=scored), scale=strength)
+            pipeline.run(_prepare(locals(), scored=scored, tell=False), scale=strength)
             return
         with claimed(out):
             check_new(out, overwrite or resume, inputs=inputs)
@@ -249,6 +249,7 @@ def plan(
     sampler: SamplerName = "random",
     seed: Seed = 0,
     head: HeadName = None,
+    labels: LabelsName = "data",
     loss: LossName = None,
     completion: Annotated[Completion, typer.Option(help="What fills directions the data leave open.")] = Completion.svd,
     exclude: Exclude = None,
@@ -698,15 +699,12 @@ def demo(
     _say(f"next: {result['next']}")
 
 
-def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
+def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True) -> Job:
     from .budget import parse_bytes
     from .preparation import prepare
 
     names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "max_tokens", "batch_size", "device")
-    labels = options.get("labels", "data")
-    if labels == "source":
-        _note("the fine-tuned source labels the samples")
-    return prepare(
+    job = prepare(
         options["source"],
         options["finetuned"],
         options["target"],
@@ -717,9 +715,13 @@ def _prepare(options: dict[str, Any], *, scored: bool = False) -> Job:
         memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         trust_remote_code=options["trust_remote_code"],
         dtype=options["dtype"],
-        labels=labels,
+        labels=options["labels"],
         **{name: options[name] for name in names},
     )
+    if tell and (found := job.record["data"].get("labels")):
+        share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
+        _note(f"the fine-tuned source labelled the samples{share}")
+    return job
 
 
 def _print_summary(record: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from .calibration import SAMPLERS
 from .capture import frozen
 from .data import Dataset, align_labels
 from .errors import DataError, TuneportError, unknown_name
@@ -23,11 +24,14 @@ from .task_vector import TaskVector
 LABELS = ("data", "source")  # whose labels the samples have
 
 
-def check_labels(name: str) -> str:
-    """The name, or an error that lists what there is."""
+def check_labels(name: str, sampler: str, shots: int | None) -> None:
+    """Refuse an unknown name, and a draw by labels that are not to be looked at."""
     if name not in LABELS:
         raise TuneportError(unknown_name("labels", name, LABELS))
-    return name
+    by_class = sampler in SAMPLERS and SAMPLERS[sampler].needs_labels
+    if name == "source" and (by_class or shots is not None):
+        need = "--shots needs" if shots is not None else f"sampler '{sampler}' needs"
+        raise DataError(f"with --labels source the labels of the data are not looked at, but {need} them.")
 
 
 def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> Dataset:
@@ -37,8 +41,8 @@ def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, 
     """
     if is_hollow(model.module):
         raise TuneportError(
-            "the source is larger than the memory budget and cannot label samples with it: give data with labels, or a "
-            "larger --memory-budget."
+            "within this memory budget the source is not in memory as a whole and cannot label samples: give data with "
+            "labels, or a larger --memory-budget."
         )
     blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)
     found = []

@@ -74,7 +74,7 @@ def hollow(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if id(parameter) not in known:
-                empty = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             part._parameters[name] = known[id(parameter)]
 

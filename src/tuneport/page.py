@@ -172,7 +172,7 @@ def _scale_choice(choice: Mapping[str, Any] | None) -> str:
         "Loss by scale", {"mean loss": [item["loss"] for item in found]}, labels, x_label="candidates in order"
     )
     words = f"The scale was chosen on {choice['samples']} calibration samples {where}."
-    if choice.get("rule") == "safe":
+    if choice.get("rule") == "safe" and any(item.get("sharpness") is not None for item in found):
         words += " Beyond the smallest, a scale had to be better by two standard errors, and by three beyond 1."
     if any(item.get("sharpness") is not None for item in found):
         words += " Losses are those at the sharpness of the head that suits each scale best, as a factor of its own."

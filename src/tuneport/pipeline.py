@@ -99,7 +99,7 @@ class Result:
         return vector.apply_to(self.target.tensors, self.scale if scale is None else scale)
 
     def apply(self, scale: float | None = None) -> nn.Module:
-        """A copy of the target with the skill, holding exactly the numbers that `save` writes."""
+        """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
         if is_hollow(self.target.module):
             raise TuneportError("the target was too large for the memory budget: use save() instead of apply().")
         module = copy.deepcopy(self.target.module)

@@ -130,7 +130,7 @@ def prepare(
     wanted = None if loss_name is None or ":" in loss_name else check_objective(loss_name)
     if isinstance(loss, str):
         loss = None if wanted else load_loss(loss)
-    check_labels(labels)
+    check_labels(labels, sampler, shots)
     where = pick_device(device)
     if max_tokens is not None and max_tokens < 1:
         raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
@@ -160,11 +160,14 @@ def prepare(
                 dataset = read_data(named, "train")  # says what is missing where there are no labels
             about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
             heads = tuple(_head(model, head, about, where) for model in (ours, theirs))
-            for one in heads if labels == "data" else ():
-                align_labels(dataset, one.classes)
+            named_classes = replace(dataset, inputs=(), labels=np.zeros(0, dtype=np.int64), targets=None)
+            if labels == "source":
+                named_classes = replace(named_classes, classes=heads[0].classes, name=f"the head of {ours.name}")
+            for one in heads:
+                align_labels(named_classes if labels == "source" else dataset, one.classes)
     if labels == "source" and heads is None and gradients:
         raise DataError(
-            "the source labels samples of classes: that goes with data in files and the classification loss."
+            "--labels source labels samples of classes: give data, not batches, and leave --loss out or classification."
         )
     plan = plan_of(ours, theirs, vector, pairs, roles, depth_rule, exclude)
     method.check(plan)
@@ -189,7 +192,8 @@ def prepare(
             assert objective is not None
             batches = PairedBatches(ours, theirs, dataset, indices, heads, batch_size, objective)
             if by_source:
-                batches = _labelled_by_source(batches, vector)
+                whole = vector if not exclude else _whole_vector(ours, finetuned, adapter)
+                batches = _labelled_by_source(batches, whole)
         else:
             assert not isinstance(data, (str, Path, Dataset))
             batches = data
@@ -207,7 +211,7 @@ def prepare(
             "sampler": sampler,
             "seed": seed,
             "head": head,
-            "labels": labels,
+            "labels": "source" if "labels" in identity else "data",
             "loss": loss_name or (objective.name if objective is not None and gradients and loss is None else None),
             "completion": completion,
             "max_tokens": max_tokens,
@@ -306,12 +310,21 @@ class PairedBatches:
             yield ours, theirs
 
 
+def _whole_vector(source: Model, finetuned: ModelLike | TaskVector, adapter: Adapter | None) -> TaskVector:
+    """All that the fine-tune changes, whatever a transfer is to leave alone."""
+    try:
+        return _adapter_vector(source, adapter, ()) if adapter else _task_vector(source, finetuned, ())
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the fine-tuned source cannot label samples, for it does not fit its base: {error}"
+        ) from error
+
+
 def _labelled_by_source(batches: PairedBatches, vector: TaskVector) -> PairedBatches:
     """The same samples, labelled by the fine-tuned source."""
     assert batches.heads is not None
     chosen = batches.dataset.subset(batches.indices)
     labelled = labelled_by(batches.source, vector, batches.heads[0], chosen, batch_size=batches.size)
-    align_labels(labelled, batches.heads[1].classes)
     return replace(batches, dataset=labelled, indices=np.arange(len(labelled)))
 
 

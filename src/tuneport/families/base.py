@@ -206,9 +206,8 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -> float:
-    """The factor of a zero-shot head's cosines; from the files where the module has rounded its logarithm."""
-    exact = stored[name] if parameter.dtype.itemsize < 4 and name in stored else parameter
-    return float(widened(exact.detach()).exp())
+    """The factor of a zero-shot head's cosines, from the files: the module may have rounded it, or hold no numbers."""
+    return float(widened(stored.get(name, parameter).detach()).exp())
 
 
 def config_classes(config: Any) -> tuple[str, ...]:
@@ -308,13 +307,15 @@ def choose_head(
         raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass --head with one of its heads or a file.")
     if model.logits is not None:
         return Head("classifier", model.classes)
-    if model.text_head is not None:
+    if model.text_head is not None and (label_texts or classes):
         return Head("text", tuple(classes), model.text_head(label_texts or classes, prompts), model.logit_scale)
     if dataset_name in names:
         return _fitting(model, read_head(stored[names.index(dataset_name)], dataset_name))
     if len(names) == 1:
         return _fitting(model, read_head(stored[0], names[0]))
     known = f"choose one of its heads with --head: {first_of(names)}" if names else "pass --head FILE"
+    if model.text_head is not None:
+        raise DataError(f"{dataset_name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
 
 
