@@ -70,38 +70,16 @@ def _block(device: torch.device) -> int:
 
 
 def _add_halves(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """A block of rows of the product at a time, so that no second matrix of the sum's size is needed."""
+    """A block of rows of the product at a time, so that no second matrix of the sum's size is needed.
+
+    By way of float32, also where a GPU is allowed TF32: it holds such numbers without rounding.
+    """
     both_bfloat16 = x.dtype == y.dtype == torch.bfloat16
-    direct = total.device.type == "cuda" and x.dtype == y.dtype and _mixed_output(total.device)
-    if not direct:
-        x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+    x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
     rows = max(_block(total.device) // max(y.shape[1], 1), 1)
     with _bfloat16_units(both_bfloat16 and total.device.type == "cpu"):
         for start in range(0, x.shape[1], rows):
-            part = x[:, start : start + rows].T
-            total[start : start + rows] += _mixed(part, y) if direct else torch.mm(part, y)
-
-
-def _mixed(x: Tensor, y: Tensor) -> Tensor:
-    """Half-precision matrices multiplied into a float32 one; by way of float32 where these shapes are not supported."""
-    try:
-        return torch.mm(x, y, out_dtype=torch.float32)
-    except RuntimeError:
-        return torch.mm(x.float(), y.float())
-
-
-_known: dict[torch.device, bool] = {}
-
-
-def _mixed_output(device: torch.device) -> bool:
-    """Whether this torch multiplies half-precision matrices into a float32 one on the device."""
-    if device not in _known:
-        one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-        try:
-            _known[device] = torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
-        except (TypeError, RuntimeError, NotImplementedError):
-            _known[device] = False
-    return _known[device]
+            total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
 
 
 @contextmanager
