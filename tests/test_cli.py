@@ -171,7 +171,7 @@ class TestTransfer:
         )  # fmt: skip
         assert done.code == 0, done.err
         assert "12, labelled by the fine-tuned source" in done.out
-        assert "the fine-tuned source labelled the samples" in done.err
+        assert "12 samples labelled by the fine-tuned source" in done.err
         planned = run("plan", *options(zoo, data=place / zoo.data.name, labels="source", samples=12))
         assert planned.code == 0, planned.err
         naive = options(zoo, data=None, samples=None, labels="source", method="naive")

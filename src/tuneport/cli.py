@@ -702,6 +702,7 @@ def demo(
 def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True) -> Job:
     from .budget import parse_bytes
     from .preparation import prepare
+    from .report import label_words
 
     names = ("method", "samples", "shots", "sampler", "seed", "head", "loss", "max_tokens", "batch_size", "device")
     job = prepare(
@@ -718,9 +719,8 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
         labels=options["labels"],
         **{name: options[name] for name in names},
     )
-    if tell and (found := job.record["data"].get("labels")):
-        share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
-        _note(f"the fine-tuned source labelled the samples{share}")
+    if tell and (words := label_words(job.record)):
+        _note(f"{job.samples} samples {words}")
     return job
 
 

@@ -160,11 +160,11 @@ def prepare(
                 dataset = read_data(named, "train")  # says what is missing where there are no labels
             about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
             heads = tuple(_head(model, head, about, where) for model in (ours, theirs))
-            named_classes = replace(dataset, inputs=(), labels=np.zeros(0, dtype=np.int64), targets=None)
-            if labels == "source":
-                named_classes = replace(named_classes, classes=heads[0].classes, name=f"the head of {ours.name}")
+            known = dataset
+            if labels == "source":  # its labels are its head's classes
+                known = Dataset((), np.zeros(0, dtype=np.int64), heads[0].classes, name=f"the head of {ours.name}")
             for one in heads:
-                align_labels(named_classes if labels == "source" else dataset, one.classes)
+                align_labels(known, one.classes)
     if labels == "source" and heads is None and gradients:
         raise DataError(
             "--labels source labels samples of classes: give data, not batches, and leave --loss out or classification."

@@ -85,7 +85,7 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     layers, kept = record["layers"], record["not_transported"]
     rows = [
         ("method", f"{record['method']}, scale {record['scale']:g}"),
-        ("samples", f"{record['samples']}{_labelled(record)}"),
+        ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
         ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
     ]
     for side, words in (("in", "input"), ("out", "output")):
@@ -112,13 +112,13 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     return rows
 
 
-def _labelled(record: Record) -> str:
-    """Who labelled the samples, where that was not the data."""
+def label_words(record: Record) -> str:
+    """Who labelled the samples, where that was not the data, and how well."""
     found = record.get("data", {}).get("labels")
     if not found:
         return ""
     share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
-    return f", labelled by the fine-tuned source{share}"
+    return f"labelled by the fine-tuned source{share}"
 
 
 def layer_rows(record: Record) -> list[list[str]]:
