@@ -20,7 +20,11 @@ class Moments:
         shapes = {"AB": (ours, theirs), "a": (ours,), "b": (theirs,), "tA": (), "tB": ()}
         if full:
             shapes |= {"AA": (ours, ours), "BB": (theirs, theirs)}
-        self.parts = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+        types = {"AA": torch.float32, "BB": torch.float32}  # large, and for ridges only
+        self.parts = {
+            name: torch.zeros(shape, dtype=types.get(name, torch.float64), device=device)
+            for name, shape in shapes.items()
+        }
         self.n = 0.0
         self.source_energy = self.target_energy = torch.ones((), device=device)  # `measure` looks at these
 
@@ -92,6 +96,46 @@ def pooled(sums: Sums, roles: Iterable[str]) -> Sums:
     return {name: shared[id(m)] * 0.5 + mean * 0.5 if id(m) in shared else m for name, m in sums.items()}
 
 
+HIDDEN = [  # who writes a hidden space and who reads it, by name
+    ("v_proj", "out_proj"), ("self.value", "output.dense"), ("attn.v", "attn.o"),
+    ("fc1", "fc2"), ("intermediate.dense", "output.dense"),
+]  # fmt: skip
+ALIKE = [("q_proj", "k_proj"), ("self.query", "self.key"), ("attn.q", "attn.k")]  # both write one space
+
+
+def in_hidden_spaces(X: Sums, G: Sums) -> dict[str, Sums]:
+    """Inputs and gradients where what is written and read in one hidden space shares one sum, half and half."""
+    inputs, gradients = dict(X), dict(G)
+
+    def partners(name: str, roles: list[tuple[str, str]]) -> list[str]:
+        found = [name.replace(one, two) for one, two in roles if one in name]
+        return [other for other in found if other != name and other in G and other in X]
+
+    for name in G:
+        for other in partners(name, HIDDEN)[:1]:
+            inputs[other] = gradients[name] = G[name].unit() + X[other].unit()
+        for other in partners(name, ALIKE)[:1]:
+            gradients[name] = gradients[other] = G[name].unit() + G[other].unit()
+    return {"X": inputs, "G": gradients}
+
+
+def similarity(m: Moments) -> float:
+    """Linear CKA."""
+    m = m.centred()
+    return float(m.AB.square().sum() / (m.AA.norm() * m.BB.norm()).clamp_min(1e-300))
+
+
+def trust(one: Sums, two: Sums, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far the maps of one half hold on the other, raised to what both together would reach (Spearman, Brown)."""
+    found = {}
+    for name in one:
+        own = (first[name] * one[name].AB).sum() + (second[name] * two[name].AB).sum()
+        other = (first[name] * two[name].AB).sum() + (second[name] * one[name].AB).sum()
+        r = min(max(float(other / own), 0.0), 1.0)
+        found[name] = 2 * r / (1 + r)
+    return found
+
+
 def polar(C: Tensor) -> Tensor:
     """Polar factors of a stack of matrices by a weighted Halley iteration; what is below 1e-8 stays small."""
     if C.shape[1] > C.shape[2]:
@@ -118,6 +162,38 @@ def shrunk(C: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
     size = S[:, -1:].clamp_min(1e-300)
     factor = torch.where(1e-6 * size < S, weight(S / size) / S.clamp_min(1e-300), 0.0)
     return (Q * factor[:, None]) @ (Q.mT @ C)
+
+
+def directions(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular directions of a stack, the largest first: U, S, V^T, those below 1e-6 of the largest as zeros."""
+    if C.shape[1] > C.shape[2]:
+        U, S, Vh = directions(C.mT)
+        return Vh.mT, S, U.mT
+    squares, Q = torch.linalg.eigh(C @ C.mT)
+    S, Q = squares.clamp_min(0).sqrt().flip(1), Q.flip(2)
+    kept = 1e-6 * S[:, :1].clamp_min(1e-300) < S
+    inverse = torch.where(kept, 1 / S.clamp_min(1e-300), 0.0)
+    return Q * kept[:, None], torch.where(kept, S, 0.0), inverse[..., None] * (Q.mT @ C)
+
+
+def half_of_energy(tau: Tensor) -> Tensor:
+    """The fewest singular directions that hold half of the energy."""
+    U, S, Vh = (part[0] for part in directions(tau[None]))
+    energy = S.square().cumsum(0)
+    kept = int((energy < 0.5 * energy[-1]).sum()) + 1
+    return (U[:, :kept] * S[:kept]) @ Vh[:kept]
+
+
+def cross_validated(C: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Orthogonal maps of the rank at which those of each half fit the other half best, as a share of all directions."""
+    fit = torch.zeros(len(C), min(C.shape[1:]), dtype=C.dtype, device=C.device)
+    for ours, theirs in ((first, second), (second, first)):
+        U, _, Vh = directions(ours)
+        fit += ((U.mT @ theirs) * Vh).sum(-1).cumsum(-1)
+    rank = fit.argmax(-1) + 1
+    U, _, Vh = directions(C)
+    kept = torch.arange(fit.shape[1], device=C.device) < rank[:, None]
+    return (U * kept[:, None]) @ Vh
 
 
 def headwise(C: Tensor, heads: tuple[int, int]) -> Tensor:
@@ -164,6 +240,22 @@ class Maps:
                 self._known[id(m), one, centred] = (m, R)
         return {name: self._known[id(m), kinds[name], centred][1] for name, m in sums.items()}
 
+    def forget(self, but: Iterable[Moments]) -> None:
+        """Keep the orthogonal maps of these sums only."""
+        kept = {id(m) for m in but}
+        self._known = {key: found for key, found in self._known.items() if key[0] in kept and key[1] == "orthogonal"}
+
+    def crossed(self, whole: Sums, one: Sums, two: Sums) -> dict[str, Tensor]:
+        """Orthogonal maps of a rank that halves of the samples choose."""
+        shapes: dict[Any, dict[int, str]] = {}
+        for name, m in whole.items():
+            shapes.setdefault(tuple(m.AB.shape), {}).setdefault(id(m), name)
+        found: dict[int, Tensor] = {}
+        for group in shapes.values():
+            sums = (torch.stack([sums[name].AB for name in group.values()]) for sums in (whole, one, two))
+            found |= dict(zip(group, cross_validated(*sums), strict=True))
+        return {name: found[id(m)] for name, m in whole.items()}
+
     def _solve(self, used: list[Moments], kind: str) -> Tensor:
         AB = torch.stack([m.AB for m in used])
         if kind == "orthogonal":
@@ -173,7 +265,7 @@ class Maps:
         way, weight = kind.split()
         if way in WEIGHTS:
             return shrunk(AB, lambda s: WEIGHTS[way](s, float(weight)))
-        gram = torch.stack([m.AA if way == "forward" else m.BB for m in used])
+        gram = torch.stack([(m.AA if way == "forward" else m.BB).double() for m in used])
         ridge = float(weight) * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)
         gram = gram + torch.diag_embed(ridge[:, None].expand(-1, gram.shape[1]))
         return torch.linalg.solve(gram, AB) if way == "forward" else torch.linalg.solve(gram, AB.mT).mT
