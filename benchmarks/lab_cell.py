@@ -212,7 +212,7 @@ class Bench(nn.Module):
             change = self.change(BICO, part)
             with self.tuned_source(0.5), changed(self.module, change, 0.5):
                 return self.sums(kind, self.batches(part))
-        if part == "":
+        if part == "" and name in ("X", "G", "R", "G sharp", "X views"):
             return joined(Moments.__add__, self.signal(name, "0"), self.signal(name, "1"))
         if name == "R":
             return self._random_cotangents(part)
@@ -355,6 +355,8 @@ class Bench(nn.Module):
 
         for pair in self.job.plan.pairs:
             name, ours, theirs = pair.target.name, pair.source, pair.target
+            if (pair.input_map is None and name not in into) or (pair.output_map is None and name not in out):
+                continue  # nothing flows through it: the pooler of an encoder that is pooled by means
             device = self.base[theirs.weight].device
             tau = as_dense(matrix_of(ours, vector[ours.weight])).to(device).double()
             if idea.after == "half":

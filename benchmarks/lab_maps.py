@@ -68,6 +68,8 @@ class Moments:
         return (R * self.AB).sum() / (self.tA * self.tB).sqrt().clamp_min(1e-300)
 
 
+CUTS = (0.1, 0.03, 0.01, 0.003, 0.0)  # shares of the largest singular value
+
 Sums = dict[str, Moments]  # by target layer; layers that read one tensor share theirs
 
 
@@ -153,47 +155,55 @@ def polar(C: Tensor) -> Tensor:
     return X
 
 
-def shrunk(C: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
-    """U w(s) V^T, with s the singular values as a share of the largest; for weights that vanish below 1e-4."""
-    if C.shape[1] > C.shape[2]:
-        return shrunk(C.mT, weight).mT
-    squares, Q = torch.linalg.eigh(C @ C.mT)
-    S = squares.clamp_min(0).sqrt()
-    size = S[:, -1:].clamp_min(1e-300)
-    factor = torch.where(1e-6 * size < S, weight(S / size) / S.clamp_min(1e-300), 0.0)
-    return (Q * factor[:, None]) @ (Q.mT @ C)
+def largest(C: Tensor) -> Tensor:
+    """The largest singular value of each, by power iteration."""
+    x = torch.ones(*C.shape[:2], 1, dtype=C.dtype, device=C.device)
+    for _ in range(60):
+        x = C @ (C.mT @ x)
+        x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    return (C.mT @ x).norm(dim=1).squeeze(-1).clamp_min(1e-300)
 
 
-def directions(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular directions of a stack, the largest first: U, S, V^T, those below 1e-6 of the largest as zeros."""
+def cut(C: Tensor, at: Tensor, R: Tensor) -> Tensor:
+    """The polar factors R of C without directions below shares `at` of the largest: by the sign of C C^T - at^2."""
     if C.shape[1] > C.shape[2]:
-        U, S, Vh = directions(C.mT)
-        return Vh.mT, S, U.mT
-    squares, Q = torch.linalg.eigh(C @ C.mT)
-    S, Q = squares.clamp_min(0).sqrt().flip(1), Q.flip(2)
-    kept = 1e-6 * S[:, :1].clamp_min(1e-300) < S
-    inverse = torch.where(kept, 1 / S.clamp_min(1e-300), 0.0)
-    return Q * kept[:, None], torch.where(kept, S, 0.0), inverse[..., None] * (Q.mT @ C)
+        return cut(C.mT, at, R.mT).mT
+    eye = torch.eye(C.shape[1], dtype=C.dtype, device=C.device)
+    unit = C / largest(C)[:, None, None]
+    sign = polar(unit @ unit.mT - at.square()[:, None, None] * eye)
+    return 0.5 * (R + sign @ R)
+
+
+def softened(C: Tensor, at: float, R: Tensor) -> Tensor:
+    """U s / (s + at) V^T, with s the singular values as a share of the largest."""
+    if C.shape[1] > C.shape[2]:
+        return softened(C.mT, at, R.mT).mT
+    H = C @ R.mT
+    H = (H + H.mT) / 2
+    eye = torch.eye(C.shape[1], dtype=C.dtype, device=C.device)
+    return torch.linalg.solve(H + at * largest(C)[:, None, None] * eye, C)
+
+
+def cross_validated(C: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Polar factors cut where those of each half fit the other half best, one share for each matrix."""
+    fits = []
+    maps = [polar(first), polar(second)]
+    for at in CUTS:
+        shares = torch.full((len(C),), at, dtype=C.dtype, device=C.device)
+        ours, theirs = (cut(half, shares, R) if at else R for half, R in zip((first, second), maps, strict=True))
+        fits.append((ours * second).sum((1, 2)) + (theirs * first).sum((1, 2)))
+    shares = torch.tensor(CUTS, dtype=C.dtype, device=C.device)[torch.stack(fits).argmax(0)]
+    R = polar(C)
+    return torch.where(shares[:, None, None] > 0, cut(C, shares, R), R)
 
 
 def half_of_energy(tau: Tensor) -> Tensor:
     """The fewest singular directions that hold half of the energy."""
-    U, S, Vh = (part[0] for part in directions(tau[None]))
-    energy = S.square().cumsum(0)
-    kept = int((energy < 0.5 * energy[-1]).sum()) + 1
-    return (U[:, :kept] * S[:kept]) @ Vh[:kept]
-
-
-def cross_validated(C: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Orthogonal maps of the rank at which those of each half fit the other half best, as a share of all directions."""
-    fit = torch.zeros(len(C), min(C.shape[1:]), dtype=C.dtype, device=C.device)
-    for ours, theirs in ((first, second), (second, first)):
-        U, _, Vh = directions(ours)
-        fit += ((U.mT @ theirs) * Vh).sum(-1).cumsum(-1)
-    rank = fit.argmax(-1) + 1
-    U, _, Vh = directions(C)
-    kept = torch.arange(fit.shape[1], device=C.device) < rank[:, None]
-    return (U * kept[:, None]) @ Vh
+    if tau.shape[0] > tau.shape[1]:
+        return half_of_energy(tau.T).T
+    energy, Q = torch.linalg.eigh(tau @ tau.T)
+    kept = energy.cumsum(0) > 0.5 * energy.sum()
+    return Q[:, kept] @ (Q[:, kept].T @ tau)
 
 
 def headwise(C: Tensor, heads: tuple[int, int]) -> Tensor:
@@ -210,12 +220,6 @@ def headwise(C: Tensor, heads: tuple[int, int]) -> Tensor:
         R[i, j] = maps[i, j]
         fit[i], fit[:, j] = -1.0, -1.0
     return R.transpose(1, 2).reshape(C.shape)
-
-
-WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "cut": lambda s, at: (s > at).to(s),
-    "soft": lambda s, at: s / (s + at),
-}
 
 
 class Maps:
@@ -263,8 +267,10 @@ class Maps:
         if kind == "heads":
             return torch.stack([headwise(C, self._heads) for C in AB])
         way, weight = kind.split()
-        if way in WEIGHTS:
-            return shrunk(AB, lambda s: WEIGHTS[way](s, float(weight)))
+        if way == "cut":
+            return cut(AB, torch.full_like(AB[:, 0, 0], float(weight)), polar(AB))
+        if way == "soft":
+            return softened(AB, float(weight), polar(AB))
         gram = torch.stack([(m.AA if way == "forward" else m.BB).double() for m in used])
         ridge = float(weight) * gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)
         gram = gram + torch.diag_embed(ridge[:, None].expand(-1, gram.shape[1]))
