@@ -22,13 +22,18 @@ from torch.nn import functional as F
 import toy
 from folders import CLASSES, FAMILIES, Zoo, edit_json, edit_weights, images, load, perturb, write_data, write_head
 from tuneport import TuneportError
+from tuneport.arithmetic import apply, extract
 from tuneport.data import Dataset, align_labels, read_data
 from tuneport.errors import CheckpointError, DataError, MethodError, PairingError
 from tuneport.families import choose_head, open_model
+from tuneport.job import Job
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
+from tuneport.opening import pick_device
 from tuneport.outlook import expected
 from tuneport.pairing import LayerPair
-from tuneport.pipeline import Job, Result, apply, extract, pick_device, prepare, transfer
+from tuneport.pipeline import transfer
+from tuneport.preparation import prepare
+from tuneport.result import Result
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
 SAMPLES = 24

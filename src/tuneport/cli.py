@@ -26,8 +26,8 @@ from . import __version__
 from .errors import TuneportError
 
 if TYPE_CHECKING:
+    from .job import Job
     from .preflight import Preflight
-    from .preparation import Job
 
 app = typer.Typer(
     name="tuneport",
@@ -179,6 +179,7 @@ def transfer(
     from .families import place_of
     from .output import check_new_file, check_new_folder, claimed
     from .report import to_json
+    from .result import check_adapter
 
     check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
@@ -197,7 +198,7 @@ def transfer(
             check_truncation(rank, energy)
             job = _prepare(locals(), scored=scored)
             if as_ is OutputKind.adapter:
-                pipeline.check_adapter(job, rank, energy)
+                check_adapter(job, rank, energy)
             test = read_test_split(data, job.target_head) if evaluate else None
             verdict = _compared(job) if compare else None
             passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
@@ -407,13 +408,13 @@ def extract(
     json: Json = False,
 ) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
-    from . import pipeline
+    from . import arithmetic
     from .families import place_of
     from .output import check_new_file
     from .task_vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
-    vector = pipeline.extract(base, finetuned, exclude=exclude or ())
+    vector = arithmetic.extract(base, finetuned, exclude=exclude or ())
     norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:
@@ -432,14 +433,14 @@ def apply(
     json: Json = False,
 ) -> None:
     """Write base + scale * task vector as a model folder."""
-    from . import pipeline
+    from . import arithmetic
     from .families import place_of
     from .output import check_new_folder
     from .task_vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
     loaded = load_task_vector(vector)
-    pipeline.apply(vector, base, out, scale=scale, overwrite=overwrite)
+    arithmetic.apply(vector, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
     if json:
         _emit(json_module.dumps(result))
@@ -469,7 +470,7 @@ def evaluate(
     from .calibration import select
     from .data import align_labels
     from .families import choose_head, open_model
-    from .preparation import pick_device
+    from .opening import pick_device
     from .tasks import read_data
 
     chosen = evaluation.check_protocol(protocol)
