@@ -1,6 +1,6 @@
-"""A transfer from end to end: prepare, measure, transport (Algorithm 1 of the paper), hand back a Result.
+"""A transfer from end to end: prepare, measure and move (Algorithm 1 of the paper), hand back a Result or write it.
 
-Works on paths and on live modules; nothing given is changed.
+Works on paths and on live modules; nothing given is changed. What is written can be resumed after a kill.
 """
 
 from __future__ import annotations
