@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import toy
 import tuneport
 from folders import FAMILIES, Zoo
-from tuneport import cli, measuring, pipeline
+from tuneport import arithmetic, cli, measuring
 from tuneport.adapter import is_adapter, no_place, open_adapter, pack, task_vector_of, transposed_weights, truncate
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families import describe_module
@@ -835,7 +835,7 @@ def test_extract_where_live_names_are_not_those_of_the_files(zoo: Zoo, tmp_path:
     model = transformers.ViTForImageClassification.from_pretrained(base)
     tuned = adapted(model, target_modules=["q_proj"], modules_to_save=["classifier"])
     folder = saved(tuned, tmp_path / "lora")
-    vector = pipeline.extract(base, folder)
+    vector = arithmetic.extract(base, folder)
     names = HuggingFace().describe(model).file_names
     assert set(vector) <= set(names.values())
     assert_same(
@@ -843,7 +843,7 @@ def test_extract_where_live_names_are_not_those_of_the_files(zoo: Zoo, tmp_path:
         merged_change(tuned, model),
         2e-6,
     )
-    again = pipeline.extract(base, folder, exclude=["classifier*"])
+    again = arithmetic.extract(base, folder, exclude=["classifier*"])
     assert set(vector) - set(again) == {"classifier.weight", "classifier.bias"}
 
 

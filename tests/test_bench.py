@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from folders import LARGE, Zoo, build
-from tuneport import bench, cells, cli, pipeline
+from tuneport import bench, cells, cli, measuring, pipeline
 from tuneport.alignment import Statistics
 from tuneport.bench import (
     Comparing,
@@ -34,7 +34,8 @@ from tuneport.bench import (
 from tuneport.errors import DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
-from tuneport.pipeline import measure_job, prepare
+from tuneport.measuring import measure_job
+from tuneport.preparation import prepare
 from tuneport.scaling import first_half
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
@@ -74,7 +75,7 @@ class TestEqualTerms:
     ) -> None:
         """Every statistic that a method is given equals one measured on that budget's samples alone."""
         given: dict[int, Statistics] = {}
-        plain = pipeline.problem_of
+        plain = measuring.problem_of
 
         def problem_of(job: Any, statistics: Statistics) -> Any:
             given[statistics.samples] = statistics

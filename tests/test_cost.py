@@ -12,8 +12,10 @@ import toy
 from folders import Zoo, load
 from tuneport.cost import cost_of
 from tuneport.families import open_model
-from tuneport.pipeline import measure_job, port, problem_of, transfer
-from tuneport.preparation import Job, prepare
+from tuneport.job import Job
+from tuneport.measuring import measure_job, problem_of
+from tuneport.pipeline import port, transfer
+from tuneport.preparation import prepare
 from tuneport.task_vector import LowRank, TaskVector
 
 SAMPLES = 24

@@ -23,13 +23,14 @@ from safetensors.torch import load_file, save_file
 
 from folders import Zoo, edit_json, edit_weights, write_head
 from tuneport import data as data_module
+from tuneport.arithmetic import apply
 from tuneport.bench import read_recipe
 from tuneport.capture import measure
 from tuneport.checkpoint import open_checkpoint
 from tuneport.data import read_data
 from tuneport.errors import CaptureError, CheckpointError, DataError
 from tuneport.families import open_model, read_head
-from tuneport.pipeline import apply, transfer
+from tuneport.pipeline import transfer
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
 ROOT = Path(__file__).resolve().parents[1]

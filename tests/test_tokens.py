@@ -27,8 +27,9 @@ from tuneport.data import Dataset
 from tuneport.errors import CaptureError
 from tuneport.families import describe_module, open_model
 from tuneport.families.reader import Reader
-from tuneport.pipeline import measure_job
-from tuneport.preparation import Job, prepare
+from tuneport.job import Job
+from tuneport.measuring import measure_job
+from tuneport.preparation import prepare
 from tuneport.tokens import Coverage, coverage, match_spans, match_tokens, overlap
 from twins import Twin, finetuned
 

@@ -35,9 +35,10 @@ from .division import (
 )
 from .errors import TuneportError
 from .forecast import Forecast, foretell
+from .job import Job, PairedBatches
 from .offload import Placement, block_paths, bytes_of, is_hollow, sizes
+from .opening import free_memory
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches, free_memory
 
 __all__ = ["Passes", "format_bytes", "in_blocks", "in_groups", "parse_bytes", "plan_passes", "result_device", "runs_on"]
 

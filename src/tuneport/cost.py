@@ -30,9 +30,9 @@ from .capture import (
     PairedBatch,
     watch,
 )
+from .job import Job, PairedBatches
 from .layers import Layer
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches
 from .tokens import match_tokens
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix

@@ -28,9 +28,10 @@ from .finetuning import Schedule, finetune
 from .measuring import measure_job, problem_of
 from .methods import METHODS
 from .output import check_new_folder, new_folder
-from .pipeline import Result, run
+from .pipeline import run
 from .preparation import prepare
 from .report import copy_companions, write_record
+from .result import Result
 
 Stage = Callable[[str, int, int], None]
 MODELS = Path(__file__).parent / "demo_models"

@@ -17,9 +17,9 @@ from .alignment import CrossCovariance, held_bytes
 from .capture import INPUT, OUTPUT, count_samples
 from .errors import TuneportError
 from .forecast import ShapeSum
+from .job import Job, PairedBatches
 from .offload import Placement, is_hollow
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches
 from .products import work_bytes
 from .solver import together_bytes, within
 from .task_vector import LowRank

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .capture import PairedBatch, TokenLimit, count_samples, measure
 from .cost import WithoutNumbers, first_batch, shapes_of, to_meta
 from .errors import TuneportError
+from .job import Job
 from .offload import Placement, placed
 from .pairing import LayerPair
-from .preparation import Job
 from .products import work_bytes
 from .tokens import Match, match_tokens
 

@@ -12,9 +12,9 @@ from .budget import runs_on
 from .capture import INPUT, Progress, TokenLimit, count_samples, measure, samples_at_once
 from .distributed import reduced, share_of
 from .errors import TuneportError
+from .job import Job, PairedBatches
 from .methods import Problem
 from .offload import is_hollow, nested_to, placed
-from .preparation import Job, PairedBatches
 from .rehearsal import views_of
 from .resume import Work
 

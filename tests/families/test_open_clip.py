@@ -23,12 +23,12 @@ from torch.nn import functional as F
 import tuneport
 from folders import CLASSES, Zoo, write_data, write_head
 from toy import rotation
+from tuneport.arithmetic import apply, extract
 from tuneport.capture import INPUT, OUTPUT_GRADIENT, watch
 from tuneport.errors import CheckpointError
 from tuneport.families import choose_head, describe_module, open_model, open_stored
 from tuneport.families.base import PROMPTS
 from tuneport.layers import TokenLayout
-from tuneport.pipeline import apply, extract
 from tuneport.task_vector import load_task_vector, save_task_vector
 from twins import Permuted, linear_names, scatter, tuned, twin
 
