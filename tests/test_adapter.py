@@ -21,13 +21,14 @@ import toy
 import tuneport
 from folders import FAMILIES, Zoo
 from tuneport import cli, measuring, pipeline
-from tuneport.adapter import is_adapter, no_place, open_adapter, pack, task_vector_of, transposed_weights, truncate
+from tuneport.adapter import is_adapter, no_place, open_adapter, pack, task_vector_of, transposed_weights
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families import describe_module
 from tuneport.families.huggingface import HuggingFace
+from tuneport.low_rank import LowRank, as_dense
 from tuneport.methods import METHODS
 from tuneport.methods.checks import check_method
-from tuneport.task_vector import LowRank, TaskVector, as_dense, load_task_vector
+from tuneport.task_vector import TaskVector, load_task_vector
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -555,36 +556,6 @@ def test_every_method_moves_factors_as_it_moves_matrices(method: str, shapes: di
     weights = {pair.target.weight for pair in given.plan.pairs}
     assert all(isinstance(moved.task_vector[name], LowRank) == METHODS[method].keeps_rank for name in weights)
     assert all((record.rank == 2) == METHODS[method].keeps_rank for record in moved.records)
-
-
-@pytest.mark.parametrize("shape", [(12, 9), (9, 12), (6, 3, 4, 4)])
-def test_truncation_is_optimal_and_says_what_is_lost(shape: tuple[int, ...]) -> None:
-    update = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    singular = torch.linalg.svdvals(update.flatten(1).double())
-    total = float(singular.square().sum())
-    for rank in (1, 3, 6):
-        low, lost = truncate(update, rank=rank)
-        assert (low.rank, low.shape) == (rank, shape)
-        error = float((update - low.dense()).double().square().sum())
-        assert error == pytest.approx(float(singular[rank:].square().sum()), rel=1e-4, abs=1e-9)  # Eckart and Young
-        assert lost == pytest.approx(error / total, rel=1e-4, abs=1e-9)
-    for energy in (0.5, 0.9, 0.99, 1.0):
-        low, lost = truncate(update, energy=energy)
-        assert lost <= 1 - energy + 1e-9
-        if low.rank > 1:
-            assert truncate(update, rank=low.rank - 1)[1] > 1 - energy
-    assert truncate(update, energy=1.0)[0].rank == len(singular)
-    torch.testing.assert_close(truncate(update, energy=1.0)[0].dense(), update, atol=1e-5, rtol=1e-4)
-    low = LowRank(torch.randn(shape[0], 5), torch.randn(5, *shape[1:]))
-    assert truncate(low) == (low, 0.0)
-    assert truncate(low, rank=5) == (low, 0.0)
-    cut, lost = truncate(low, rank=2)
-    again, same = truncate(low.dense(), rank=2)
-    torch.testing.assert_close(cut.dense(), again.dense(), atol=1e-4, rtol=1e-3)
-    assert lost == pytest.approx(same, rel=1e-4)
-    assert truncate(torch.zeros(3, 3), energy=0.9)[0].rank == 1
-    with pytest.raises(TuneportError, match=r"pass --rank R or --energy 0\.95"):
-        truncate(update)
 
 
 def test_a_full_fine_tune_becomes_an_adapter_of_a_chosen_rank(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import toy
 from folders import Zoo, load
 from tuneport.cost import cost_of
 from tuneport.families import open_model
+from tuneport.low_rank import LowRank
 from tuneport.pipeline import measure_job, port, problem_of, transfer
 from tuneport.preparation import Job, prepare
-from tuneport.task_vector import LowRank, TaskVector
+from tuneport.task_vector import TaskVector
 
 SAMPLES = 24
 

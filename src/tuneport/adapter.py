@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import check_finite, describe, open_checkpoint, read_json, write_checkpoint
+from .checkpoint import open_checkpoint, read_json, write_checkpoint
 from .errors import CheckpointError, TuneportError, first_of
-from .solver import thin_svd
-from .task_vector import Entry, EntrySpec, Lazy, LowRank, TaskVector
+from .low_rank import Entry, LowRank, check_truncation, truncate
+from .soundness import check_finite
+from .task_vector import EntrySpec, TaskVector
+from .tensors import Lazy, describe
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -446,51 +448,6 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     text = json.dumps(dict(adapter.config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     write_checkpoint(folder, adapter.tensors, stem="adapter_model", max_shard_size="1000TB")
-
-
-def check_truncation(rank: int | None, energy: float | None) -> None:
-    """Refuse a rank below 1, an energy outside (0, 1], or both together."""
-    if rank is not None and energy is not None:
-        raise TuneportError("give either a rank or an energy for the adapter, not both.")
-    if rank is not None and rank < 1:
-        raise TuneportError(f"the rank of an adapter must be at least 1, got {rank}.")
-    if energy is not None and not 0 < energy <= 1:
-        raise TuneportError(f"the energy that an adapter keeps must be above 0 and at most 1, got {energy:g}.")
-
-
-def truncate(entry: Entry, rank: int | None = None, energy: float | None = None) -> tuple[LowRank, float]:
-    """The nearest matrix of rank at most `rank`, or of the least rank that keeps a share `energy` of |tau|^2.
-
-    Returns its factors and the share of |tau|^2 that is lost. By Eckart and Young no other matrix of that rank
-    is nearer. A low-rank entry is returned as it is if neither asks for less; it never becomes dense.
-
-    >>> low, lost = truncate(torch.diag(torch.tensor([2.0, 1.0])), rank=1)
-    >>> low.rank, round(lost, 6)
-    (1, 0.2)
-    """
-    if isinstance(entry, LowRank):
-        if energy is None and (rank is None or entry.rank <= rank):
-            return entry, 0.0
-        left, R_left = torch.linalg.qr(entry.out_factor.double())
-        right, R_right = torch.linalg.qr(entry.in_factor.double().flatten(1).T)
-        U, S, Vh = thin_svd(R_left @ R_right.T)
-        U, Vh = left @ U, Vh @ right.T
-    elif rank is None and energy is None:
-        raise TuneportError("the update is not low-rank: pass --rank R or --energy 0.95 (1 is exact) for an adapter.")
-    else:
-        U, S, Vh = thin_svd(entry.double().flatten(1))
-    shares = S.square().cumsum(0)
-    total = float(shares[-1])
-    if energy is not None:
-        cut = float(S[0]) * max(U.shape[0], Vh.shape[1]) * torch.finfo(torch.float64).eps
-        count = min(int((shares < energy * total).sum()) + 1, int((cut < S).sum()))
-    else:
-        assert rank is not None
-        count = min(rank, len(S))
-    count = max(count, 1)
-    root = S[:count].sqrt()
-    factors = LowRank((U[:, :count] * root).float(), (root[:, None] * Vh[:count]).float().reshape(-1, *entry.shape[1:]))
-    return factors, max(0.0, 1.0 - float(shares[count - 1]) / total) if total > 0 else 0.0
 
 
 class _Place(NamedTuple):

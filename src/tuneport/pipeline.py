@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from .adapter import (
     Adapter,
     Packed,
-    check_truncation,
     is_adapter,
     no_place,
     open_adapter,
@@ -33,13 +32,7 @@ from .adapter import (
 from .alignment import Statistics
 from .budget import Passes, in_blocks, in_groups, plan_passes, runs_on
 from .capture import Progress
-from .checkpoint import (
-    check_finite,
-    describe,
-    file_digests,
-    open_checkpoint,
-    read_json,
-)
+from .checkpoint import file_digests, open_checkpoint, read_json
 from .cost import cost_of
 from .crossfit import halves, transfer_auto
 from .data import Dataset
@@ -48,6 +41,7 @@ from .errors import CheckpointError, TuneportError, first_of
 from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
+from .low_rank import check_truncation
 from .measuring import measure_job, problem_of
 from .methods import LayerRecord, Method, Transfer, get_method
 from .offload import is_hollow, pinned, shelved
@@ -59,7 +53,9 @@ from .report import copy_companions, model_card, to_json, write_record
 from .resume import SAVE_EVERY, Work, fingerprint
 from .scaling import RULES, Rule, ScaleChoice
 from .solver import within
-from .task_vector import LazyTensors, TaskVector, load_task_vector, save_task_vector
+from .soundness import check_finite
+from .task_vector import TaskVector, load_task_vector, save_task_vector
+from .tensors import LazyTensors, describe
 
 __all__ = [
     "Job",

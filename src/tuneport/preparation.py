@@ -25,12 +25,7 @@ from .adapter import Adapter, is_adapter, open_adapter, task_vector_of, transpos
 from .alignment import Completion
 from .calibration import select
 from .capture import NEEDS_BACKWARD, Loss, PairedBatch
-from .checkpoint import (
-    check_finite,
-    describe,
-    file_digests,
-    open_checkpoint,
-)
+from .checkpoint import file_digests, open_checkpoint
 from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
 from .evaluation import features
@@ -53,8 +48,10 @@ from .objectives import Objective, batch_for, check_objective, forward_only, loa
 from .offload import Placement, block_paths, is_hollow, placed
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
-from .task_vector import LazyTensors, TaskVector, load_task_vector
+from .soundness import check_finite
+from .task_vector import TaskVector, load_task_vector
 from .tasks import read_data, split_reference
+from .tensors import LazyTensors, describe
 from .tokens import Coverage, Match, coverage, match_spans, match_tokens
 
 ModelLike = Model | nn.Module | str | Path
