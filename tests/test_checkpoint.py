@@ -22,8 +22,6 @@ from tuneport.tensors import TensorSpec, UnknownTensorError, describe
 from tuneport.weight_file import SafetensorsFile
 from weights import assert_same, error_of
 
-HAS_DEV_FULL = Path("/dev/full").is_char_device()
-
 
 @pytest.fixture(scope="module")
 def model() -> Any:

@@ -18,17 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import (
-    Adapter,
-    Packed,
-    is_adapter,
-    no_place,
-    open_adapter,
-    pack,
-    task_vector_of,
-    transposed_weights,
-    write_adapter,
-)
+from .adapter import Adapter, is_adapter, open_adapter, write_adapter
 from .alignment import Statistics
 from .budget import Passes, in_blocks, in_groups, plan_passes, runs_on
 from .capture import Progress
@@ -41,11 +31,13 @@ from .errors import CheckpointError, TuneportError, first_of
 from .evaluation import before_and_after
 from .families import Model, open_model, open_stored, place_of
 from .hub import local
+from .lora import task_vector_of, transposed_weights
 from .low_rank import check_truncation
 from .measuring import measure_job, problem_of
 from .methods import LayerRecord, Method, Transfer, get_method
 from .offload import is_hollow, pinned, shelved
 from .output import check_new_file, check_new_folder, claimed, new_folder
+from .packing import Packed, no_place, pack
 from .page import report_page
 from .pairing import KEPT_BY_KIND, Kept
 from .preparation import Job, ModelLike, PairedBatches, package_version, pick_device, prepare, versions

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .adapter import Adapter, is_adapter, open_adapter, task_vector_of, transposed_weights
+from .adapter import Adapter, is_adapter, open_adapter
 from .alignment import Completion
 from .calibration import select
 from .capture import NEEDS_BACKWARD, Loss, PairedBatch
@@ -43,6 +43,7 @@ from .families import (
 from .hub import hub_name, local
 from .labelling import agreement, check_labels, labelled_by
 from .layers import Layer
+from .lora import task_vector_of, transposed_weights
 from .methods import METHODS, Method, get_method
 from .objectives import Objective, batch_for, check_objective, forward_only, load_loss, objective_of
 from .offload import Placement, block_paths, is_hollow, placed
