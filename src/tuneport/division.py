@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from .alignment import CrossCovariance, held_bytes
-from .capture import INPUT, OUTPUT, count_samples
+from .batches import count_samples
 from .errors import TuneportError
 from .forecast import ShapeSum
 from .low_rank import LowRank
@@ -22,6 +22,7 @@ from .offload import Placement, is_hollow
 from .pairing import LayerPair
 from .preparation import Job, PairedBatches
 from .products import work_bytes
+from .signals import INPUT, OUTPUT
 from .solver import together_bytes, within
 
 UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}

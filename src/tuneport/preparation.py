@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from .adapter import Adapter, is_adapter, open_adapter
 from .alignment import Completion
+from .batches import PairedBatch
 from .calibration import select
-from .capture import NEEDS_BACKWARD, Loss, PairedBatch
 from .checkpoint import file_digests, open_checkpoint
 from .data import Dataset, align_labels, files_of, worded
 from .errors import CheckpointError, DataError, PairingError, TuneportError, first_of
@@ -49,6 +49,7 @@ from .objectives import Objective, batch_for, check_objective, forward_only, loa
 from .offload import Placement, block_paths, is_hollow, placed
 from .pairing import DepthRule, Kept, LayerPair, Plan, check_pairs, count_blocks, nearest_block, pair_layers
 from .report import README, companions
+from .signals import NEEDS_BACKWARD, Loss
 from .soundness import check_finite
 from .task_vector import TaskVector, load_task_vector
 from .tasks import read_data, split_reference
