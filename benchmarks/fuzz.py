@@ -41,8 +41,8 @@ from tuneport.adapter import open_adapter
 from tuneport.alignment import CrossCovariance, Statistics
 from tuneport.bench import read_recipe
 from tuneport.checkpoint import open_checkpoint, read_json
-from tuneport.data import read_data
 from tuneport.families import open_model, read_head
+from tuneport.formats import read_data
 from tuneport.lora import task_vector_of
 from tuneport.resume import load_statistics, save_statistics
 from tuneport.soundness import check_finite

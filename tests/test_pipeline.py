@@ -22,9 +22,10 @@ from torch.nn import functional as F
 import toy
 from folders import CLASSES, FAMILIES, Zoo, edit_json, edit_weights, images, load, perturb, write_data, write_head
 from tuneport import TuneportError
-from tuneport.data import Dataset, align_labels, read_data
+from tuneport.data import Dataset, align_labels
 from tuneport.errors import CheckpointError, DataError, MethodError, PairingError
 from tuneport.families import choose_head, open_model
+from tuneport.formats import read_data
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.outlook import expected
 from tuneport.pairing import LayerPair

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import tuneport
 from folders import Zoo, write_data
-from tuneport.data import read_data
+from tuneport.formats import read_data
 from tuneport.page import report_page
 from tuneport.pipeline import apply, extract, port, prepare, transfer
 from tuneport.preflight import compare

@@ -1,4 +1,4 @@
-"""Tokens matched by character and by grid: overlap, special tokens, padding, limits, a twin that splits words otherwise."""
+"""Tokens matched by character and by grid: overlap, special tokens, padding, limits, a twin with other tokens."""
 
 from __future__ import annotations
 
