@@ -59,35 +59,39 @@ def pack(
     kept = {name: place for name, place in places.items() if isinstance(place, str)}
     held = {name: place for name, place in places.items() if not isinstance(place, str)}
     biases = {name: place for name, place in held.items() if place.kind == "bias"}
-    low: list[tuple[_Place, LowRank]] = []
-    records: list[AdaptedModule] = []
-    for name, place in held.items():
-        if name in biases:
-            continue
-        entry = vector[name]
-        if isinstance(entry, LowRank) and entry.rank == 0:
-            continue
-        factors, lost = truncate(entry, rank, energy)
-        low.append((place, factors * scale))
-        records.append(AdaptedModule(place.path, factors.rank, lost))
+    weights = {name: place for name, place in held.items() if name not in biases}
+    low = _low_rank(vector, weights, rank, energy)
     if not low:
         raise TuneportError(
             f"no update can be written as a LoRA: {_reasons(kept) or 'only biases changed'}. Use --as model."
         )
     tensors: dict[str, Tensor] = {}
-    for place, factors in low:
-        tensors |= _factor_tensors(place, factors)
+    for place, factors, _ in low:
+        tensors |= _factor_tensors(place, factors * scale)
         owner: Any = module.get_submodule(place.target)
         if isinstance(owner, nn.MultiheadAttention):  # adapting it adapts its output projection too: by nothing
             tensors |= _nothing(f"{place.path}.base_layer.out_proj", owner.out_proj.weight, factors.rank)
-    ranks = {place.target: factors.rank for place, factors in low}
+    ranks = {place.target: factors.rank for place, factors, _ in low}
     for name, place in biases.items():
         key = _bias_key(name, place, place.target in ranks)
         tensors[key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
-    turned = any(place.kind == "transposed" for place, _ in low)
+    turned = any(place.kind == "transposed" for place, _, _ in low)
     trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
     config = _config(module, ranks, about or {}, fan_in_fan_out=turned, bias=trained)
-    return Packed(Adapter("adapter", config, tensors), tuple(records), kept)
+    records = tuple(AdaptedModule(place.path, factors.rank, lost) for place, factors, lost in low)
+    return Packed(Adapter("adapter", config, tensors), records, kept)
+
+
+def _low_rank(
+    vector: TaskVector, places: Mapping[str, _Place], rank: int | None, energy: float | None
+) -> list[tuple[_Place, LowRank, float]]:
+    """The factors of every weight that changed, and the share of its energy that they lose."""
+    found = []
+    for name, place in places.items():
+        entry = vector[name]
+        if not isinstance(entry, LowRank) or entry.rank > 0:
+            found.append((place, *truncate(entry, rank, energy)))
+    return found
 
 
 def _config(

@@ -24,6 +24,7 @@ _IMAGES = "uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W, 1 or 3) o
 
 
 def open_file(paths: Sequence[Path], index: int) -> Image.Image:
+    """The picture in one of the files."""
     return _decode(paths[index], str(paths[index]))
 
 
@@ -40,6 +41,7 @@ def open_cell(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
 
 
 def open_array(images: NDArray[Any], index: int) -> Image.Image:
+    """One of the pictures in an array that `check_images` has checked."""
     pixels = images[index]
     if pixels.dtype != np.uint8:
         pixels = np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
