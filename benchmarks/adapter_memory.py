@@ -25,9 +25,11 @@ import torch
 
 from tuneport.alignment import CrossCovariance, Statistics
 from tuneport.layers import Layer
+from tuneport.low_rank import LowRank
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
-from tuneport.task_vector import EntrySpec, Lazy, LowRank, TaskVector
+from tuneport.task_vector import EntrySpec, TaskVector
+from tuneport.tensors import Lazy
 
 
 def square(width: int, block: int) -> Layer:

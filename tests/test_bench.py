@@ -177,9 +177,9 @@ class TestEqualTerms:
         assert len({row.accuracy for row in found.rows}) == 1
 
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
-        from tuneport.data import read_data
         from tuneport.evaluation import zero_shot
         from tuneport.families import choose_head
+        from tuneport.formats import read_data
 
         paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
         moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")

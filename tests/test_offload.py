@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from folders import Zoo
 from toy import ToyViT, batches, finetuned, loss, plan
+from tuneport.batches import PairedBatch
 from tuneport.budget import in_groups, plan_passes
-from tuneport.capture import PairedBatch, measure
+from tuneport.capture import measure
 from tuneport.cli import app
 from tuneport.cost import Work, work_of
 from tuneport.errors import CheckpointError, TuneportError

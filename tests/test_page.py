@@ -13,7 +13,7 @@ import pytest
 
 import browser
 from folders import Zoo, load
-from tuneport.data import read_data
+from tuneport.formats import read_data
 from tuneport.page import report_page
 from tuneport.pipeline import port, transfer
 from tuneport.plots import curves, heat_map

@@ -20,9 +20,10 @@ import toy
 from folders import CLASSES, FAMILIES, SAMPLES, Zoo, cross, edit_json, edit_weights, images, load, perturb, same
 from tuneport import TuneportError
 from tuneport.arithmetic import extract
-from tuneport.data import Dataset, align_labels, read_data
+from tuneport.data import Dataset, align_labels
 from tuneport.errors import DataError, MethodError, PairingError
 from tuneport.families import choose_head, open_model
+from tuneport.formats import read_data
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.pairing import LayerPair
 from tuneport.pipeline import transfer

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from folders import Zoo, load
-from tuneport.data import read_data
 from tuneport.errors import DataError, TuneportError
+from tuneport.formats import read_data
 from tuneport.job import PairedBatches
 from tuneport.measuring import measure_job, problem_of
 from tuneport.preflight import (

@@ -14,7 +14,7 @@ from safetensors import safe_open
 import tuneport
 from folders import Zoo, write_data
 from tuneport.arithmetic import apply, extract
-from tuneport.data import read_data
+from tuneport.formats import read_data
 from tuneport.page import report_page
 from tuneport.pipeline import port, transfer
 from tuneport.preflight import compare

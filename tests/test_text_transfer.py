@@ -20,9 +20,9 @@ from tuneport import bench, evaluation, transfer
 from tuneport.calibration import select
 from tuneport.cli import app
 from tuneport.crossfit import halves
-from tuneport.data import read_data
 from tuneport.errors import MethodError
 from tuneport.families import describe_module, open_model
+from tuneport.formats import read_data
 from tuneport.methods import METHODS
 from tuneport.preparation import prepare
 from twins import finetuned

@@ -13,15 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from .adapter import Adapter, is_adapter, open_adapter, task_vector_of, transposed_weights
-from .checkpoint import check_finite, describe, file_digests, open_checkpoint
+from .adapter import Adapter, is_adapter, open_adapter
+from .checkpoint import file_digests, open_checkpoint
 from .errors import CheckpointError
 from .families import Model, ModelLike, describe_module, open_model, open_stored, place_of
 from .hub import local
+from .lora import task_vector_of, transposed_weights
 from .output import check_new_folder, new_folder
 from .provenance import package_version, versions
 from .report import copy_companions, write_record
-from .task_vector import LazyTensors, TaskVector, load_task_vector
+from .soundness import check_finite
+from .task_vector import TaskVector, load_task_vector
+from .tensors import LazyTensors, describe
 
 Finetuned = ModelLike | Adapter | TaskVector
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .alignment import CrossCovariance, Statistics, WeightGradient
-from .capture import count_samples
+from .batches import count_samples
 from .errors import TuneportError
 from .job import Job, PairedBatches
 from .methods import Problem, Transfer

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from .calibration import select
-from .capture import INPUT
 from .charts import bars, chart
 from .cost import cost_of
 from .diagnostics import activation_drift, by_block, layer_similarity, output_similarity
@@ -31,6 +30,7 @@ from .preparation import prepare
 from .recipe import FIGURES, Comparison, Recipe
 from .report import to_json
 from .scaling import Scaled
+from .signals import INPUT
 from .tables import grid, write_csv
 from .tasks import read_data
 from .training import CHECKPOINTS

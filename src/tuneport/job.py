@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from .alignment import Completion
-from .capture import Loss, PairedBatch
+from .batches import PairedBatch
 from .data import Dataset, align_labels, worded
 from .families import Encoded, Head, Model
 from .methods import Method
 from .objectives import Objective, batch_for
 from .offload import Placement
 from .pairing import Plan
+from .signals import Loss
 from .task_vector import TaskVector
 from .tokens import Coverage, Match, coverage, match_spans, match_tokens
 

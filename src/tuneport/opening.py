@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .checkpoint import describe
 from .errors import TuneportError
 from .families import Model, ModelLike, can_outline, describe_module, open_model, open_stored, outline_model
 from .hub import local
 from .offload import Placement, block_paths, is_hollow, placed
+from .tensors import describe
 
 
 def pick_device(name: str) -> torch.device:

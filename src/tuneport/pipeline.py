@@ -15,7 +15,7 @@ from typing import Any
 
 from .budget import Passes, plan_passes
 from .capture import Progress
-from .checkpoint import describe, open_checkpoint, read_json
+from .checkpoint import open_checkpoint, read_json
 from .cost import cost_of
 from .crossfit import halves, transfer_auto
 from .data import Dataset
@@ -35,6 +35,7 @@ from .result import Result
 from .resume import SAVE_EVERY, Work, fingerprint
 from .scaling import RULES, Rule, ScaleChoice
 from .task_vector import TaskVector
+from .tensors import describe
 from .transport import move
 
 __all__ = [

@@ -18,7 +18,6 @@ from .adapter import Adapter
 from .alignment import Completion
 from .arithmetic import Finetuned, change_of, opened
 from .calibration import select
-from .capture import NEEDS_BACKWARD, Loss
 from .data import Dataset, align_labels
 from .errors import CheckpointError, DataError, TuneportError
 from .evaluation import features
@@ -32,6 +31,7 @@ from .opening import Opening, at_hand, pick_device, pick_dtype
 from .pairing import DepthRule, LayerPair, nearest_block
 from .planning import plan_of
 from .provenance import base_note, data_identity, identity_of, package_version, versions
+from .signals import NEEDS_BACKWARD, Loss
 from .task_vector import TaskVector
 from .tasks import read_data, split_reference
 from .tokens import Match

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import Packed, check_truncation, no_place, pack, write_adapter
-from .checkpoint import describe
+from .adapter import write_adapter
 from .errors import TuneportError, first_of
 from .families import Model
 from .job import Job
+from .low_rank import check_truncation
 from .methods import LayerRecord
 from .offload import is_hollow
 from .output import new_folder
+from .packing import Packed, no_place, pack
 from .page import report_page
 from .pairing import Kept
 from .report import copy_companions, model_card, to_json, write_record
-from .task_vector import LazyTensors, TaskVector, save_task_vector
+from .task_vector import TaskVector, save_task_vector
+from .tensors import LazyTensors, describe
 
 
 @dataclass(frozen=True, eq=False)

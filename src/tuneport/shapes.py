@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from .batches import PairedBatch
 from .budget import Passes, format_bytes, plan_passes
-from .capture import PairedBatch
 from .cost import work_of
 from .division import Sums
 from .errors import TuneportError

@@ -7,90 +7,26 @@ Differences are taken in float32 (float64 where an input is) and cast back only 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from tuneport.checkpoint import (
-    TensorSpec,
-    UnknownTensorError,
-    all_finite,
-    describe,
-    open_checkpoint,
-    pieces,
-    same_structure,
-    write_safetensors,
-)
-from tuneport.errors import CheckpointError, TuneportError, first_of
-from tuneport.output import PathLike, new_file
+from .checkpoint import open_checkpoint
+from .errors import CheckpointError, TuneportError, first_of
+from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
+from .output import PathLike, new_file
+from .soundness import same_structure
+from .tensors import Lazy, LazyTensors, TensorSpec, UnknownTensorError, all_finite, describe, pieces, unknown_tensors
+from .weight_file import write_safetensors
 
-T = TypeVar("T")
 FORMAT = "tuneport-task-vector"
 VERSION = "1"
 _OUT, _IN = "::out", "::in"
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
-
-    A convolution's kernel is a matrix too, over unfolded patches: its `in_factor` is (r, channels, height, width).
-
-    >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
-    (4, 3)
-    """
-
-    out_factor: torch.Tensor
-    in_factor: torch.Tensor
-
-    def __post_init__(self) -> None:
-        out, in_ = tuple(self.out_factor.shape), tuple(self.in_factor.shape)
-        if len(out) != 2 or len(in_) < 2 or out[1] != in_[0]:
-            raise TuneportError(f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}.")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the product, (d_out, d_in) or (d_out, channels, height, width)."""
-        return self.out_factor.shape[0], *self.in_factor.shape[1:]
-
-    @property
-    def rank(self) -> int:
-        """Number of columns of `out_factor`: a bound on the rank of the product."""
-        return self.out_factor.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the product: float32 also for factors in half precision, which would round it."""
-        widest = torch.promote_types(self.out_factor.dtype, self.in_factor.dtype)
-        return torch.promote_types(widest, torch.float32)
-
-    def dense(self) -> torch.Tensor:
-        """Return the product as one tensor."""
-        product = self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype).flatten(1)
-        return product.reshape(self.shape)
-
-    def norm(self) -> float:
-        """Return the Frobenius norm: ||B A||^2 = sum of (B^T B) * (A A^T), both r x r, in float64."""
-        B, A = self.out_factor.double(), self.in_factor.double().flatten(1)
-        return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
-
-    def __mul__(self, factor: float) -> LowRank:
-        return LowRank(self.out_factor.to(self.dtype) * factor, self.in_factor)
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> LowRank:
-        return self * -1.0
-
-
-Entry = torch.Tensor | LowRank
 
 
 class EntrySpec(NamedTuple):
@@ -99,46 +35,6 @@ class EntrySpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     rank: int | None = None
-
-
-class Lazy(Mapping[str, T]):
-    """Names and a function that makes the value of one."""
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
-        self._names = dict.fromkeys(names)
-        self._read = read
-
-    def __getitem__(self, name: str) -> T:
-        if name not in self._names:
-            raise UnknownTensorError(_unknown([name], self._names, "the mapping"))
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-
-class LazyTensors(Lazy[torch.Tensor]):
-    """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
-
-    def __init__(
-        self, names: Iterable[str], read: Callable[[str], torch.Tensor], spec: Callable[[str], TensorSpec]
-    ) -> None:
-        super().__init__(names, read)
-        self._spec = spec
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without making it."""
-        return self._spec(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, without making it."""
-        return self._spec(name).dtype
 
 
 class TaskVector(Mapping[str, Entry]):
@@ -193,7 +89,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            raise UnknownTensorError(_unknown([name], self, "the task vector"))
+            raise UnknownTensorError(unknown_tensors([name], self, "the task vector"))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -255,7 +151,7 @@ class TaskVector(Mapping[str, Entry]):
 
         def total(name: str) -> Entry:
             if name in self and name in other:
-                return _sum(self[name], other[name])
+                return add_entries(self[name], other[name])
             return self[name] if name in self else other[name]
 
         def spec(name: str) -> EntrySpec:
@@ -310,7 +206,7 @@ class TaskVector(Mapping[str, Entry]):
         scale = _finite(scale)
         unknown = [name for name in self if name not in base]
         if unknown:
-            raise TuneportError(_unknown(unknown, base, "the base", len(self)) + " Use rename() or subset().")
+            raise TuneportError(unknown_tensors(unknown, base, "the base", len(self)) + " Use rename() or subset().")
         unfit = [
             f"{name} {self.shape(name)} vs {there.shape} {there.dtype}"
             for name in self
@@ -343,7 +239,7 @@ class TaskVector(Mapping[str, Entry]):
     def _check_known(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self]
         if unknown:
-            raise UnknownTensorError(_unknown(unknown, self, "the task vector"))
+            raise UnknownTensorError(unknown_tensors(unknown, self, "the task vector"))
 
 
 def save_task_vector(
@@ -431,31 +327,6 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     return matrices and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
 
 
-def as_dense(entry: Entry) -> torch.Tensor:
-    """An entry as a plain tensor."""
-    return entry.dense() if isinstance(entry, LowRank) else entry
-
-
-def norm_of(entry: Entry) -> float:
-    """The Frobenius norm of an entry, accumulated in float64."""
-    if isinstance(entry, LowRank):
-        return entry.norm()
-    wide = torch.promote_types(entry.dtype, torch.float64)
-    parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
-    return float(torch.linalg.vector_norm(torch.stack(parts)))
-
-
-def _sum(one: Entry, other: Entry) -> Entry:
-    if isinstance(one, LowRank) and isinstance(other, LowRank):
-        out, in_ = one.out_factor, one.in_factor
-        return LowRank(
-            torch.cat([out, other.out_factor.to(out.device)], dim=1),
-            torch.cat([in_, other.in_factor.to(in_.device)], dim=0),
-        )
-    first = as_dense(one)
-    return first + as_dense(other).to(first.device)
-
-
 def _is_quantised(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype != torch.bool
 
@@ -468,16 +339,3 @@ def _finite(factor: float) -> float:
     if not math.isfinite(number):
         raise TuneportError(f"a task vector is scaled by a finite number, got {factor!r}.")
     return number
-
-
-def _unknown(names: Sequence[str], known: Iterable[str], holder: str, total: int | None = None) -> str:
-    """Say which names `holder` lacks, each of the first ten with its nearest known one."""
-    there = list(known)
-
-    def hint(name: str) -> str:
-        near = difflib.get_close_matches(name, there, n=1)
-        return f"{name} (nearest: {near[0]})" if near else name
-
-    shown = first_of([*(hint(name) for name in names[:10]), *names[10:]])
-    of = "" if total is None else f" of {total}"
-    return f"{len(names)}{of} tensors are not in {holder}: {shown}."

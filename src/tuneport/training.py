@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import describe
 from .data import Dataset, align_labels
 from .errors import DataError
 from .evaluation import zero_shot
@@ -28,6 +27,7 @@ from .output import check_new_folder, claimed, new_folder
 from .provenance import data_identity, identity_of, package_version, versions
 from .report import copy_companions, write_record
 from .tasks import read_data, split_reference
+from .tensors import describe
 
 CHECKPOINTS = "checkpoints"
 PROTOCOL = Schedule(steps=2000, batch_size=128, learning_rate=1e-5, weight_decay=0.1, warmup=200)

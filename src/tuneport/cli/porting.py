@@ -94,11 +94,11 @@ def transfer(
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     from .. import pipeline
-    from ..adapter import check_truncation
     from ..budget import plan_passes
     from ..distributed import processes
     from ..evaluation import read_test_split
     from ..families import place_of
+    from ..low_rank import check_truncation
     from ..output import check_new_file, check_new_folder, claimed
     from ..report import to_json
     from ..result import check_adapter

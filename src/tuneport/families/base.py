@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint import describe, open_checkpoint, read_json, write_checkpoint
+from ..checkpoint import open_checkpoint, read_json, write_checkpoint
 from ..errors import CheckpointError, DataError, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from ..offload import is_hollow
-from ..task_vector import LazyTensors
+from ..tensors import LazyTensors, describe
 from .libraries import first_line
 from .reader import Reader
 
