@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from samples import raises
-from tuneport.data import Dataset, Lazy, align_labels
+from tuneport.data import Dataset, LazySequence, align_labels
 
 
 def test_subset_is_a_lazy_view_of_a_view() -> None:
     loaded: list[int] = []
-    inputs = Lazy(np.arange(10), lambda index: loaded.append(index) or index * 10)  # type: ignore[func-returns-value]
+    inputs = LazySequence(np.arange(10), lambda index: loaded.append(index) or index * 10)  # type: ignore[func-returns-value]
     data = Dataset(inputs, np.arange(10), tuple("abcdefghij"), targets=list("ABCDEFGHIJ"))
     part = data.subset([9, 3, 5]).subset(torch.tensor([2, 0]))
     assert loaded == []

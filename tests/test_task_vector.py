@@ -20,7 +20,7 @@ from tuneport.low_rank import LowRank
 from tuneport.output import new_folder
 from tuneport.soundness import check_finite
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
-from tuneport.tensors import Lazy
+from tuneport.tensors import LazyMapping
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -303,7 +303,7 @@ def test_saving_computes_each_entry_once_and_keeps_none(tmp_path: Path) -> None:
         calls.append(name)
         return low_rank(1)
 
-    lazy = TaskVector(Lazy(["a", "b"], make), lambda _: TaskVector({"x": low_rank(1)}).spec("x"))
+    lazy = TaskVector(LazyMapping(["a", "b"], make), lambda _: TaskVector({"x": low_rank(1)}).spec("x"))
     save_task_vector(tmp_path / "low.safetensors", lazy)
     assert calls == ["a", "b"]
 
@@ -319,7 +319,7 @@ def test_saving_is_refused_or_whole(tmp_path: Path, one: TaskVector) -> None:
     def explode(_: str) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    broken = TaskVector(Lazy(["dense"], explode), lambda _: one.spec("dense"))
+    broken = TaskVector(LazyMapping(["dense"], explode), lambda _: one.spec("dense"))
     with pytest.raises(KeyboardInterrupt):
         save_task_vector(path, broken, overwrite=True)
     assert path.read_bytes() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tuneport.tensors import Lazy, LazyTensors, TensorSpec, UnknownTensorError, all_finite, describe, pieces
+from tuneport.tensors import LazyMapping, LazyTensors, TensorSpec, UnknownTensorError, all_finite, describe, pieces
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
@@ -25,7 +25,7 @@ def test_nothing_is_made_before_it_is_asked_for() -> None:
 
 def test_an_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(UnknownTensorError) as caught:
-        Lazy(["layer.0.weight", "head.bias"], len)["layer.0.weigth"]
+        LazyMapping(["layer.0.weight", "head.bias"], len)["layer.0.weigth"]
     assert str(caught.value) == "1 tensors are not in the mapping: layer.0.weigth (nearest: layer.0.weight)."
 
 

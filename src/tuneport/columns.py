@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .data import TABLE_SUFFIXES, Dataset, Lazy, Split, choose_split, dataset_name
+from .data import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name
 from .errors import DataError, brief, first_of
 from .pictures import open_cell, open_file
 
@@ -145,7 +145,7 @@ def _read_parquet(path: Path) -> _Table:
     for name in table.column_names:
         plain = name in _PLAIN_COLUMNS or (name == "image" and str(table[name].type).endswith("string"))
         cells = partial(_arrow_cell, table[name])
-        columns[name] = table[name].to_pylist() if plain else Lazy(np.arange(len(table)), cells)
+        columns[name] = table[name].to_pylist() if plain else LazySequence(np.arange(len(table)), cells)
     try:  # files from the HF hub name their classes in the schema
         notes = json.loads((table.schema.metadata or {})[b"huggingface"])
         known = notes["info"]["features"]["label"]["names"]
@@ -171,7 +171,7 @@ def _read_saved(path: Path) -> _Table:
         for name in rows.column_names:
             cells = rows.select_columns([name])
             plain = name in _PLAIN_COLUMNS or getattr(rows.features[name], "dtype", "") == "string"
-            lazy = Lazy(np.arange(len(rows)), partial(_saved_cell, cells, name))
+            lazy = LazySequence(np.arange(len(rows)), partial(_saved_cell, cells, name))
             columns[name] = cells[:][name] if plain else lazy
     except Exception as error:  # the library raises what pyarrow, fsspec and json raise
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
@@ -219,9 +219,9 @@ def _from_table(table: _Table, path: Path, split: Split) -> Dataset:
     )
 
 
-def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> Lazy:
-    if isinstance(column, Lazy):
-        return Lazy(rows, partial(open_cell, column, path))
+def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazySequence:
+    if isinstance(column, LazySequence):
+        return LazySequence(rows, partial(open_cell, column, path))
     names = _texts({"image": column}, ("image",), rows, path)
     paths = [path.parent / name for name in names]
     missing = [name for name, file in zip(names, paths, strict=True) if not file.is_file()]
@@ -230,7 +230,7 @@ def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> Lazy:
             f"{len(missing)} of {len(paths)} images of {path} are not there: {first_of(missing)}. "
             f"Paths are relative to {path.parent}."
         )
-    return Lazy(np.arange(len(paths)), partial(open_file, paths))
+    return LazySequence(np.arange(len(paths)), partial(open_file, paths))
 
 
 def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path) -> list[Any]:

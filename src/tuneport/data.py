@@ -31,7 +31,7 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Lazy(Sequence[Any]):
+class LazySequence(Sequence[Any]):
     """A sequence whose items are made by `load(index)` each time they are asked for; slices stay lazy."""
 
     indices: NDArray[np.int64]
@@ -43,10 +43,10 @@ class Lazy(Sequence[Any]):
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> Lazy: ...
+    def __getitem__(self, index: slice) -> LazySequence: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return Lazy(self.indices[index], self.load)
+            return LazySequence(self.indices[index], self.load)
         return self.load(int(self.indices[index]))
 
 
@@ -93,9 +93,9 @@ class Dataset:
 
 
 def _pick(items: Sequence[Any], indices: NDArray[np.int64]) -> Sequence[Any]:
-    if isinstance(items, Lazy):  # views of views would grow with every subset
-        return Lazy(items.indices[indices], items.load)
-    return Lazy(indices, items.__getitem__)
+    if isinstance(items, LazySequence):  # views of views would grow with every subset
+        return LazySequence(items.indices[indices], items.load)
+    return LazySequence(indices, items.__getitem__)
 
 
 def worded(dataset: Dataset) -> Dataset:
@@ -109,7 +109,7 @@ def worded(dataset: Dataset) -> Dataset:
         first, second = (texts, "") if isinstance(texts, str) else texts
         return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
 
-    return replace(dataset, inputs=Lazy(np.arange(len(dataset)), word), prompts=())
+    return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), word), prompts=())
 
 
 def of_files(
@@ -120,7 +120,7 @@ def of_files(
     if missing:
         where = paths[0].parent
         raise DataError(f"{len(missing)} of {len(paths)} images of {name} are not in {where}: {first_of(missing)}.")
-    images = Lazy(np.arange(len(paths)), partial(open_file, list(paths)))
+    images = LazySequence(np.arange(len(paths)), partial(open_file, list(paths)))
     return _labelled(images, labels, classes, name, split)
 
 
@@ -129,10 +129,10 @@ def of_arrays(
 ) -> Dataset:
     """A data set of images in memory: (N, H, W) or (N, H, W, 1 or 3), uint8 or floats from 0 to 1."""
     checked = check_images(images, "the images", Path(name))
-    return _labelled(Lazy(np.arange(len(checked)), partial(open_array, checked)), labels, classes, name, split)
+    return _labelled(LazySequence(np.arange(len(checked)), partial(open_array, checked)), labels, classes, name, split)
 
 
-def _labelled(images: Lazy, labels: ArrayLike, classes: Sequence[str], name: str, split: str) -> Dataset:
+def _labelled(images: LazySequence, labels: ArrayLike, classes: Sequence[str], name: str, split: str) -> Dataset:
     numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
     if len(numbers) != len(images):
         raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
@@ -149,7 +149,7 @@ def _labelled(images: Lazy, labels: ArrayLike, classes: Sequence[str], name: str
 def files_of(dataset: Dataset) -> list[Path]:
     """The image files behind a data set, in its order; none where the samples lie in the source itself."""
     inputs = dataset.inputs
-    if isinstance(inputs, Lazy) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
+    if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
         return [inputs.load.args[0][index] for index in inputs.indices]
     return []
 

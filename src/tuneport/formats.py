@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import is_table, read_table
-from .data import SPLIT_NAMES, TABLE_SUFFIXES, Dataset, Lazy, Split, choose_split, dataset_name
+from .data import SPLIT_NAMES, TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name
 from .errors import DataError, brief, first_of, unknown_name
 from .pictures import IMAGE_SUFFIXES, check_images, open_array, open_file
 
@@ -81,7 +81,7 @@ def _read_folder(path: Path, split: Split) -> Dataset:
         where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
         raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
     return Dataset(
-        inputs=Lazy(np.arange(len(paths or flat)), partial(open_file, paths or flat)),
+        inputs=LazySequence(np.arange(len(paths or flat)), partial(open_file, paths or flat)),
         labels=np.array(labels, dtype=np.int64) if paths else None,
         classes=classes,
         name=dataset_name(path),
@@ -118,7 +118,7 @@ def _read_npz(path: Path, split: Split) -> Dataset:
             f"expected 0 to {len(classes) - 1} for its {len(classes)} classes."
         )
     return Dataset(
-        inputs=Lazy(np.arange(len(images)), partial(open_array, images)),
+        inputs=LazySequence(np.arange(len(images)), partial(open_array, images)),
         labels=labels,
         classes=classes,
         name=dataset_name(path),

@@ -20,7 +20,7 @@ from .adapter import CONFIG, PREFIX, TWICE, Adapter
 from .errors import CheckpointError, first_of
 from .low_rank import Entry, LowRank
 from .task_vector import EntrySpec, TaskVector
-from .tensors import Lazy, describe
+from .tensors import LazyMapping, describe
 
 _INNER = ".base_layer.out_proj.lora_"
 
@@ -68,11 +68,11 @@ def task_vector_of(
         return EntrySpec(describe(base, name).shape, wide(name))
 
     whole = [name for name in parts.whole if name not in parts.factors]
-    total = TaskVector(Lazy(parts.factors, change), spec)
+    total = TaskVector(LazyMapping(parts.factors, change), spec)
     if parts.biases:
-        total = total + TaskVector(Lazy(parts.biases, bias_of), dense)
+        total = total + TaskVector(LazyMapping(parts.biases, bias_of), dense)
     if whole:
-        total = total + TaskVector(Lazy(whole, difference), dense)
+        total = total + TaskVector(LazyMapping(whole, difference), dense)
     return total + _lone_biases(total, base)
 
 

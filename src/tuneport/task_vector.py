@@ -21,7 +21,16 @@ from .errors import CheckpointError, TuneportError, first_of
 from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
 from .output import PathLike, new_file
 from .soundness import same_structure
-from .tensors import Lazy, LazyTensors, TensorSpec, UnknownTensorError, all_finite, describe, pieces, unknown_tensors
+from .tensors import (
+    LazyMapping,
+    LazyTensors,
+    TensorSpec,
+    UnknownTensorError,
+    all_finite,
+    describe,
+    pieces,
+    unknown_tensors,
+)
 from .weight_file import write_safetensors
 
 FORMAT = "tuneport-task-vector"
@@ -85,7 +94,7 @@ class TaskVector(Mapping[str, Entry]):
                 difference.sub_(piece.to(difference))
             return changed
 
-        return cls(Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
+        return cls(LazyMapping(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -161,7 +170,7 @@ class TaskVector(Mapping[str, Entry]):
             rank = None if one.rank is None or two.rank is None else one.rank + two.rank
             return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
 
-        return TaskVector(Lazy([*self, *other], total), spec)
+        return TaskVector(LazyMapping([*self, *other], total), spec)
 
     def __sub__(self, other: TaskVector) -> TaskVector:
         return self + -other if isinstance(other, TaskVector) else NotImplemented
@@ -171,7 +180,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def __mul__(self, factor: float) -> TaskVector:
         number = _finite(factor)
-        return TaskVector(Lazy(self, lambda name: self[name] * number), self.spec)
+        return TaskVector(LazyMapping(self, lambda name: self[name] * number), self.spec)
 
     __rmul__ = __mul__
 
@@ -185,13 +194,13 @@ class TaskVector(Mapping[str, Entry]):
         if len(old_of) < len(self):
             clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
             raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
-        return TaskVector(Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
+        return TaskVector(LazyMapping(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
 
     def subset(self, names: Iterable[str]) -> TaskVector:
         """Return the entries with these names, in this order."""
         chosen = list(names)
         self._check_known(chosen)
-        return TaskVector(Lazy(chosen, self.__getitem__), self.spec)
+        return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
     def materialise(self) -> TaskVector:
         """Compute every entry now and keep it in memory."""
@@ -276,7 +285,7 @@ def save_task_vector(
 
     stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
-        write_safetensors(temporary, Lazy(parts, part), parts, stated)
+        write_safetensors(temporary, LazyMapping(parts, part), parts, stated)
     return math.sqrt(sum(squares.values()))
 
 
@@ -316,7 +325,7 @@ def load_task_vector(path: PathLike) -> TaskVector:
         return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
 
     names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
-    return TaskVector(Lazy(names, read), spec)
+    return TaskVector(LazyMapping(names, read), spec)
 
 
 def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:

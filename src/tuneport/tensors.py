@@ -50,7 +50,7 @@ def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
-class Lazy(Mapping[str, T]):
+class LazyMapping(Mapping[str, T]):
     """Names and a function that makes the value of one."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
@@ -72,7 +72,7 @@ class Lazy(Mapping[str, T]):
         return name in self._names
 
 
-class LazyTensors(Lazy[torch.Tensor]):
+class LazyTensors(LazyMapping[torch.Tensor]):
     """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
 
     def __init__(
