@@ -17,14 +17,12 @@ from .budget import Passes, plan_passes
 from .capture import Progress
 from .checkpoint import open_checkpoint, read_json
 from .cost import cost_of
-from .crossfit import halves, transfer_auto
 from .data import Dataset
 from .distributed import ranks
 from .errors import TuneportError
 from .evaluation import before_and_after
 from .families import ModelLike
 from .job import Job, PairedBatches
-from .measuring import measure_job, problem_of
 from .methods import LayerRecord, Method, get_method
 from .offload import is_hollow
 from .output import check_new_file, check_new_folder, claimed
@@ -37,18 +35,6 @@ from .scaling import RULES, Rule, ScaleChoice
 from .task_vector import TaskVector
 from .tensors import describe
 from .transport import move
-
-__all__ = [
-    "check_scale",
-    "halves",
-    "measure_job",
-    "port",
-    "prepare",
-    "problem_of",
-    "run",
-    "transfer",
-    "transfer_auto",
-]
 
 
 def transfer(
