@@ -25,9 +25,11 @@ import torch
 
 from tuneport.alignment import CrossCovariance, Statistics
 from tuneport.layers import Layer
+from tuneport.low_rank import LowRank
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
-from tuneport.task_vector import EntrySpec, Lazy, LowRank, TaskVector
+from tuneport.task_vector import EntrySpec, TaskVector
+from tuneport.tensors import LazyMapping
 
 
 def square(width: int, block: int) -> Layer:
@@ -64,7 +66,7 @@ def child(options: argparse.Namespace) -> None:
     names = [pair.source.weight for pair in pairs]
     rank = options.rank if options.variant == "low-rank" else None
     spec = EntrySpec((options.source, options.source), torch.float32, rank)
-    problem = Problem(Plan(tuple(pairs)), TaskVector(Lazy(names, update), lambda _: spec), statistics, "none")
+    problem = Problem(Plan(tuple(pairs)), TaskVector(LazyMapping(names, update), lambda _: spec), statistics, "none")
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not serve the transport unseen
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before, started = resident("VmRSS"), time.perf_counter()

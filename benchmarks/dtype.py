@@ -31,11 +31,13 @@ from lab import TEXTS, Places
 from torch.nn import functional as F
 
 from tuneport import alignment
+from tuneport.crossfit import halves
 from tuneport.data import align_labels
 from tuneport.evaluation import encoded
 from tuneport.families import open_model
-from tuneport.pipeline import halves, measure_job, problem_of
-from tuneport.preparation import Job, prepare
+from tuneport.job import Job
+from tuneport.measuring import measure_job, problem_of
+from tuneport.preparation import prepare
 from tuneport.scaling import Scaled
 from tuneport.task_vector import TaskVector
 from tuneport.tasks import read_data

@@ -37,13 +37,15 @@ from PIL import Image
 from safetensors.torch import save, save_file
 
 from tuneport import TuneportError
-from tuneport.adapter import open_adapter, task_vector_of
+from tuneport.adapter import open_adapter
 from tuneport.alignment import CrossCovariance, Statistics
 from tuneport.bench import read_recipe
-from tuneport.checkpoint import check_finite, open_checkpoint, read_json
-from tuneport.data import read_data
+from tuneport.checkpoint import open_checkpoint, read_json
 from tuneport.families import open_model, read_head
+from tuneport.formats import read_data
+from tuneport.lora import task_vector_of
 from tuneport.resume import load_statistics, save_statistics
+from tuneport.soundness import check_finite
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
 SLOW = 10.0  # seconds

@@ -28,11 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tuneport.crossfit import halves, transfer_auto
 from tuneport.data import align_labels
 from tuneport.evaluation import encoded
+from tuneport.job import Job
+from tuneport.measuring import measure_job, problem_of
 from tuneport.methods import METHODS
-from tuneport.pipeline import halves, measure_job, problem_of, transfer_auto
-from tuneport.preparation import Job, prepare
+from tuneport.preparation import prepare
 from tuneport.scaling import RULES, SCALES, Rule, Scaled, Score, choose_scale
 from tuneport.tasks import read_data
 

@@ -38,12 +38,13 @@ from tuneport.crossfit import halves
 from tuneport.data import align_labels
 from tuneport.evaluation import encoded
 from tuneport.families import Head, choose_head
+from tuneport.job import Job
+from tuneport.low_rank import as_dense
 from tuneport.methods.base import matrix_of
 from tuneport.pairing import DepthRule, LayerPair, nearest_block
-from tuneport.preparation import Job, prepare
+from tuneport.preparation import prepare
 from tuneport.rehearsal import views_of
 from tuneport.scaling import SCALES, Score, choose_scale, score_of_classes
-from tuneport.task_vector import as_dense
 from tuneport.tasks import read_data
 
 READS = ("q_proj", "fc1", "self.query", "attn.q", "intermediate.dense")  # the residual stream

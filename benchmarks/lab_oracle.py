@@ -29,9 +29,9 @@ from tuneport import TaskVector
 from tuneport.data import align_labels
 from tuneport.evaluation import encoded
 from tuneport.families import open_model
+from tuneport.low_rank import as_dense
 from tuneport.pipeline import run
 from tuneport.preparation import prepare
-from tuneport.task_vector import as_dense
 from tuneport.tasks import read_data
 
 CELLS = [(a, b, task) for a, b in (("a", "c"), ("c", "a")) for task in ("cifar10", "mnist")]

@@ -30,12 +30,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tuneport.alignment import Statistics
+from tuneport.crossfit import halves, transfer_auto
 from tuneport.data import Dataset
 from tuneport.evaluation import perplexity
 from tuneport.families import Model, open_model
+from tuneport.job import Job
+from tuneport.measuring import measure_job, problem_of
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.pipeline import halves, measure_job, problem_of, transfer_auto
-from tuneport.preparation import Job, prepare
+from tuneport.preparation import prepare
 from tuneport.scaling import Scaled
 
 LENGTH = 256

@@ -31,13 +31,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tuneport.alignment import Statistics
+from tuneport.crossfit import halves, transfer_auto
 from tuneport.data import Dataset
 from tuneport.evaluation import features
 from tuneport.families import Head, Model, choose_head, open_model
 from tuneport.finetuning import Schedule, finetune
+from tuneport.job import Job
+from tuneport.measuring import measure_job, problem_of
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.pipeline import halves, measure_job, problem_of, transfer_auto
-from tuneport.preparation import Job, prepare
+from tuneport.preparation import prepare
 from tuneport.scaling import Scaled
 from tuneport.tasks import TASKS
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tuneport
-from tuneport.data import read_data
 from tuneport.families import Model, open_model
+from tuneport.formats import read_data
 
 PAIRS = Path(__file__).with_name("site_reliability.jsonl")
 SAMPLES, CHOICE = 36, 12

@@ -21,10 +21,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from tuneport.families.base import PROMPTS
+from tuneport.pipeline import transfer
+from tuneport.result import Result
+from tuneport.task_vector import TaskVector
 
 CLASSES = ("cat", "dog", "owl")
 HEAD_CLASSES = ("owl", "wolf", "cat", "dog")  # another order than the data, and one class more
 TEXT_LENGTH = 12
+SAMPLES = 24
 
 
 @dataclass(frozen=True)
@@ -298,3 +302,13 @@ def write_data(path: Path, classes: tuple[str, ...] = CLASSES, train: int = 60, 
     x_test, y_test = images(test, 2, len(classes))
     np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=np.array(classes))
     return path
+
+
+def cross(zoo: Zoo, source: str, target: str, part: str = "target", **options: Any) -> Result:
+    """A transfer from one family of the zoo to another."""
+    options = {"samples": SAMPLES, **options}
+    return transfer(zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-{part}"], zoo.data, **options)
+
+
+def same(one: TaskVector, other: TaskVector) -> bool:
+    return set(one) == set(other) and all(torch.equal(one.dense(name), other.dense(name)) for name in one)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from folders import LARGE, Zoo, build
-from tuneport import bench, cells, cli, pipeline
+from tuneport import bench, cells, cli, measuring, pipeline
 from tuneport.alignment import Statistics
 from tuneport.bench import (
     Comparing,
@@ -34,7 +34,8 @@ from tuneport.bench import (
 from tuneport.errors import DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
-from tuneport.pipeline import measure_job, prepare
+from tuneport.measuring import measure_job
+from tuneport.preparation import prepare
 from tuneport.scaling import first_half
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
@@ -74,7 +75,7 @@ class TestEqualTerms:
     ) -> None:
         """Every statistic that a method is given equals one measured on that budget's samples alone."""
         given: dict[int, Statistics] = {}
-        plain = pipeline.problem_of
+        plain = measuring.problem_of
 
         def problem_of(job: Any, statistics: Statistics) -> Any:
             given[statistics.samples] = statistics
@@ -176,9 +177,9 @@ class TestEqualTerms:
         assert len({row.accuracy for row in found.rows}) == 1
 
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
-        from tuneport.data import read_data
         from tuneport.evaluation import zero_shot
         from tuneport.families import choose_head
+        from tuneport.formats import read_data
 
         paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
         moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")

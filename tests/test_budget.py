@@ -9,8 +9,12 @@ import torch
 
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.budget import parse_bytes, plan_passes
+from tuneport.crossfit import halves
 from tuneport.errors import TuneportError
-from tuneport.pipeline import Job, halves, measure_job, prepare, run
+from tuneport.job import Job
+from tuneport.measuring import measure_job
+from tuneport.pipeline import run
+from tuneport.preparation import prepare
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Job:

@@ -1,4 +1,4 @@
-"""Signals against autograd and stored copies: what is measured, how often models run, and what is left behind."""
+"""Statistics against stored signals: what is measured, how often models run, and what is left behind."""
 
 from __future__ import annotations
 
@@ -12,30 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
-from toy import MATRICES, ToyViT, batches, loss, plan
+from linear_maps import CASES, Called, attention, layers_of, relative, squares
+from toy import ToyViT, batches, loss, plan
 from tuneport.alignment import Statistics
-from tuneport.capture import (
-    INPUT,
-    INPUT_GRADIENT,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    SIGNALS,
-    WEIGHT_GRADIENT,
-    PairedBatch,
-    TokenLimit,
-    frozen,
-    measure,
-    watch,
-)
+from tuneport.batches import PairedBatch
+from tuneport.capture import measure
 from tuneport.errors import CaptureError
-from tuneport.layers import Layer, TokenLayout, find_layers
+from tuneport.layers import TokenLayout
 from tuneport.pairing import LayerPair, pair_layers
-from tuneport.tokens import match_tokens
+from tuneport.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT, watch
+from tuneport.tokens import TokenLimit, match_tokens
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 
@@ -45,234 +34,6 @@ def _seed() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    """A loss that is a sum over samples and has a gradient everywhere."""
-    out = model(batch)
-    return (out * torch.linspace(0.5, 1.5, out.shape[-1], dtype=out.dtype)).pow(2).sum()
-
-
-class Called(nn.Module):
-    """A module whose forward is a given function of its parts."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module | Tensor) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
-        self.call = forward
-
-    def forward(self, x: Any) -> Tensor:
-        return self.call(self, x)
-
-
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out_proj = nn.Linear(6, 18), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v))
-
-
-def attention(cross: bool = False, **options: Any) -> Callable[[], tuple[nn.Module, Any]]:
-    def make() -> tuple[nn.Module, Any]:
-        module = nn.MultiheadAttention(6, 2, **options)
-        batch_first = options.get("batch_first", False)
-
-        def memory(x: Tensor, width: int) -> Tensor:  # another length and another width than the query
-            longer = torch.cat([x, x.flip(0 if not batch_first else 1) * 0.5], dim=1 if batch_first else 0)
-            return F.pad(longer, (0, width - 6)) if width > 6 else longer[..., :width]
-
-        def forward(self: nn.Module, x: Tensor) -> Tensor:
-            x = x if batch_first else x.transpose(0, 1)
-            if not cross:
-                out = self.attn(x, x, x, need_weights=False)[0]
-            elif module.kdim == module.vdim:
-                both = memory(x, module.kdim)
-                out = self.attn(x, both, both, need_weights=False)[0]
-            else:
-                out = self.attn(x, memory(x, module.kdim), memory(x, module.vdim), need_weights=True)[0]
-            return out if batch_first else out.transpose(0, 1)
-
-        return Called(forward, attn=module), torch.randn(3, 5, 6)
-
-    return make
-
-
-def three_keys() -> tuple[nn.Module, Any]:
-    """Cross attention whose keys and values are different tensors of the query's width."""
-    forward = lambda self, x: self.attn(x, x * 2 + 1, x.flip(1), need_weights=False)[0]  # noqa: E731
-    return Called(forward, attn=nn.MultiheadAttention(6, 2, batch_first=True)), torch.randn(3, 5, 6)
-
-
-def siglip() -> tuple[nn.Module, Any]:
-    config = transformers.SiglipVisionConfig(
-        hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    return Called(lambda self, x: self.m(x).pooler_output, m=transformers.SiglipVisionModel(config)), torch.randn(
-        3, 3, 8, 8
-    )
-
-
-def gpt2() -> tuple[nn.Module, Any]:
-    config = transformers.GPT2Config(
-        vocab_size=20, n_positions=8, n_embd=12, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
-    )
-    model = transformers.GPT2Model(config)
-    return Called(lambda self, x: self.m(x).last_hidden_state, m=model), torch.randint(0, 20, (3, 5))
-
-
-def simple(forward: Callable[..., Tensor], *shape: int, **parts: Any) -> Callable[[], tuple[nn.Module, Any]]:
-    return lambda: (Called(forward, **copy.deepcopy(parts)), torch.randn(*shape))
-
-
-CASES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "linear": simple(lambda m, x: torch.tanh(m.fc(x)), 3, 5, 4, fc=nn.Linear(4, 7)),
-    "linear on vectors": simple(lambda m, x: m.fc(x).tanh(), 3, 4, fc=nn.Linear(4, 7, bias=False)),
-    "two linears": simple(lambda m, x: m.b(m.a(x).tanh()), 3, 5, 4, a=nn.Linear(4, 7), b=nn.Linear(7, 2)),
-    "linear on flattened tokens": simple(lambda m, x: m.fc(x.flatten(0, 1)), 3, 5, 4, fc=nn.Linear(4, 7)),
-    "called twice": simple(lambda m, x: m.fc(m.fc(x).sin()), 3, 5, 4, fc=nn.Linear(4, 4)),
-    "fused": lambda: (Fused(), torch.randn(3, 5, 6)),
-    "patches": simple(lambda m, x: m.conv(x).flatten(2), 3, 2, 8, 12, conv=nn.Conv2d(2, 5, (4, 3), (4, 3))),
-    "patches with a rim": simple(lambda m, x: m.conv(x).flatten(2), 3, 2, 9, 9, conv=nn.Conv2d(2, 5, 4, 4)),
-    "self-attention, batch first": attention(batch_first=True),
-    "self-attention, sequence first": attention(),
-    "self-attention without bias": attention(bias=False, batch_first=True),
-    "cross attention": attention(cross=True, batch_first=True),
-    "cross attention, sequence first": attention(cross=True),
-    "cross attention, three inputs": three_keys,
-    "torch's encoder layer": simple(
-        lambda m, x: m.layer(x), 3, 5, 6, layer=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True)
-    ),
-    "separate projections": attention(cross=True, kdim=5, vdim=4, batch_first=True),
-    "separate projections, sequence first": attention(cross=True, kdim=8, vdim=3),
-    "bare x @ P": simple(lambda m, x: x @ m.P, 3, 5, 4, P=torch.randn(4, 7)),
-    "bare torch.matmul": simple(lambda m, x: torch.matmul(x, m.P), 3, 5, 4, P=torch.randn(4, 4)),
-    "bare F.linear(x, P.T)": simple(lambda m, x: F.linear(x, m.P.T), 3, 5, 4, P=torch.randn(4, 4)),
-    "x @ W.T of a Linear": simple(lambda m, x: x @ m.fc.weight.T, 3, 5, 4, fc=nn.Linear(4, 4, bias=False)),
-    "Conv1D": simple(lambda m, x: m.fc(x).tanh(), 3, 5, 4, fc=Conv1D(7, 4)),
-    "GPT-2": gpt2,
-    "SigLIP with its pooling head": siglip,
-    "relu in place": simple(
-        lambda m, x: m.b(m.act(m.a(x))), 3, 5, 4, a=nn.Linear(4, 7), act=nn.ReLU(inplace=True), b=nn.Linear(7, 2)
-    ),
-}
-
-
-def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    return find_layers(model, matrices=[name for name, _ in model.named_parameters() if name == "P"])
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("case", CASES)
-def test_signals_make_autograds_weight_gradient(case: str, training: bool) -> None:
-    """G^T X is the weight's gradient and the sum of G the bias's, exactly."""
-    model, batch = CASES[case]()
-    model.double().train(training)
-    batch = batch.double() if batch.is_floating_point() else batch
-    layers = layers_of(model)
-    assert layers
-    signals = watch(model, layers, batch, squares, SIGNALS)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    reference = copy.deepcopy(model).eval()
-    squares(reference, batch).backward()
-    parameters = dict(reference.named_parameters())
-    for layer in layers:
-        x, g = signals[layer.name, INPUT], signals[layer.name, OUTPUT_GRADIENT]
-        assert len(x) == len(g)
-        assert all(one.shape[0] == 3 and one.ndim == 3 for one in (*x, *g))
-        found = sum(torch.einsum("nto,nti->oi", b, a) for a, b in zip(x, g, strict=True))
-        gradient = parameters[layer.weight].grad
-        assert relative(found, layer.matrix(gradient)) < 1e-12, layer.name
-        if layer.bias is not None:
-            bias = layer.vector(parameters[layer.bias].grad)
-            # a key's bias moves all logits alike: its gradient is rounding only
-            assert torch.allclose(sum(one.sum((0, 1)) for one in g), bias, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_input_gradients_follow_from_the_weight(case: str) -> None:
-    model, batch = CASES[case]()
-    model.double()
-    batch = batch.double() if batch.is_floating_point() else batch
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    layers = layers_of(model)
-    signals = watch(model, layers, batch, squares, SIGNALS)
-    for layer in layers:
-        weight = layer.matrix(parameters[layer.weight])
-        bias = layer.vector(parameters[layer.bias]) if layer.bias is not None else 0
-        if layer.bias is None and "attn.in_proj_bias" in parameters:  # separate projections share one bias
-            start = 6 * ("q_proj_weight", "k_proj_weight", "v_proj_weight").index(layer.weight.rsplit(".", 1)[-1])
-            bias = parameters["attn.in_proj_bias"][start : start + 6]
-        for x, y in zip(signals[layer.name, INPUT], signals[layer.name, OUTPUT], strict=True):
-            assert torch.allclose(x @ weight.T + bias, y, atol=1e-12), layer.name
-        for g, h in zip(signals[layer.name, OUTPUT_GRADIENT], signals[layer.name, INPUT_GRADIENT], strict=True):
-            assert torch.allclose(g @ weight, h, atol=1e-12), layer.name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_forward_signals_need_no_backward_pass(case: str) -> None:
-    """Without gradients torch would take fused paths that hide layers: the same signals must be seen."""
-    model, batch = CASES[case]()
-    layers = layers_of(model)
-    alone, together = (watch(model, layers, batch, squares, which) for which in ([INPUT, OUTPUT], SIGNALS))
-    assert set(alone) == {(layer.name, signal) for layer in layers for signal in (INPUT, OUTPUT)}
-    for key, values in alone.items():
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(values, together[key], strict=True)), key
-
-
-def test_inputs_are_the_tensors_that_a_plain_hook_sees() -> None:
-    model, batch = CASES["two linears"]()
-    seen = {}
-    handles = [
-        part.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0], out)}))
-        for name, part in model.named_children()
-    ]
-    signals = watch(model, layers_of(model), batch, squares, [INPUT, OUTPUT])
-    for handle in handles:
-        handle.remove()
-    for name, (x, y) in seen.items():
-        assert torch.equal(signals[f"{name}.weight", INPUT][0], x)
-        assert torch.equal(signals[f"{name}.weight", OUTPUT][0], y)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_tokens_come_sample_by_sample(batch_first: bool) -> None:
-    """A sample with its number in every feature: token order (N, T, d), also for sequence-first modules."""
-    module = nn.MultiheadAttention(6, 2, batch_first=batch_first, bias=False)
-    numbered = torch.arange(15.0).reshape(3, 5, 1).expand(3, 5, 6).contiguous()  # sample n, token t: 5 n + t
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        x = x if batch_first else x.transpose(0, 1)
-        out = self.attn(x, x, x, attn_mask=torch.full((5, 5), -math.inf).fill_diagonal_(0.0))[0]
-        return out if batch_first else out.transpose(0, 1)
-
-    model = Called(forward, attn=module)
-    layers = layers_of(model)
-    signals = watch(model, layers, numbered, squares, BICO)
-    for layer in layers[:3]:
-        assert torch.equal(signals[layer.name, INPUT][0], numbered)
-    # each token sees itself only, so out_proj reads v of the same token: linear in the token's number
-    value = numbered[0, 1] @ module.in_proj_weight[12:].T
-    expected = torch.arange(15.0).reshape(3, 5, 1) * value.detach()
-    assert torch.allclose(signals["attn.out_proj.weight", INPUT][0], expected, atol=1e-4)
-
-
-def test_a_layer_called_twice_reports_its_calls_in_order() -> None:
-    model, batch = CASES["called twice"]()
-    signals = watch(model, layers_of(model), batch, squares, [*BICO, OUTPUT])
-    first, second = signals["fc.weight", INPUT]
-    assert torch.equal(first, batch)
-    assert torch.allclose(second, model.fc(batch).sin().detach())
-    leaf = signals["fc.weight", OUTPUT][1].clone().requires_grad_()
-    (leaf * torch.linspace(0.5, 1.5, 4)).pow(2).sum().backward()
-    assert torch.allclose(signals["fc.weight", OUTPUT_GRADIENT][1], leaf.grad)
 
 
 def pairs_of(source: nn.Module, target: nn.Module) -> list[LayerPair]:
@@ -425,69 +186,6 @@ def test_pairs_with_fixed_maps_are_not_measured_there() -> None:
     assert ("classifier.weight", OUTPUT_GRADIENT) not in found
 
 
-# --- token matching
-
-
-def test_equal_token_counts_pair_one_by_one() -> None:
-    ours, theirs = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
-    a, b = match_tokens(None, None)(ours, theirs)
-    assert torch.equal(a, ours.reshape(10, 3))
-    assert torch.equal(b, theirs.reshape(10, 4))
-
-
-@pytest.mark.parametrize("prefix", [1, 0])
-def test_the_grid_is_resized_bilinearly_and_the_class_token_kept(prefix: int) -> None:
-    ours, theirs = torch.randn(2, prefix + 6, 3, dtype=torch.float64), torch.randn(2, prefix + 20, 4)
-    a, b = match_tokens(TokenLayout(1, (2, 3)), TokenLayout(1, (4, 5)))(ours, theirs)
-    assert torch.equal(b, theirs.flatten(0, 1))
-    a = a.reshape(2, prefix + 20, 3)
-    assert torch.equal(a[:, :prefix], ours[:, :prefix])
-    for sample in range(2):
-        for channel in range(3):
-            image = ours[sample, prefix:, channel].reshape(1, 1, 2, 3)
-            expected = F.interpolate(image, size=(4, 5), mode="bilinear", align_corners=False).flatten()
-            assert torch.allclose(a[sample, prefix:, channel], expected, atol=1e-14)
-
-
-def test_bilinear_resizing_by_hand() -> None:
-    """From a 1 x 2 grid to 1 x 4: centres at 1/4, 3/4, 5/4, 7/4 of the old spacing."""
-    ours = torch.tensor([[[9.0], [0.0], [4.0]]], dtype=torch.float64)
-    a, _ = match_tokens(TokenLayout(1, (1, 2)), TokenLayout(1, (1, 4)))(ours, torch.zeros(1, 5, 1))
-    assert a.flatten().tolist() == [9.0, 0.0, 1.0, 3.0, 4.0]
-
-
-def test_equal_counts_of_unlike_grids_are_still_resized() -> None:
-    ours = torch.randn(1, 7, 2, dtype=torch.float64)
-    a, _ = match_tokens(TokenLayout(1, (2, 3)), TokenLayout(1, (3, 2)))(ours, torch.zeros(1, 7, 2))
-    grid = ours[:, 1:].transpose(1, 2).reshape(1, 2, 2, 3)
-    assert torch.allclose(a[1:], F.interpolate(grid, size=(3, 2), mode="bilinear").flatten(2)[0].T)
-
-
-@pytest.mark.parametrize(("one", "other"), [(5, 1), (1, 5), (0, 1)])
-def test_special_tokens_of_one_model_only_are_left_out(one: int, other: int) -> None:
-    ours, theirs = torch.randn(2, one + 4, 3), torch.randn(2, other + 4, 3)
-    a, b = match_tokens(TokenLayout(one, (2, 2)), TokenLayout(other, (2, 2)))(ours, theirs)
-    common = min(one, other)
-    assert torch.equal(a.reshape(2, -1, 3), torch.cat([ours[:, :common], ours[:, one:]], dim=1))
-    assert torch.equal(b.reshape(2, -1, 3), torch.cat([theirs[:, :common], theirs[:, other:]], dim=1))
-
-
-def test_pooled_tokens_need_no_grid() -> None:
-    ours, theirs = torch.randn(2, 1, 3), torch.randn(2, 1, 4)
-    a, b = match_tokens(TokenLayout(1, (2, 2)), TokenLayout(1, (3, 3)))(ours, theirs)
-    assert (a.shape, b.shape) == ((2, 3), (2, 4))
-
-
-def test_tokens_that_cannot_be_matched_are_an_error() -> None:
-    text = r"the source has 5 tokens per sample and the target 10; give their token layouts"
-    with pytest.raises(CaptureError, match=text):
-        match_tokens(None, None)(torch.zeros(2, 5, 3), torch.zeros(2, 10, 3))
-    with pytest.raises(CaptureError, match=text):
-        match_tokens(TokenLayout(1, (2, 2)), TokenLayout(2, (3, 3)))(torch.zeros(2, 5, 3), torch.zeros(2, 10, 3))
-    with pytest.raises(CaptureError, match=r"source and target saw 2 and 3 samples in one batch\."):
-        match_tokens(None, None)(torch.zeros(2, 5, 3), torch.zeros(3, 5, 3))
-
-
 # --- models come back as they went in
 
 
@@ -551,23 +249,6 @@ def test_models_and_torch_are_left_as_they_were(fails: str | None, fast: bool) -
     for name, model in models.items():
         assert state(model) == before[name][0]
         assert all(torch.equal(model.state_dict()[key], value) for key, value in before[name][1].items())
-
-
-def test_an_error_inside_attention_restores_linear() -> None:
-    model = Called(lambda m, x: m.attn(x, x[..., :-1], x)[0], attn=nn.MultiheadAttention(6, 2, batch_first=True))
-    linear = F.linear
-    with pytest.raises((RuntimeError, AssertionError)):
-        watch(model, layers_of(model), torch.randn(3, 5, 6), squares, BICO)
-    assert F.linear is linear
-
-
-def test_frozen_works_on_one_model_twice() -> None:
-    model = ToyViT().train()
-    with frozen(model), frozen(model):
-        assert not model.training
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert model.training
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_gradients_that_were_there_stay() -> None:
@@ -757,34 +438,6 @@ def test_half_precision_models_are_summed_in_double_from_exact_products() -> Non
     assert covariance.signal_dtype == torch.bfloat16
     exact = batch.double().flatten(0, 1)
     assert relative(covariance.matrix, exact.T @ exact) < 1e-7  # sums over a batch are float32
-
-
-def test_only_named_matrices_are_watched() -> None:
-    model = ToyViT()
-    with_proj, without = find_layers(model, matrices=MATRICES), find_layers(model)
-    signals = watch(model, with_proj, batches(4)[0], loss, BICO)
-    assert {name for name, _ in signals} == {layer.name for layer in with_proj}
-    assert {name for name, _ in watch(model, without, batches(4)[0], loss, BICO)} == {layer.name for layer in without}
-
-
-def test_a_token_limit_draws_a_share_of_each_sample() -> None:
-    limit = TokenLimit(10, 4, seed=3)
-    shares = [limit.rows(sample, 1, 9) for sample in range(4)]
-    assert [len(share) for share in shares if share is not None] == [2, 3, 2, 3]
-    assert all(share is not None and share.tolist() == sorted(set(share.tolist())) for share in shares)
-    together = limit.rows(1, 2, 18)  # the batches do not matter
-    assert shares[1] is not None
-    assert shares[2] is not None
-    assert together is not None
-    assert together.tolist() == [*shares[1].tolist(), *(9 + shares[2]).tolist()]
-    assert limit.rows(0, 4, 8) is None  # there are no more than that
-    assert len(limit.rows(0, 4, 13)) == 10  # type: ignore[arg-type]  # samples of different lengths
-    other = TokenLimit(10, 4, seed=4).rows(1, 2, 18)
-    assert other is not None
-    assert other.tolist() != together.tolist()
-    first = TokenLimit(8, 4, first=True).rows(0, 4, 40)
-    assert first is not None
-    assert set(range(0, 40, 10)) <= set(first.tolist())
 
 
 def test_limited_covariances_are_those_of_the_drawn_tokens() -> None:

@@ -13,26 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 import tuneport.checkpoint as module
-from tuneport.checkpoint import (
-    TensorSpec,
-    UnknownTensorError,
-    check_finite,
-    describe,
-    file_digests,
-    open_checkpoint,
-    parse_size,
-    read_json,
-    same_structure,
-    write_checkpoint,
-    write_safetensors,
-)
-from tuneport.errors import CheckpointError
-from tuneport.output import new_folder
-
-HAS_DEV_FULL = Path("/dev/full").is_char_device()
+from tuneport.checkpoint import file_digests, open_checkpoint, parse_size, read_json, write_checkpoint
+from tuneport.soundness import same_structure
+from tuneport.tensors import TensorSpec, UnknownTensorError, describe
+from tuneport.weight_file import SafetensorsFile
+from weights import assert_same, error_of
 
 
 @pytest.fixture(scope="module")
@@ -49,36 +37,6 @@ def saved(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("models") / request.param
     model.save_pretrained(folder, max_shard_size="5GB" if request.param == "single" else "20KB")
     return folder
-
-
-@pytest.fixture
-def tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "block.10.weight": torch.randn(8, 4, generator=generator),
-        "block.2.weight": torch.randn(3, 5, generator=generator).to(torch.bfloat16),
-        "block.2.bias": torch.randn(3, generator=generator, dtype=torch.float64),
-        "position_ids": torch.arange(7),
-        "mask": torch.tensor([True, False, True]),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 3),
-        "half": torch.randn(5, generator=generator).half(),
-    }
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert sorted(found) == sorted(expected)
-    for name in expected:
-        assert found[name].dtype == expected[name].dtype, name
-        assert torch.equal(found[name], expected[name]), name
-
-
-def error_of(action: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        action()
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 def write_index(folder: Path, weight_map: object) -> None:
@@ -106,7 +64,7 @@ def test_reads_what_transformers_saved(saved: Path, model: Any) -> None:
 
 def test_describes_without_reading(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(saved)
-    monkeypatch.setattr(module._SafetensorsFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(SafetensorsFile, "read", lambda *_: pytest.fail("a tensor was read"))
     assert "embeddings.word_embeddings.weight" in checkpoint
     assert "nothing" not in checkpoint
     assert checkpoint.shape("embeddings.word_embeddings.weight") == (40, 16)
@@ -122,19 +80,6 @@ def test_keeps_no_tensor_and_shares_none(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.ones(4))
 
 
-def test_reads_every_dtype_and_shape(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    shapes = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "bits": torch.tensor([True, False, True])}
-    eighths = {f"eighth.{dtype}": torch.ones(5).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-    everything = {**tensors, **shapes, **eighths, "half": torch.ones(3, 2, dtype=torch.bfloat16)}
-    save_file(everything, tmp_path / "m.safetensors")
-    opened, expected = open_checkpoint(tmp_path / "m.safetensors"), load_file(tmp_path / "m.safetensors")
-    assert set(opened) == set(expected)
-    for name, tensor in expected.items():
-        assert opened[name].dtype == tensor.dtype
-        assert opened[name].shape == tensor.shape
-        assert torch.equal(opened[name].float(), tensor.float())
-
-
 def test_unknown_name_is_a_key_error_with_a_readable_text(saved: Path) -> None:
     checkpoint = open_checkpoint(saved)
     assert checkpoint.get("nothing") is None
@@ -144,70 +89,12 @@ def test_unknown_name_is_a_key_error_with_a_readable_text(saved: Path) -> None:
     assert str(caught.value).startswith(f"{saved} holds no tensor 'nothing'; it holds embeddings.LayerNorm.bias,")
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_pickles_hold_tensors_only(tmp_path: Path, tensors: dict[str, torch.Tensor], legacy: bool) -> None:
-    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).T
-    torch.save(tensors, tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
-    torch.save({"state_dict": tensors, "epoch": 3}, tmp_path / "wrapped.ckpt")
-    (tmp_path / "folder").mkdir()
-    shutil.copy(tmp_path / "model.pt", tmp_path / "folder" / "pytorch_model.bin")
-    for name in ("model.pt", "wrapped.ckpt", "folder"):
-        checkpoint = open_checkpoint(tmp_path / name)
-        assert_same(checkpoint, tensors)
-        assert checkpoint["transposed"].is_contiguous()
-        checkpoint["scalar"].zero_()
-        assert checkpoint["scalar"] == 2.5
-
-
 def test_sharded_pickles(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
     torch.save({"b": torch.zeros(2)}, tmp_path / "pytorch_model-00002-of-00002.bin")
     weight_map = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert_same(open_checkpoint(tmp_path), {"a": torch.ones(2), "b": torch.zeros(2)})
-
-
-class Bomb:
-    """Runs a command when unpickled without care."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.target),))
-
-
-def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
-    path, target = tmp_path / "bad.pt", tmp_path / "exploded"
-    torch.save({"w": torch.ones(2), "bomb": Bomb(target)}, path)
-    assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is refused: this pickle holds more than tensors and could run code. "
-        "Save the model as safetensors where it was made, and use that."
-    )
-    assert not target.exists()
-
-
-def test_pickles_that_are_no_state_dict(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(2), "epoch": 3}, path)
-    assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is not a state dict: it holds 1 entries that are no tensors: epoch. Save model.state_dict()."
-    )
-    torch.save([torch.ones(2)], path)
-    assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is not a state dict but a list. Save model.state_dict()."
-    )
-    torch.save({}, path)
-    assert "it holds nothing" in error_of(lambda: open_checkpoint(path))
-    path.write_bytes(b"not a pickle")
-    assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is not a file of torch.save. Download or save it again."
-    )
-    torch.save({"w": torch.ones(1000)}, path)
-    whole = path.read_bytes()
-    for size in (0, 10, len(whole) // 2, len(whole) - 30):
-        path.write_bytes(whole[:size])
-        assert error_of(lambda: open_checkpoint(path)).endswith(" Download or save it again.")
 
 
 def test_path_errors(tmp_path: Path) -> None:
@@ -241,40 +128,6 @@ def test_folder_with_other_file_names(tmp_path: Path) -> None:
     assert error_of(lambda: open_checkpoint(tmp_path)) == (
         f"{tmp_path} holds 2 safetensors files and no model.safetensors.index.json: "
         "another.safetensors, open_clip_model.safetensors. Give one of the files, or add the index."
-    )
-
-
-def test_unreadable_headers(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    whole = save({"w": torch.ones(100)})
-    for content in (b"", b"x", whole[:60], whole[:-4], whole + b"more"):
-        path.write_bytes(content)
-        text = error_of(lambda: open_checkpoint(path))
-        assert text.startswith(f"{path} cannot be read as safetensors (")
-        assert text.endswith("). Download or save it again.")
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
-    assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is a Git LFS pointer, not the weights. Fetch them with git lfs pull."
-    )
-
-
-def test_unsupported_dtype(tmp_path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    text = error_of(lambda: open_checkpoint(tmp_path / "x.safetensors"))
-    assert "x.safetensors stores w as F4; known are BOOL, " in text or "cannot be read as safetensors" in text
-
-
-def test_vanished_and_changed_files(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(2)}, path)
-    checkpoint = open_checkpoint(path)
-    assert torch.equal(checkpoint["w"], torch.ones(2))
-    save_file({"w": torch.zeros(3)}, path)
-    assert error_of(lambda: checkpoint["w"]) == f"{path} has changed since it was opened. Open it again."
-    path.unlink()
-    assert error_of(lambda: checkpoint["w"]) == (
-        f"{path} is gone or cannot be read (No such file or directory). Restore it."
     )
 
 
@@ -347,49 +200,7 @@ def test_shards_may_be_links_as_in_the_hub_cache(tmp_path: Path) -> None:
     assert_same(open_checkpoint(tmp_path / "snapshot"), {"w": torch.ones(2)})
 
 
-# Checking
-
-
-def test_check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    check_finite(tensors)
-    tensors["half"][1] = torch.inf
-    tensors["block.2.bias"][0] = torch.nan
-    assert error_of(lambda: check_finite(tensors)) == (
-        "2 of 8 tensors of the model hold NaN or infinite values: block.2.bias, half. "
-        "Use a checkpoint from before training diverged."
-    )
-    check_finite(tensors, names=["scalar", "mask"])
-    assert "1 of 1 tensors" in error_of(lambda: check_finite(tensors, ["half"]))
-
-
-def test_same_structure_in_our_voice(tmp_path: Path) -> None:
-    base = {f"layer.{i}": torch.zeros(1) for i in range(3)} | {"head.weight": torch.zeros(4, 2)}
-    same_structure(base, {name: tensor + 1 for name, tensor in base.items()})
-    finetuned = base | {"head.weight": torch.zeros(3, 2)}
-    for name, state in (("base", base), ("ft", finetuned)):
-        with new_folder(tmp_path / name) as folder:
-            write_checkpoint(folder, state)
-    opened = [open_checkpoint(tmp_path / name) for name in ("base", "ft")]
-    assert error_of(lambda: same_structure(*opened)) == (
-        f"1 of 4 tensors of {tmp_path}/ft/ differ in shape from {tmp_path}/base/: "
-        'head.weight (3, 2) vs (4, 2). Exclude them with --exclude "head.*".'
-    )
-    same_structure(*opened, exclude=["head.*"])
-
-
-def test_same_structure_collects_everything() -> None:
-    base = {"a.w": torch.zeros(1), "b.w": torch.zeros(2), "ids": torch.arange(3)}
-    finetuned = {"b.w": torch.zeros(3), "c": torch.zeros(1), "count": torch.tensor(1)}
-    assert error_of(lambda: same_structure(base, finetuned)) == (
-        "1 of 3 tensors of the fine-tuned model differ in shape from the base: b.w (3,) vs (2,). "
-        "1 of 3 tensors of the fine-tuned model are not in the base: c. "
-        "1 of 3 tensors of the base are not in the fine-tuned model: a.w. "
-        'Exclude them with --exclude "a.*" --exclude "b.*" --exclude "c".'
-    )
-    many = {f"block.{i}.w": torch.zeros(1) for i in range(12)}
-    text = error_of(lambda: same_structure({}, many))
-    assert text.startswith("12 of 12 tensors of the fine-tuned model are not in the base: block.0.w, block.1.w,")
-    assert text.endswith("block.9.w, ... and 2 more. Check that the fine-tuned model was fine-tuned from the base.")
+# Digests
 
 
 def test_file_digests(tmp_path: Path) -> None:
@@ -406,18 +217,6 @@ def test_file_digests(tmp_path: Path) -> None:
 
 
 # Writing
-
-
-def test_golden_bytes(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    tensors['quote " and \u00e9'] = torch.ones(1, dtype=torch.int8)
-    tensors["eight"] = torch.ones(3).to(torch.float8_e4m3fn)
-    tensors["complex"] = torch.ones(3, dtype=torch.complex64)
-    specs = {name: describe(tensors, name) for name in tensors}
-    for metadata in ({}, {"format": "pt"}):
-        write_safetensors(tmp_path / "x.safetensors", tensors, specs, metadata)
-        written = (tmp_path / "x.safetensors").read_bytes()
-        assert written == save(tensors, metadata=metadata or None)
-        assert int.from_bytes(written[:8], "little") % 8 == 0
 
 
 def test_writes_shared_and_strided_tensors(tmp_path: Path) -> None:
@@ -493,20 +292,6 @@ def test_writing_options_and_errors(tmp_path: Path) -> None:
     assert [parse_size(size) for size in ("5GB", "8GiB", "12", "2kb", "1.5MB", "1TiB")] == [
         5 * 10**9, 8 * 2**30, 12, 2000, 1500000, 2**40,
     ]  # fmt: skip
-
-
-# Outputs that are whole or absent
-
-
-def test_vocabularies_of_other_length() -> None:
-    base = {"embed": torch.zeros(300, 4), "head": torch.zeros(300, 4), "w": torch.zeros(4, 4)}
-    padded = {"embed": torch.zeros(320, 4), "head": torch.zeros(320, 4), "w": torch.zeros(4, 4)}
-    assert error_of(lambda: same_structure(base, padded)) == (
-        "2 of 3 tensors of the fine-tuned model differ in shape from the base: embed (320, 4) vs (300, 4), "
-        "head (320, 4) vs (300, 4). If these are vocabularies of 320 and 300 entries, one of them padded, give both "
-        'the same length with resize_token_embeddings. Exclude them with --exclude "embed" --exclude "head".'
-    )
-    assert "vocabularies" not in error_of(lambda: same_structure(base, {**base, "w": torch.zeros(5, 4)}))
 
 
 class TestTiedTensors:

@@ -225,7 +225,7 @@ class TestPlan:
         assert {"layers", "not_transported", "expected"} <= set(done.json)
 
     def test_names_of_fused_layers_are_shown_whole(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cli, "out_console", Console(width=300))
+        monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=300))
         done = run("plan", *options(zoo, "siglip_vision"))
         assert done.code == 0
         assert "head.attention.in_proj_weight[q]" in done.out

@@ -12,9 +12,12 @@ import toy
 from folders import Zoo, load
 from tuneport.cost import cost_of
 from tuneport.families import open_model
-from tuneport.pipeline import measure_job, port, problem_of, transfer
-from tuneport.preparation import Job, prepare
-from tuneport.task_vector import LowRank, TaskVector
+from tuneport.job import Job
+from tuneport.low_rank import LowRank
+from tuneport.measuring import measure_job, problem_of
+from tuneport.pipeline import port, transfer
+from tuneport.preparation import prepare
+from tuneport.task_vector import TaskVector
 
 SAMPLES = 24
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 import toy
 from folders import Zoo
-from tuneport.capture import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
-from tuneport.data import read_data
 from tuneport.diagnostics import (
     Similarity,
     TokenAgreement,
@@ -28,6 +26,8 @@ from tuneport.diagnostics import (
 )
 from tuneport.errors import TuneportError
 from tuneport.families import open_model
+from tuneport.formats import read_data
+from tuneport.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
 
 Array = NDArray[np.float64]
 

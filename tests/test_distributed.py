@@ -13,7 +13,9 @@ from torch import multiprocessing
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.distributed import processes, ranks
 from tuneport.errors import TuneportError
-from tuneport.pipeline import Result, prepare, run
+from tuneport.pipeline import run
+from tuneport.preparation import prepare
+from tuneport.result import Result
 
 
 def result(**options: Any) -> Result:

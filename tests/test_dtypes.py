@@ -22,7 +22,8 @@ from tuneport.cli import app
 from tuneport.evaluation import features
 from tuneport.families import choose_head, open_model
 from tuneport.layers import find_layers
-from tuneport.pipeline import prepare, transfer
+from tuneport.pipeline import transfer
+from tuneport.preparation import prepare
 from tuneport.scaling import Scaled
 from tuneport.task_vector import TaskVector
 from tuneport.tasks import read_data

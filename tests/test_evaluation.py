@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 import toy
 from folders import CLASSES, HEAD_CLASSES, Zoo, load
-from tuneport.data import Dataset, read_data
+from tuneport.data import Dataset
 from tuneport.errors import DataError, TuneportError
 from tuneport.evaluation import check_protocol, features, linear_probe, zero_shot
 from tuneport.families import Head, Model, choose_head, describe_any, open_model
+from tuneport.formats import read_data
 
 
 def pixels(data: Dataset) -> torch.Tensor:

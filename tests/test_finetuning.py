@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 import texts
 from folders import Zoo
-from tuneport.data import Dataset, align_labels, read_data
+from tuneport.data import Dataset, align_labels
 from tuneport.errors import TuneportError
 from tuneport.families import Head, Model, choose_head, open_model
 from tuneport.finetuning import Schedule, finetune, prepared
+from tuneport.formats import read_data
 
 CPU = torch.device("cpu")
 

@@ -22,14 +22,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from folders import Zoo, edit_json, edit_weights, write_head
-from tuneport import data as data_module
+from tuneport import columns, formats
+from tuneport.arithmetic import apply
 from tuneport.bench import read_recipe
 from tuneport.capture import measure
 from tuneport.checkpoint import open_checkpoint
-from tuneport.data import read_data
 from tuneport.errors import CaptureError, CheckpointError, DataError
 from tuneport.families import open_model, read_head
-from tuneport.pipeline import apply, transfer
+from tuneport.formats import read_data
+from tuneport.pipeline import transfer
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,8 +198,8 @@ class TestData:
             read_data(tmp_path, "train").inputs[0]
 
     def test_archives_that_unpack_to_too_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(data_module, "_LARGEST_ARCHIVE", 10**6)
-        monkeypatch.setattr(data_module, "_LARGEST_TABLE", 10**6)
+        monkeypatch.setattr(formats, "_LARGEST_ARCHIVE", 10**6)
+        monkeypatch.setattr(columns, "_LARGEST_TABLE", 10**6)
         np.savez_compressed(tmp_path / "d.npz", x=np.zeros((100, 100, 100, 3), np.uint8))
         with pytest.raises(DataError, match="is refused: unpacked it would take"):
             read_data(tmp_path / "d.npz", "train", labelled=False)

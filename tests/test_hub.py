@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from folders import Zoo
+from tuneport.arithmetic import extract
 from tuneport.bench import compare, make_comparison
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.hub import hub_name, local, looks_like_hub_id
-from tuneport.pipeline import extract, transfer
+from tuneport.pipeline import transfer
 
 
 @pytest.fixture

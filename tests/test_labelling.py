@@ -18,8 +18,9 @@ from tuneport.data import Dataset, align_labels
 from tuneport.errors import DataError, TuneportError
 from tuneport.evaluation import encoded
 from tuneport.families import Model, choose_head, open_model
+from tuneport.job import PairedBatches
 from tuneport.labelling import agreement, labelled_by
-from tuneport.preparation import PairedBatches, prepare
+from tuneport.preparation import prepare
 from tuneport.tasks import read_data
 
 CLASSES = ("cat", "dog")

@@ -12,10 +12,11 @@ import torch
 from toy import ToyViT, finetuned, plan, problem
 from tuneport.alignment import Statistics
 from tuneport.errors import MethodError
+from tuneport.low_rank import LowRank
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.methods.checks import check_method, target_shapes
 from tuneport.pairing import Kept
-from tuneport.task_vector import LowRank, TaskVector
+from tuneport.task_vector import TaskVector
 
 SCENARIOS: dict[str, tuple[dict, dict]] = {
     "same": ({}, {}),

@@ -33,10 +33,11 @@ from texts import (
 )
 from tuneport import evaluation, transfer
 from tuneport.cli import app
-from tuneport.data import Dataset, read_data
+from tuneport.data import Dataset
 from tuneport.errors import DataError, TuneportError
 from tuneport.families import Head, Model, choose_head, describe_module, open_model
 from tuneport.families.huggingface_text import SENTENCE_SCALE
+from tuneport.formats import read_data
 from tuneport.objectives import OBJECTIVES, batch_for, load_loss, objective_of
 from twins import finetuned
 

@@ -17,18 +17,22 @@ from typer.testing import CliRunner
 
 from folders import Zoo
 from toy import ToyViT, batches, finetuned, loss, plan
+from tuneport.batches import PairedBatch
 from tuneport.budget import in_groups, plan_passes
-from tuneport.capture import PairedBatch, measure
+from tuneport.capture import measure
 from tuneport.cli import app
 from tuneport.cost import Work, work_of
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families import describe_module, open_model, outline_model
 from tuneport.forecast import LiveBytes
 from tuneport.layers import find_layers
+from tuneport.measuring import measure_job
 from tuneport.offload import Placement, block_paths, is_hollow, nested_to, placed, shelved, sizes
 from tuneport.pairing import pair_layers
-from tuneport.pipeline import Result, measure_job, prepare, run
+from tuneport.pipeline import run
+from tuneport.preparation import prepare
 from tuneport.rates import Rates, parse_rates, probe, seconds_of
+from tuneport.result import Result
 from tuneport.shapes import plan_devices, prepare_shapes
 from tuneport.task_vector import TaskVector
 

@@ -13,11 +13,12 @@ import pytest
 
 import browser
 from folders import Zoo, load
-from tuneport.data import read_data
+from tuneport.formats import read_data
 from tuneport.page import report_page
-from tuneport.pipeline import port, prepare, transfer
+from tuneport.pipeline import port, transfer
 from tuneport.plots import curves, heat_map
 from tuneport.preflight import compare
+from tuneport.preparation import prepare
 from tuneport.report import repeat_command, to_json
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")

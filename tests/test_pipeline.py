@@ -1,14 +1,11 @@
-"""Transfers from end to end: on folders of every family, on live modules, and everything that is written."""
+"""Transfers from end to end: on folders of every family and on live modules."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import toy
-from folders import CLASSES, FAMILIES, Zoo, edit_json, edit_weights, images, load, perturb, write_data, write_head
+from folders import CLASSES, FAMILIES, SAMPLES, Zoo, cross, edit_json, edit_weights, images, load, perturb, same
 from tuneport import TuneportError
-from tuneport.data import Dataset, align_labels, read_data
-from tuneport.errors import CheckpointError, DataError, MethodError, PairingError
+from tuneport.arithmetic import extract
+from tuneport.data import Dataset, align_labels
+from tuneport.errors import DataError, MethodError, PairingError
 from tuneport.families import choose_head, open_model
+from tuneport.formats import read_data
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
-from tuneport.outlook import expected
 from tuneport.pairing import LayerPair
-from tuneport.pipeline import Job, Result, apply, extract, pick_device, prepare, transfer
-from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
+from tuneport.pipeline import transfer
+from tuneport.preparation import prepare
+from tuneport.result import Result
 
-SAMPLES = 24
 CROSSINGS = [
     *((family, family) for family in FAMILIES),
     ("vit", "dinov2"),
@@ -42,21 +40,12 @@ CROSSINGS = [
 ]
 
 
-def cross(zoo: Zoo, source: str, target: str, part: str = "target", **options: Any) -> Result:
-    options = {"samples": SAMPLES, **options}
-    return transfer(zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-{part}"], zoo.data, **options)
-
-
 def outputs(module: nn.Module, model: Any) -> Tensor:
     """What a user computes with the model: logits where it has them, else features."""
     pixels = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         forward = model.logits or model.features
         return forward(module, {"pixel_values": pixels})
-
-
-def same(one: TaskVector, other: TaskVector) -> bool:
-    return set(one) == set(other) and all(torch.equal(one.dense(name), other.dense(name)) for name in one)
 
 
 @pytest.mark.parametrize(("source", "target"), CROSSINGS)
@@ -287,237 +276,6 @@ class TestDraws:
         torch.testing.assert_close(job.source_loss(job.source.module, batch.source), by_hand)
 
 
-@pytest.fixture(scope="module")
-def laden(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders with more beside the weights than a transfer should carry over."""
-    root = tmp_path_factory.mktemp("trio")
-    trio = [Path(shutil.copytree(path, root / path.name)) for path in zoo.trio("clip")]
-    target = trio[2]
-    write_head(target / "heads" / "plants.safetensors", 20)
-    for name in ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.onnx", "training_args.bin"):
-        (target / name).write_bytes(b"weights of another format")
-    (target / "README.md").write_text("the old card")
-    (target / ".hidden").write_text("")
-    (target / "LICENSE").write_text("a licence")
-    return trio
-
-
-@pytest.fixture(scope="module")
-def saved(laden: list[Path], zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("saved") / "out"
-    transfer(*laden, zoo.data, samples=SAMPLES, seed=3, scale=0.5).save(out)
-    return out
-
-
-class TestSaved:
-    def test_companions_come_along_and_other_weights_do_not(self, laden: list[Path], saved: Path) -> None:
-        ours = {"README.md", "tuneport.json", "report.html", "model.safetensors"}
-        companions = {
-            "config.json",
-            "preprocessor_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "LICENSE",
-            "heads/plants.safetensors",
-        }
-        found = {str(file.relative_to(saved)) for file in saved.rglob("*") if file.is_file()}
-        assert found == ours | companions
-        for name in companions:
-            assert (saved / name).read_bytes() == (laden[2] / name).read_bytes()
-
-    def test_the_record_holds_what_the_contract_says(self, zoo: Zoo, laden: list[Path], saved: Path) -> None:
-        record = json.loads((saved / "tuneport.json").read_text())
-        assert record["out"] == str(saved)
-        assert (record["method"], record["scale"], record["samples"]) == ("bico", 0.5, SAMPLES)
-        assert record["seconds"] > 0
-        assert record["options"]["seed"] == 3
-        assert record["options"]["samples"] == SAMPLES
-        assert {"shots", "sampler", "head", "completion", "batch_size", "exclude", "device"} <= set(record["options"])
-        assert {"torch", "transformers", "safetensors", "numpy", "python"} <= set(record["versions"])
-        fields = {"target", "source", "rank_in", "rank_out", "residual_in", "residual_out", "norm_source"}
-        assert record["layers"]
-        for layer in record["layers"]:
-            assert fields | {"norm_target"} <= set(layer)
-        assert record["not_transported"]
-        assert all(set(item) == {"tensor", "reason"} for item in record["not_transported"])
-        for role, folder in zip(("source", "finetuned", "target"), laden, strict=True):
-            assert record[role]["name"] == folder.name
-            digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-            assert record[role]["sha256"]["model.safetensors"] == digest
-            assert {"config.json", "preprocessor_config.json"} <= set(record[role]["sha256"])
-        digest = hashlib.sha256(zoo.data.read_bytes()).hexdigest()
-        assert record["data"]["sha256"] == {zoo.data.name: digest}
-        assert record["data"]["split"] == "train"
-        assert len(record["data"]["indices"]) == SAMPLES
-
-    def test_the_card_names_base_and_method(self, laden: list[Path], saved: Path) -> None:
-        card = (saved / "README.md").read_text()
-        assert card.startswith(f'---\nbase_model:\n- "{laden[2].name}"\n')
-        assert '- "bico"\n' in card
-        assert f"`{laden[0].name}`" in card
-        assert f"`{laden[1].name}`" in card
-        assert "scale 0.5" in card
-        assert "old card" not in card
-
-    def test_the_page_is_well_formed_and_shows_every_layer(self, saved: Path) -> None:
-        page = Page()
-        page.feed((saved / "report.html").read_text())
-        page.close()
-        assert page.open == []
-        assert not page.outside, "it opens offline"
-        record = json.loads((saved / "tuneport.json").read_text())
-        for layer in record["layers"]:
-            assert layer["target"] in page.cells
-        for item in record["not_transported"]:
-            assert item["tensor"] in page.cells
-            assert item["reason"] in page.cells
-
-    def test_text_and_images_still_work_together(self, saved: Path) -> None:
-        head = choose_head(open_model(saved), None, "animals", CLASSES)
-        assert head.name == "text"
-
-    def test_the_result_can_be_ported_on(self, zoo: Zoo, laden: list[Path], saved: Path) -> None:
-        result = transfer(laden[2], saved, zoo["clip-base"], zoo.data, samples=SAMPLES)
-        assert result.task_vector.norm() > 0
-
-    def test_an_existing_folder_is_kept_unless_told_otherwise(self, zoo: Zoo, tmp_path: Path) -> None:
-        result = cross(zoo, "vit", "vit", method="naive")
-        out = tmp_path / "out"
-        out.mkdir()
-        (out / "precious").write_text("")
-        with pytest.raises(CheckpointError, match="exists already"):
-            result.save(out)
-        assert [file.name for file in tmp_path.rglob("*")] == ["out", "precious"]
-        result.save(out, overwrite=True)
-        assert not (out / "precious").exists()
-        assert (out / "model.safetensors").is_file()
-
-    def test_an_unknown_kind(self, zoo: Zoo, tmp_path: Path) -> None:
-        with pytest.raises(TuneportError, match="model, adapter or task-vector, not as 'zip'"):
-            cross(zoo, "vit", "vit", method="naive").save(tmp_path / "out", kind="zip")
-
-    @pytest.mark.parametrize("file", ["config.json", "heads/animals.safetensors"])
-    def test_a_disk_that_fills_up_while_companions_are_copied(
-        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-    ) -> None:
-        copy = shutil.copy
-
-        def full(source: Path, place: Path) -> Any:
-            if str(source).endswith(file):  # as shutil reports it: the file that it read comes first
-                raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(place))
-            return copy(source, place)
-
-        result = cross(zoo, "clip_vision", "clip_vision", method="naive")
-        monkeypatch.setattr(shutil, "copy", full)
-        with pytest.raises(CheckpointError, match="cannot be written: the disk is full"):
-            result.save(tmp_path / "out")
-        assert list(tmp_path.iterdir()) == []
-
-
-class Page(HTMLParser):
-    """Checks that tags close in order, and collects the text of table cells."""
-
-    VOID = frozenset({"meta", "br", "hr", "img", "link"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.cells: set[str] = set()
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.outside += [
-            value or "" for name, value in attrs if name in ("src", "href") and not f"{value}".startswith("#")
-        ]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "td":
-            self.cells.add(data)
-
-
-class TestTaskVectors:
-    def test_saved_as_a_task_vector_it_applies_to_the_same_model(self, zoo: Zoo, tmp_path: Path) -> None:
-        result = cross(zoo, "vit", "vit")
-        result.save(tmp_path / "model")
-        result.save(tmp_path / "tau.safetensors", kind="task-vector")
-        apply(load_task_vector(tmp_path / "tau.safetensors"), zoo["vit-target"], tmp_path / "applied")
-        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "applied"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_extract_and_apply_give_the_fine_tune_back(self, zoo: Zoo, tmp_path: Path, family: str) -> None:
-        base, tuned = zoo[f"{family}-base"], zoo[f"{family}-tuned"]
-        save_task_vector(tmp_path / "tau.safetensors", extract(base, tuned))
-        apply(load_task_vector(tmp_path / "tau.safetensors"), base, tmp_path / "again")
-        ours, theirs = load_file(tmp_path / "again" / "model.safetensors"), load_file(tuned / "model.safetensors")
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
-            # (b - a) + a is b up to one rounding of the difference
-            torch.testing.assert_close(ours[name], theirs[name], atol=1e-7, rtol=2e-7)
-        assert (tmp_path / "again" / "preprocessor_config.json").is_file()
-        torch.testing.assert_close(
-            outputs_at(load(tmp_path / "again"), 16), outputs_at(load(tuned), 16), atol=1e-5, rtol=1e-5
-        )
-
-    def test_a_fine_tune_on_a_coarse_grid_comes_back_bit_by_bit(self, zoo: Zoo, tmp_path: Path) -> None:
-        """Where the difference itself is exact in float32, so is the round trip."""
-        folders = [Path(shutil.copytree(path, tmp_path / path.name)) for path in zoo.trio("vit")[:2]]
-        for folder in folders:
-            edit_weights(folder, lambda t: t.update({name: (x * 1024).round() / 1024 for name, x in t.items()}))
-        apply(extract(*folders), folders[0], tmp_path / "again")
-        ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folders[1]))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-    @pytest.mark.parametrize("form", ["file", "vector", "module", "model"])
-    def test_the_fine_tune_may_come_in_any_form(self, zoo: Zoo, tmp_path: Path, form: str) -> None:
-        base, tuned, target = zoo.trio("vit")
-        expected_result = transfer(base, tuned, target, zoo.data, samples=SAMPLES)
-        given: Any = {
-            "vector": lambda: extract(base, tuned),
-            "module": lambda: load(tuned),
-            "model": lambda: open_model(tuned),
-            "file": lambda: tmp_path / "tau.safetensors",
-        }[form]()
-        if form == "file":
-            save_task_vector(given, extract(base, tuned))
-        assert same(transfer(base, given, target, zoo.data, samples=SAMPLES).task_vector, expected_result.task_vector)
-
-    def test_a_live_model_and_its_folder_give_the_same_task_vector(self, zoo: Zoo) -> None:
-        base, tuned, target = zoo.trio("vit")
-        job = prepare(base, tuned, target, zoo.data, samples=SAMPLES)
-        live = prepare(load(base), load(tuned), load(target), method="naive")
-        assert same(job.task_vector, live.task_vector)
-        naive = transfer(base, tuned, target, method="naive")
-        alive = transfer(load(base), load(tuned), load(target), method="naive")
-        assert same(naive.task_vector, alive.task_vector)
-        assert naive.not_transported == alive.not_transported
-
-    def test_scale(self, zoo: Zoo) -> None:
-        result = cross(zoo, "vit", "vit", scale=0.5)
-        base = load(zoo["vit-target"])
-        name = "vit.layers.0.mlp.fc1.weight"
-        tau = result.task_vector.dense(name)
-        for module, scale in ((result.apply(), 0.5), (result.apply(2.0), 2.0), (result.apply(0.0), 0.0)):
-            torch.testing.assert_close(module.get_parameter(name), base.get_parameter(name) + scale * tau)
-        for scale in (float("nan"), float("inf")):
-            with pytest.raises(TuneportError, match="finite number"):
-                cross(zoo, "vit", "vit", scale=scale)
-
-
-def outputs_at(module: Any, size: int) -> Tensor:
-    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(3))
-    for part in ("vision_model", "vit", "dinov2"):
-        module = getattr(module, part, module)
-    with torch.no_grad():
-        return module(pixels).last_hidden_state
-
-
 class TestLiveModules:
     @pytest.fixture
     def toys(self) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -630,109 +388,3 @@ def perturb_target(zoo: Zoo) -> Path:
     """A second base of the source's shape."""
     folder = zoo.root / "vit-sibling"
     return folder if folder.exists() else perturb(zoo["vit-base"], folder, amount=0.3, seed=77)
-
-
-class TestExclude:
-    def test_layers_stay_behind_with_the_reason(self, zoo: Zoo) -> None:
-        result = cross(zoo, "vit", "vit", exclude=["classifier.*", "*.attention.query.weight"])
-        reasons = {item.tensor: item.reason for item in result.not_transported}
-        assert reasons["classifier.weight"] == reasons["classifier.bias"] == "excluded"
-        assert reasons["vit.encoder.layer.2.attention.attention.query.weight"] == "excluded"
-        assert not {"classifier.weight", "classifier.bias"} & set(result.task_vector)
-        assert not any("q_proj" in record.target for record in result.records)
-
-    def test_biases_alone(self, zoo: Zoo) -> None:
-        result = cross(zoo, "vit", "vit", exclude=["*.bias"])
-        assert len(result.records) == 20
-        assert not any(name.endswith(".bias") for name in result.task_vector)
-        reasons = {item.tensor: item.reason for item in result.not_transported}
-        assert reasons["classifier.bias"] == "excluded"
-        whole = cross(zoo, "vit", "vit")
-        for name in result.task_vector:
-            assert torch.equal(result.task_vector.dense(name), whole.task_vector.dense(name))
-
-    def test_a_new_head_on_the_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
-        tuned = Path(shutil.copytree(zoo["vit-tuned"], tmp_path / "tuned"))
-        edit_weights(
-            tuned, lambda t: t.update({"classifier.weight": torch.ones(5, 16), "classifier.bias": torch.ones(5)})
-        )
-        with pytest.raises(CheckpointError, match=r"classifier.weight \(5, 16\) vs \(3, 16\).*--exclude \"classifier"):
-            transfer(zoo["vit-base"], tuned, zoo["vit-target"], zoo.data, samples=SAMPLES)
-        result = transfer(
-            zoo["vit-base"], tuned, zoo["vit-target"], zoo.data, samples=SAMPLES, exclude=["classifier.*"]
-        )
-        assert len(result.records) == 19
-
-
-class TestRefusals:
-    """Everything that can be wrong is found before the first forward pass."""
-
-    @pytest.fixture(autouse=True)
-    def _no_measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("work has begun"))
-
-    def test_nothing_changed(self, zoo: Zoo) -> None:
-        base = zoo["vit-base"]
-        with pytest.raises(CheckpointError, match="equals its base in every tensor: there is nothing to transfer"):
-            transfer(base, base, zoo["vit-target"], zoo.data, samples=SAMPLES)
-
-    @pytest.mark.parametrize("part", ["base", "tuned", "target"])
-    def test_nan_weights(self, zoo: Zoo, tmp_path: Path, part: str) -> None:
-        folders = {name: zoo[f"vit-{name}"] for name in ("base", "tuned", "target")}
-        folders[part] = Path(shutil.copytree(folders[part], tmp_path / part))
-        edit_weights(folders[part], lambda t: t["vit.layernorm.weight"].fill_(torch.nan))
-        with pytest.raises(CheckpointError, match=r"hold NaN or infinite values: vit\.layernorm\.weight") as caught:
-            transfer(*folders.values(), zoo.data, samples=SAMPLES)
-        assert str(folders[part]) in str(caught.value)
-
-    def test_classes_that_the_head_does_not_know(self, zoo: Zoo, tmp_path: Path) -> None:
-        data = write_data(tmp_path / "animals.npz", ("cat", "dog", "owl", "gnu"))
-        with pytest.raises(DataError, match="1 of 4 classes of animals are unknown to the head: gnu"):
-            transfer(*zoo.trio("vit"), data, samples=SAMPLES)
-
-    def test_text_for_an_image_model(self, zoo: Zoo, tmp_path: Path) -> None:
-        (tmp_path / "texts.jsonl").write_text('{"text": "a", "label": "cat"}\n{"text": "b", "label": "dog"}\n')
-        with pytest.raises(DataError, match=r"texts holds texts, but .*vit-base reads images"):
-            transfer(*zoo.trio("vit"), tmp_path / "texts.jsonl", samples=2)
-
-    def test_more_samples_than_there_are(self, zoo: Zoo) -> None:
-        with pytest.raises(DataError, match="asked for 61 samples but train split of animals has 60"):
-            transfer(*zoo.trio("vit"), zoo.data, samples=61)
-
-    @pytest.mark.parametrize("name", ["nosuch", "meta", "cuda:99", "hpu", "mps", ""])
-    def test_devices(self, name: str) -> None:
-        if name == "mps" and torch.backends.mps.is_available():
-            pytest.skip("this machine has it")
-        with pytest.raises(TuneportError, match=f"device '{name}' is not available") as caught:
-            pick_device(name)
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 400
-
-    def test_the_fine_tune_of_another_model(self, zoo: Zoo) -> None:
-        with pytest.raises(CheckpointError, match=r"Check that .* was fine-tuned from"):
-            transfer(zoo["vit-base"], zoo["dinov2-tuned"], zoo["vit-target"], zoo.data, samples=SAMPLES)
-
-
-class TestPlan:
-    def test_the_plan_is_what_the_transfer_does(self, zoo: Zoo) -> None:
-        for source, target in (("vit", "vit"), ("clip", "clip_vision"), ("siglip_vision", "siglip_vision")):
-            job: Job = prepare(
-                zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-target"], zoo.data, samples=SAMPLES
-            )
-            outlook, result = expected(job), cross(zoo, source, target)
-            assert outlook["samples"] == SAMPLES
-            assert [(row["target"], row["source"]) for row in outlook["layers"]] == [
-                (record.target, record.source) for record in result.records
-            ]
-            assert outlook["not_transported"] == result.record["not_transported"]
-            assert outlook["expected"]["flops"] > 0
-            assert outlook["expected"]["statistics_bytes"] > 0
-
-    def test_the_cost_by_hand(self, zoo: Zoo) -> None:
-        layers = expected(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES))
-        paper = layers["expected"]["cost"]["paper"]
-        weights = {part: sum(p.numel() for p in load(zoo[f"vit-{part}"]).parameters()) for part in ("base", "target")}
-        assert paper["passes"] == 6 * SAMPLES * (5 * weights["base"] + 10 * weights["target"]), "patches, class token"
-        assert 0 < layers["expected"]["flops"] < paper["passes"], "frozen weights need no gradients of their own"
-        naive = expected(prepare(*zoo.trio("vit"), method="naive"))
-        assert naive["expected"]["flops"] == naive["expected"]["statistics_bytes"] == 0

@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from folders import Zoo, load
-from tuneport.data import read_data
 from tuneport.errors import DataError, TuneportError
-from tuneport.pipeline import measure_job, problem_of
+from tuneport.formats import read_data
+from tuneport.job import PairedBatches
+from tuneport.measuring import measure_job, problem_of
 from tuneport.preflight import (
     FOLDS,
     LIKELY,
@@ -28,7 +29,7 @@ from tuneport.preflight import (
     summary,
     try_transfer,
 )
-from tuneport.preparation import PairedBatches, prepare
+from tuneport.preparation import prepare
 
 
 @pytest.fixture

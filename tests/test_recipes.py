@@ -308,8 +308,8 @@ class TestRunning:
 
     def test_a_linear_probe_learns_from_the_calibration_samples_only(self, root: Path, tmp_path: Path) -> None:
         from tuneport.calibration import select
-        from tuneport.data import read_data
         from tuneport.evaluation import linear_probe
+        from tuneport.formats import read_data
 
         recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[3], scales=["1"])
         out = run_recipe(recipe, tmp_path / "out")
@@ -326,8 +326,8 @@ class TestRunning:
         assert "± seeds" in (out / "table.md").read_text()
 
     def test_fine_tuned_models_get_a_probe_on_the_whole_training_split(self, root: Path, tmp_path: Path) -> None:
-        from tuneport.data import read_data
         from tuneport.evaluation import linear_probe
+        from tuneport.formats import read_data
 
         tuned = str(root / "zoo" / "a-mnist")
         more = {"source_rows": True, "reference": {"mnist": tuned}, "stated": {"fashion": 74.5}}

@@ -13,10 +13,12 @@ from safetensors import safe_open
 
 import tuneport
 from folders import Zoo, write_data
-from tuneport.data import read_data
+from tuneport.arithmetic import apply, extract
+from tuneport.formats import read_data
 from tuneport.page import report_page
-from tuneport.pipeline import apply, extract, port, prepare, transfer
+from tuneport.pipeline import port, transfer
 from tuneport.preflight import compare
+from tuneport.preparation import prepare
 from tuneport.report import model_card, to_json
 from tuneport.task_vector import save_task_vector
 

@@ -12,12 +12,14 @@ from PIL import Image
 
 from folders import Zoo
 from tuneport import transfer
-from tuneport.capture import INPUT, OUTPUT_GRADIENT
+from tuneport.job import Job, PairedBatches
+from tuneport.measuring import measure_job
 from tuneport.methods import METHODS
-from tuneport.pipeline import check_scale, measure_job, run
-from tuneport.preparation import Job, PairedBatches, prepare
+from tuneport.pipeline import check_scale, run
+from tuneport.preparation import prepare
 from tuneport.rehearsal import VIEWS, Views, views_of
 from tuneport.report import repeat_command
+from tuneport.signals import INPUT, OUTPUT_GRADIENT
 
 
 def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from folders import Zoo
 from tuneport.alignment import CrossCovariance, Statistics, WeightGradient
 from tuneport.errors import CheckpointError
+from tuneport.job import Job
 from tuneport.methods import METHODS
-from tuneport.pipeline import Job, port, prepare
+from tuneport.pipeline import port
+from tuneport.preparation import prepare
 from tuneport.resume import Work, fingerprint, load_statistics, save_statistics
 
 SAMPLES, BATCH = 24, 4

@@ -14,9 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tuneport.task_vector as module
-from tuneport.checkpoint import check_finite, new_folder, open_checkpoint, write_checkpoint
+from tuneport.checkpoint import open_checkpoint, write_checkpoint
 from tuneport.errors import CheckpointError, TuneportError
-from tuneport.task_vector import LowRank, TaskVector, load_task_vector, save_task_vector
+from tuneport.low_rank import LowRank
+from tuneport.output import new_folder
+from tuneport.soundness import check_finite
+from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
+from tuneport.tensors import LazyMapping
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -74,32 +78,6 @@ def error_of(kind: type[TuneportError], action: Callable[[], object]) -> str:
 
 def test_examples() -> None:
     assert doctest.testmod(module).failed == 0
-
-
-# Low-rank entries
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("rank", [0, 1, 3, 9])
-def test_low_rank_against_its_dense_form(rank: int, dtype: torch.dtype) -> None:
-    entry = low_rank(7, rank, dtype)
-    product = entry.out_factor.double() @ entry.in_factor.double()
-    assert entry.shape == (6, 4)
-    assert entry.rank == rank
-    expected = torch.float64 if dtype == torch.float64 else torch.float32
-    assert entry.dense().dtype == entry.dtype == expected
-    torch.testing.assert_close(entry.dense(), product.to(expected))
-    assert entry.norm() == pytest.approx(float(torch.linalg.matrix_norm(product)), rel=1e-12)
-    for scaled in (entry * -3.0, -3.0 * entry):
-        torch.testing.assert_close(scaled.dense(), (-3 * product).to(expected))
-    assert torch.equal((-entry).dense(), -entry.dense())
-
-
-@pytest.mark.parametrize(("out", "in_"), [((6, 2), (3, 4)), ((6,), (6, 4)), ((1, 6, 2), (2, 4))])
-def test_factors_that_do_not_fit(out: tuple[int, ...], in_: tuple[int, ...]) -> None:
-    assert error_of(TuneportError, lambda: LowRank(torch.zeros(out), torch.zeros(in_))) == (
-        f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}."
-    )
 
 
 # Differences
@@ -325,7 +303,7 @@ def test_saving_computes_each_entry_once_and_keeps_none(tmp_path: Path) -> None:
         calls.append(name)
         return low_rank(1)
 
-    lazy = TaskVector(module.Lazy(["a", "b"], make), lambda _: TaskVector({"x": low_rank(1)}).spec("x"))
+    lazy = TaskVector(LazyMapping(["a", "b"], make), lambda _: TaskVector({"x": low_rank(1)}).spec("x"))
     save_task_vector(tmp_path / "low.safetensors", lazy)
     assert calls == ["a", "b"]
 
@@ -341,7 +319,7 @@ def test_saving_is_refused_or_whole(tmp_path: Path, one: TaskVector) -> None:
     def explode(_: str) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    broken = TaskVector(module.Lazy(["dense"], explode), lambda _: one.spec("dense"))
+    broken = TaskVector(LazyMapping(["dense"], explode), lambda _: one.spec("dense"))
     with pytest.raises(KeyboardInterrupt):
         save_task_vector(path, broken, overwrite=True)
     assert path.read_bytes() == before

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from folders import edit_json, edit_weights, load
 from texts import FAMILIES, LABELS, LARGE, SMALL, Size, make, scatter, tokens, write
 from tuneport import transfer
-from tuneport.capture import INPUT, OUTPUT_GRADIENT, watch
 from tuneport.errors import CheckpointError, PairingError
 from tuneport.families import describe_module, open_model
 from tuneport.preparation import prepare
+from tuneport.signals import INPUT, OUTPUT_GRADIENT, watch
 from twins import Twin, finetuned
 
 Batch = tuple[dict[str, Tensor], Tensor]

@@ -19,11 +19,11 @@ from texts import LABELS, SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, 
 from tuneport import bench, evaluation, transfer
 from tuneport.calibration import select
 from tuneport.cli import app
-from tuneport.data import read_data
+from tuneport.crossfit import halves
 from tuneport.errors import MethodError
 from tuneport.families import describe_module, open_model
+from tuneport.formats import read_data
 from tuneport.methods import METHODS
-from tuneport.pipeline import halves
 from tuneport.preparation import prepare
 from twins import finetuned
 

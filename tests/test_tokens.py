@@ -1,4 +1,4 @@
-"""Tokens matched by character: overlap, special tokens, padding, and a twin that splits words differently."""
+"""Tokens matched by character and by grid: overlap, special tokens, padding, limits, a twin with other tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from transformers import PreTrainedTokenizerFast
 from texts import LABELS, SENTENCES, SMALL, TOKENIZERS, bert_tokenizer, make, write
 from tuneport import transfer
 from tuneport.alignment import Statistics
-from tuneport.capture import INPUT, OUTPUT_GRADIENT, PairedBatch, measure, samples_at_once
+from tuneport.batches import PairedBatch, samples_at_once
+from tuneport.capture import measure
 from tuneport.data import Dataset
 from tuneport.errors import CaptureError
 from tuneport.families import describe_module, open_model
 from tuneport.families.reader import Reader
-from tuneport.pipeline import measure_job
-from tuneport.preparation import Job, prepare
-from tuneport.tokens import Coverage, coverage, match_spans, match_tokens, overlap
+from tuneport.job import Job
+from tuneport.layers import TokenLayout
+from tuneport.measuring import measure_job
+from tuneport.preparation import prepare
+from tuneport.signals import INPUT, OUTPUT_GRADIENT
+from tuneport.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
 from twins import Twin, finetuned
 
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split()})
@@ -424,3 +428,86 @@ def test_a_twin_that_splits_words_unevenly_gets_most_of_it(tmp_path: Path) -> No
     assert found < 0.08
     assert found < 0.5 * uneven.error("theseus")
     assert uneven.error("naive") > 1
+
+
+# Grids
+
+
+def test_equal_token_counts_pair_one_by_one() -> None:
+    ours, theirs = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
+    a, b = match_tokens(None, None)(ours, theirs)
+    assert torch.equal(a, ours.reshape(10, 3))
+    assert torch.equal(b, theirs.reshape(10, 4))
+
+
+@pytest.mark.parametrize("prefix", [1, 0])
+def test_the_grid_is_resized_bilinearly_and_the_class_token_kept(prefix: int) -> None:
+    ours, theirs = torch.randn(2, prefix + 6, 3, dtype=torch.float64), torch.randn(2, prefix + 20, 4)
+    a, b = match_tokens(TokenLayout(1, (2, 3)), TokenLayout(1, (4, 5)))(ours, theirs)
+    assert torch.equal(b, theirs.flatten(0, 1))
+    a = a.reshape(2, prefix + 20, 3)
+    assert torch.equal(a[:, :prefix], ours[:, :prefix])
+    for sample in range(2):
+        for channel in range(3):
+            image = ours[sample, prefix:, channel].reshape(1, 1, 2, 3)
+            expected = F.interpolate(image, size=(4, 5), mode="bilinear", align_corners=False).flatten()
+            assert torch.allclose(a[sample, prefix:, channel], expected, atol=1e-14)
+
+
+def test_bilinear_resizing_by_hand() -> None:
+    """From a 1 x 2 grid to 1 x 4: centres at 1/4, 3/4, 5/4, 7/4 of the old spacing."""
+    ours = torch.tensor([[[9.0], [0.0], [4.0]]], dtype=torch.float64)
+    a, _ = match_tokens(TokenLayout(1, (1, 2)), TokenLayout(1, (1, 4)))(ours, torch.zeros(1, 5, 1))
+    assert a.flatten().tolist() == [9.0, 0.0, 1.0, 3.0, 4.0]
+
+
+def test_equal_counts_of_unlike_grids_are_still_resized() -> None:
+    ours = torch.randn(1, 7, 2, dtype=torch.float64)
+    a, _ = match_tokens(TokenLayout(1, (2, 3)), TokenLayout(1, (3, 2)))(ours, torch.zeros(1, 7, 2))
+    grid = ours[:, 1:].transpose(1, 2).reshape(1, 2, 2, 3)
+    assert torch.allclose(a[1:], F.interpolate(grid, size=(3, 2), mode="bilinear").flatten(2)[0].T)
+
+
+@pytest.mark.parametrize(("one", "other"), [(5, 1), (1, 5), (0, 1)])
+def test_special_tokens_of_one_model_only_are_left_out(one: int, other: int) -> None:
+    ours, theirs = torch.randn(2, one + 4, 3), torch.randn(2, other + 4, 3)
+    a, b = match_tokens(TokenLayout(one, (2, 2)), TokenLayout(other, (2, 2)))(ours, theirs)
+    common = min(one, other)
+    assert torch.equal(a.reshape(2, -1, 3), torch.cat([ours[:, :common], ours[:, one:]], dim=1))
+    assert torch.equal(b.reshape(2, -1, 3), torch.cat([theirs[:, :common], theirs[:, other:]], dim=1))
+
+
+def test_pooled_tokens_need_no_grid() -> None:
+    ours, theirs = torch.randn(2, 1, 3), torch.randn(2, 1, 4)
+    a, b = match_tokens(TokenLayout(1, (2, 2)), TokenLayout(1, (3, 3)))(ours, theirs)
+    assert (a.shape, b.shape) == ((2, 3), (2, 4))
+
+
+def test_tokens_that_cannot_be_matched_are_an_error() -> None:
+    text = r"the source has 5 tokens per sample and the target 10; give their token layouts"
+    with pytest.raises(CaptureError, match=text):
+        match_tokens(None, None)(torch.zeros(2, 5, 3), torch.zeros(2, 10, 3))
+    with pytest.raises(CaptureError, match=text):
+        match_tokens(TokenLayout(1, (2, 2)), TokenLayout(2, (3, 3)))(torch.zeros(2, 5, 3), torch.zeros(2, 10, 3))
+    with pytest.raises(CaptureError, match=r"source and target saw 2 and 3 samples in one batch\."):
+        match_tokens(None, None)(torch.zeros(2, 5, 3), torch.zeros(3, 5, 3))
+
+
+def test_a_token_limit_draws_a_share_of_each_sample() -> None:
+    limit = TokenLimit(10, 4, seed=3)
+    shares = [limit.rows(sample, 1, 9) for sample in range(4)]
+    assert [len(share) for share in shares if share is not None] == [2, 3, 2, 3]
+    assert all(share is not None and share.tolist() == sorted(set(share.tolist())) for share in shares)
+    together = limit.rows(1, 2, 18)  # the batches do not matter
+    assert shares[1] is not None
+    assert shares[2] is not None
+    assert together is not None
+    assert together.tolist() == [*shares[1].tolist(), *(9 + shares[2]).tolist()]
+    assert limit.rows(0, 4, 8) is None  # there are no more than that
+    assert len(limit.rows(0, 4, 13)) == 10  # type: ignore[arg-type]  # samples of different lengths
+    other = TokenLimit(10, 4, seed=4).rows(1, 2, 18)
+    assert other is not None
+    assert other.tolist() != together.tolist()
+    first = TokenLimit(8, 4, first=True).rows(0, 4, 40)
+    assert first is not None
+    assert set(range(0, 40, 10)) <= set(first.tolist())

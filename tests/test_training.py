@@ -15,10 +15,10 @@ import torch
 from folders import Zoo, load, write_data
 from tuneport import cli, finetuning, training
 from tuneport.checkpoint import open_checkpoint
-from tuneport.data import read_data
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import choose_head, open_model
 from tuneport.finetuning import Schedule, finetune
+from tuneport.formats import read_data
 from tuneport.training import PROTOCOL, prepare_training, run_training
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tuneport.alignment import Completion
-from tuneport.capture import PairedBatch, measure
+from tuneport.batches import PairedBatch
+from tuneport.capture import measure
 from tuneport.layers import TokenLayout, find_layers, find_loose
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers

@@ -70,7 +70,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def random_change(source: nn.Module, rank: int | None) -> dict[str, Any]:
-    from tuneport.task_vector import LowRank
+    from tuneport.low_rank import LowRank
 
     change: dict[str, Any] = {}
     for name, weight in source.named_parameters():

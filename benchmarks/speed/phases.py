@@ -20,7 +20,7 @@ import vit
 from record import now, publish, table
 
 from tuneport import alignment, iteration, solver
-from tuneport.pipeline import measure_job, problem_of
+from tuneport.measuring import measure_job, problem_of
 
 PHASES = (
     (solver, "iterate"),

@@ -74,7 +74,7 @@ def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, floa
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.alignment import Statistics
     from tuneport.budget import in_groups
-    from tuneport.pipeline import measure_job, problem_of
+    from tuneport.measuring import measure_job, problem_of
 
     spent = [0.0]
 

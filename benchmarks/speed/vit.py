@@ -136,7 +136,7 @@ class Setting:
 
     def warm_up(self, contender: str) -> None:
         """Load what a GPU loads at its first use: kernels of the passes and of the solvers, at the real shapes."""
-        from tuneport.pipeline import measure_job
+        from tuneport.measuring import measure_job
         from tuneport.solver import polar_together
 
         few = [tuple(part[:2] for part in self.batches[0])]

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from .errors import TuneportError
     from .evaluation import linear_probe, zero_shot
     from .families import choose_head, open_model
+    from .job import Job
     from .layers import find_layers
     from .methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
     from .pairing import LayerPair, pair_layers
-    from .pipeline import Result, transfer
-    from .preparation import Job, prepare
+    from .pipeline import transfer
+    from .preparation import prepare
+    from .result import Result
     from .task_vector import TaskVector, load_task_vector
     from .tasks import read_data
 
@@ -31,11 +33,13 @@ _HOME = {
     "errors": ("TuneportError",),
     "evaluation": ("linear_probe", "zero_shot"),
     "families": ("choose_head", "open_model"),
+    "job": ("Job",),
     "layers": ("find_layers",),
     "methods": ("METHODS", "BilinearAlignment", "Method", "Problem", "Transfer", "get_method"),
     "pairing": ("LayerPair", "pair_layers"),
-    "pipeline": ("Result", "transfer"),
-    "preparation": ("Job", "prepare"),
+    "pipeline": ("transfer",),
+    "preparation": ("prepare",),
+    "result": ("Result",),
     "task_vector": ("TaskVector", "load_task_vector"),
     "tasks": ("read_data",),
 }

@@ -29,8 +29,10 @@ from .errors import CheckpointError, DataError, TuneportError, first_of
 from .families import Model, choose_head, open_model
 from .figures import FIGURES, figure_cell, write_figure
 from .methods import get_method
+from .opening import pick_device
 from .output import check_new_folder, claimed, new_folder
-from .preparation import package_version, pick_device, prepare
+from .preparation import prepare
+from .provenance import package_version
 from .recipe import Comparison, Recipe, make_comparison, make_recipe, read_recipe, there
 from .report import to_json
 from .resume import fingerprint

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .alignment import Statistics
-from .capture import NEEDS_BACKWARD, Loss, PairedBatch, count_samples, measure, part_of, samples_at_once
+from .batches import PairedBatch, count_samples, part_of, samples_at_once
+from .capture import measure
 from .division import (
     Passes,
     Sums,
@@ -35,9 +36,11 @@ from .division import (
 )
 from .errors import TuneportError
 from .forecast import Forecast, foretell
+from .job import Job, PairedBatches
 from .offload import Placement, block_paths, bytes_of, is_hollow, sizes
+from .opening import free_memory
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches, free_memory
+from .signals import NEEDS_BACKWARD, Loss
 
 __all__ = ["Passes", "format_bytes", "in_blocks", "in_groups", "parse_bytes", "plan_passes", "result_device", "runs_on"]
 

@@ -20,9 +20,10 @@ from .data import Dataset, align_labels
 from .evaluation import features, linear_probe
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, batch_reader, finetune
+from .job import Job, PairedBatches
 from .measuring import measure_job, problem_of
 from .methods import METHODS, Method, Transfer, get_method
-from .preparation import Job, PairedBatches, prepare
+from .preparation import prepare
 from .recipe import Comparison
 from .scaling import RULES, Scaled, first_half
 from .tables import Row

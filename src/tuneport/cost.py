@@ -19,20 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .capture import (
-    INPUT,
-    INPUT_GRADIENT,
-    NEEDS_BACKWARD,
-    OUTPUT,
-    OUTPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Loss,
-    PairedBatch,
-    watch,
-)
+from .batches import PairedBatch
+from .job import Job, PairedBatches
 from .layers import Layer
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches
+from .signals import INPUT, INPUT_GRADIENT, NEEDS_BACKWARD, OUTPUT, OUTPUT_GRADIENT, WEIGHT_GRADIENT, Loss, watch
 from .tokens import match_tokens
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .alignment import Statistics
-from .capture import PairedBatch, count_samples, frozen
+from .batches import PairedBatch, count_samples
 from .errors import DataError
+from .job import Job, PairedBatches
 from .methods import Transfer
-from .preparation import Job, PairedBatches
 from .scaling import SCALES, Rule, ScaleChoice, Scaled, Score, choose_scale, first_half, score_of_classes
+from .signals import frozen
 
 
 def halves(job: Job) -> tuple[Job, Job]:

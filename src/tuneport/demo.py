@@ -20,17 +20,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from .cost import cost_of
-from .data import Dataset, read_data
+from .data import Dataset
 from .errors import TuneportError
 from .evaluation import before_and_after, zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
+from .formats import read_data
 from .measuring import measure_job, problem_of
 from .methods import METHODS
 from .output import check_new_folder, new_folder
-from .pipeline import Result, run
+from .pipeline import run
 from .preparation import prepare
 from .report import copy_companions, write_record
+from .result import Result
 
 Stage = Callable[[str, int, int], None]
 MODELS = Path(__file__).parent / "demo_models"

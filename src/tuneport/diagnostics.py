@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .alignment import Completion, Statistics
-from .capture import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, Loss, PairedBatch, Progress, measure
+from .batches import PairedBatch
+from .capture import Progress, measure
 from .data import Dataset
 from .errors import TuneportError, first_of
 from .evaluation import encoded
 from .families import Model
 from .pairing import LayerPair
+from .signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, Loss
 from .similarity import NAN, Similarity, TokenAgreement, cka, token_cosine
 from .tokens import Match, match_tokens
 

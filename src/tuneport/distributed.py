@@ -19,11 +19,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .alignment import CrossCovariance, Statistics, WeightGradient
-from .capture import count_samples
+from .batches import count_samples
 from .errors import TuneportError
+from .job import Job, PairedBatches
 from .methods import Problem, Transfer
 from .pairing import Plan
-from .preparation import Job, PairedBatches
 from .task_vector import TaskVector
 
 

@@ -14,15 +14,16 @@ from itertools import groupby
 import torch
 
 from .alignment import CrossCovariance, held_bytes
-from .capture import INPUT, OUTPUT, count_samples
+from .batches import count_samples
 from .errors import TuneportError
 from .forecast import ShapeSum
+from .job import Job, PairedBatches
+from .low_rank import LowRank
 from .offload import Placement, is_hollow
 from .pairing import LayerPair
-from .preparation import Job, PairedBatches
 from .products import work_bytes
+from .signals import INPUT, OUTPUT
 from .solver import together_bytes, within
-from .task_vector import LowRank
 
 UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}

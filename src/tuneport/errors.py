@@ -56,3 +56,13 @@ def first_of(items: Iterable[str], limit: int = 10) -> str:
     listed = ["".join(mark if mark.isprintable() else "\ufffd" for mark in item) for item in items]
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown}, ... and {len(listed) - limit} more"
+
+
+def brief(error: BaseException) -> str:
+    """What another library says went wrong: the first line of its text, or the kind of error where it has none.
+
+    >>> brief(ValueError("no such thing.\\nTraceback ..."))
+    'no such thing'
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -14,22 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from .calibration import select
-from .capture import INPUT
 from .charts import bars, chart
 from .cost import cost_of
 from .diagnostics import activation_drift, by_block, layer_similarity, output_similarity
 from .errors import DataError
 from .families import Model, choose_head, open_model
 from .finetuning import Schedule, finetune
+from .job import PairedBatches
 from .measuring import measure_job, problem_of
 from .methods import get_method
 from .objectives import OBJECTIVES, forward_only
 from .pairing import pair_layers
 from .pipeline import run
-from .preparation import PairedBatches, prepare
+from .preparation import prepare
 from .recipe import FIGURES, Comparison, Recipe
 from .report import to_json
 from .scaling import Scaled
+from .signals import INPUT
 from .tables import grid, write_csv
 from .tasks import read_data
 from .training import CHECKPOINTS

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .capture import PairedBatch, TokenLimit, count_samples, measure
+from .batches import PairedBatch, count_samples
+from .capture import measure
 from .cost import WithoutNumbers, first_batch, shapes_of, to_meta
 from .errors import TuneportError
+from .job import Job
 from .offload import Placement, placed
 from .pairing import LayerPair
-from .preparation import Job
 from .products import work_bytes
-from .tokens import Match, match_tokens
+from .tokens import Match, TokenLimit, match_tokens
 
 
 class LiveBytes(TorchDispatchMode):

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from .calibration import SAMPLERS
-from .capture import frozen
 from .data import Dataset, align_labels
 from .errors import DataError, TuneportError, unknown_name
 from .evaluation import encoded
 from .families import Head, Model
 from .offload import is_hollow
 from .scaling import Scaled
+from .signals import frozen
 from .task_vector import TaskVector
 
 LABELS = ("data", "source")  # whose labels the samples have

@@ -8,15 +8,18 @@ from itertools import islice
 from typing import Any
 
 from .alignment import Statistics
+from .batches import count_samples, samples_at_once
 from .budget import runs_on
-from .capture import INPUT, Progress, TokenLimit, count_samples, measure, samples_at_once
+from .capture import Progress, measure
 from .distributed import reduced, share_of
 from .errors import TuneportError
+from .job import Job, PairedBatches
 from .methods import Problem
 from .offload import is_hollow, nested_to, placed
-from .preparation import Job, PairedBatches
 from .rehearsal import views_of
 from .resume import Work
+from .signals import INPUT
+from .tokens import TokenLimit
 
 
 def problem_of(job: Job, statistics: Statistics) -> Problem:

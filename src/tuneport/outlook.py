@@ -10,9 +10,9 @@ import torch
 
 from .budget import plan_passes
 from .cost import cost_of
+from .job import Job
 from .offload import is_hollow
-from .pipeline import left_behind, not_transported_by
-from .preparation import Job
+from .planning import left_behind, not_transported_by
 from .task_vector import TaskVector
 
 

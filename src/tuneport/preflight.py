@@ -23,13 +23,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from .alignment import Statistics
-from .capture import Progress, frozen
+from .capture import Progress
 from .diagnostics import COMPARED, LayerSimilarity, layer_similarity
 from .errors import DataError
-from .families import open_model
+from .families import ModelLike, open_model
+from .job import Job, PairedBatches
 from .measuring import measure_job, problem_of
-from .preparation import Job, ModelLike, PairedBatches, pick_device, prepare
+from .opening import pick_device
+from .preparation import prepare
 from .scaling import Scaled
+from .signals import frozen
 from .task_vector import TaskVector
 
 FOLDS = 4

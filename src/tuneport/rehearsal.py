@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from .preparation import Job, PairedBatches
+from .job import Job, PairedBatches
 
 VIEWS = 4  # changed copies of each sample
 DROPPED = 0.2  # of the words of a text

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from .alignment import CrossCovariance, Statistics, WeightGradient
-from .checkpoint import describe, open_checkpoint, write_safetensors
+from .checkpoint import open_checkpoint
 from .errors import CheckpointError, first_of
 from .output import new_file
+from .tensors import describe
+from .weight_file import write_safetensors
 
 FORMAT = "tuneport-statistics"
 VERSION = "2"

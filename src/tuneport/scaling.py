@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import describe
-from .task_vector import Entry, LowRank, TaskVector
+from .low_rank import Entry, LowRank
+from .task_vector import TaskVector
+from .tensors import describe
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 FEWEST = 4  # samples that can be parted

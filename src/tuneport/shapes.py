@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
+from .batches import PairedBatch
 from .budget import Passes, format_bytes, plan_passes
-from .capture import PairedBatch
 from .cost import work_of
 from .division import Sums
 from .errors import TuneportError
 from .families import outline_model
 from .forecast import foretell
+from .job import Job
 from .methods import get_method
 from .objectives import forward_only, token_loss
 from .offload import bytes_of
-from .pairing import nearest_block
-from .preparation import Job, pick_device, pick_dtype, plan_of
+from .opening import pick_device, pick_dtype
+from .planning import plan_of
 from .rates import Rates, probe, seconds_of
 from .task_vector import TaskVector
 
@@ -57,7 +58,7 @@ def prepare_shapes(
     names |= {layer.bias: (layer.out_features,) for layer in ours.layers if layer.bias is not None and not layer.rows}
     vector = TaskVector({name: torch.empty(shape, device="meta") for name, shape in names.items()})
     chosen = get_method(method)
-    plan = plan_of(ours, theirs, vector, None, None, nearest_block, ())
+    plan = plan_of(ours, theirs, vector)
     chosen.check(plan)
     count = -(-samples // batch_size)
     batch = PairedBatch(_texts(batch_size, length), _texts(batch_size, length), size=batch_size)

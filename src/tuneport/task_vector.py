@@ -7,90 +7,35 @@ Differences are taken in float32 (float64 where an input is) and cast back only 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from tuneport.checkpoint import (
+from .checkpoint import open_checkpoint
+from .errors import CheckpointError, TuneportError, first_of
+from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
+from .output import PathLike, new_file
+from .soundness import same_structure
+from .tensors import (
+    LazyMapping,
+    LazyTensors,
     TensorSpec,
     UnknownTensorError,
     all_finite,
     describe,
-    open_checkpoint,
     pieces,
-    same_structure,
-    write_safetensors,
+    unknown_tensors,
 )
-from tuneport.errors import CheckpointError, TuneportError, first_of
-from tuneport.output import PathLike, new_file
+from .weight_file import write_safetensors
 
-T = TypeVar("T")
 FORMAT = "tuneport-task-vector"
 VERSION = "1"
 _OUT, _IN = "::out", "::in"
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
-
-    A convolution's kernel is a matrix too, over unfolded patches: its `in_factor` is (r, channels, height, width).
-
-    >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
-    (4, 3)
-    """
-
-    out_factor: torch.Tensor
-    in_factor: torch.Tensor
-
-    def __post_init__(self) -> None:
-        out, in_ = tuple(self.out_factor.shape), tuple(self.in_factor.shape)
-        if len(out) != 2 or len(in_) < 2 or out[1] != in_[0]:
-            raise TuneportError(f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}.")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the product, (d_out, d_in) or (d_out, channels, height, width)."""
-        return self.out_factor.shape[0], *self.in_factor.shape[1:]
-
-    @property
-    def rank(self) -> int:
-        """Number of columns of `out_factor`: a bound on the rank of the product."""
-        return self.out_factor.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the product: float32 also for factors in half precision, which would round it."""
-        widest = torch.promote_types(self.out_factor.dtype, self.in_factor.dtype)
-        return torch.promote_types(widest, torch.float32)
-
-    def dense(self) -> torch.Tensor:
-        """Return the product as one tensor."""
-        product = self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype).flatten(1)
-        return product.reshape(self.shape)
-
-    def norm(self) -> float:
-        """Return the Frobenius norm: ||B A||^2 = sum of (B^T B) * (A A^T), both r x r, in float64."""
-        B, A = self.out_factor.double(), self.in_factor.double().flatten(1)
-        return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
-
-    def __mul__(self, factor: float) -> LowRank:
-        return LowRank(self.out_factor.to(self.dtype) * factor, self.in_factor)
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> LowRank:
-        return self * -1.0
-
-
-Entry = torch.Tensor | LowRank
 
 
 class EntrySpec(NamedTuple):
@@ -99,46 +44,6 @@ class EntrySpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     rank: int | None = None
-
-
-class Lazy(Mapping[str, T]):
-    """Names and a function that makes the value of one."""
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
-        self._names = dict.fromkeys(names)
-        self._read = read
-
-    def __getitem__(self, name: str) -> T:
-        if name not in self._names:
-            raise UnknownTensorError(_unknown([name], self._names, "the mapping"))
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-
-class LazyTensors(Lazy[torch.Tensor]):
-    """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
-
-    def __init__(
-        self, names: Iterable[str], read: Callable[[str], torch.Tensor], spec: Callable[[str], TensorSpec]
-    ) -> None:
-        super().__init__(names, read)
-        self._spec = spec
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without making it."""
-        return self._spec(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, without making it."""
-        return self._spec(name).dtype
 
 
 class TaskVector(Mapping[str, Entry]):
@@ -189,11 +94,11 @@ class TaskVector(Mapping[str, Entry]):
                 difference.sub_(piece.to(difference))
             return changed
 
-        return cls(Lazy(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
+        return cls(LazyMapping(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            raise UnknownTensorError(_unknown([name], self, "the task vector"))
+            raise UnknownTensorError(unknown_tensors([name], self, "the task vector"))
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -255,7 +160,7 @@ class TaskVector(Mapping[str, Entry]):
 
         def total(name: str) -> Entry:
             if name in self and name in other:
-                return _sum(self[name], other[name])
+                return add_entries(self[name], other[name])
             return self[name] if name in self else other[name]
 
         def spec(name: str) -> EntrySpec:
@@ -265,7 +170,7 @@ class TaskVector(Mapping[str, Entry]):
             rank = None if one.rank is None or two.rank is None else one.rank + two.rank
             return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
 
-        return TaskVector(Lazy([*self, *other], total), spec)
+        return TaskVector(LazyMapping([*self, *other], total), spec)
 
     def __sub__(self, other: TaskVector) -> TaskVector:
         return self + -other if isinstance(other, TaskVector) else NotImplemented
@@ -275,7 +180,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def __mul__(self, factor: float) -> TaskVector:
         number = _finite(factor)
-        return TaskVector(Lazy(self, lambda name: self[name] * number), self.spec)
+        return TaskVector(LazyMapping(self, lambda name: self[name] * number), self.spec)
 
     __rmul__ = __mul__
 
@@ -289,13 +194,13 @@ class TaskVector(Mapping[str, Entry]):
         if len(old_of) < len(self):
             clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
             raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
-        return TaskVector(Lazy(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
+        return TaskVector(LazyMapping(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
 
     def subset(self, names: Iterable[str]) -> TaskVector:
         """Return the entries with these names, in this order."""
         chosen = list(names)
         self._check_known(chosen)
-        return TaskVector(Lazy(chosen, self.__getitem__), self.spec)
+        return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
     def materialise(self) -> TaskVector:
         """Compute every entry now and keep it in memory."""
@@ -310,7 +215,7 @@ class TaskVector(Mapping[str, Entry]):
         scale = _finite(scale)
         unknown = [name for name in self if name not in base]
         if unknown:
-            raise TuneportError(_unknown(unknown, base, "the base", len(self)) + " Use rename() or subset().")
+            raise TuneportError(unknown_tensors(unknown, base, "the base", len(self)) + " Use rename() or subset().")
         unfit = [
             f"{name} {self.shape(name)} vs {there.shape} {there.dtype}"
             for name in self
@@ -343,7 +248,7 @@ class TaskVector(Mapping[str, Entry]):
     def _check_known(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self]
         if unknown:
-            raise UnknownTensorError(_unknown(unknown, self, "the task vector"))
+            raise UnknownTensorError(unknown_tensors(unknown, self, "the task vector"))
 
 
 def save_task_vector(
@@ -380,7 +285,7 @@ def save_task_vector(
 
     stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
-        write_safetensors(temporary, Lazy(parts, part), parts, stated)
+        write_safetensors(temporary, LazyMapping(parts, part), parts, stated)
     return math.sqrt(sum(squares.values()))
 
 
@@ -420,7 +325,7 @@ def load_task_vector(path: PathLike) -> TaskVector:
         return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
 
     names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
-    return TaskVector(Lazy(names, read), spec)
+    return TaskVector(LazyMapping(names, read), spec)
 
 
 def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
@@ -429,31 +334,6 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
     matrices = len(out.shape) == 2 and len(in_.shape) >= 2
     return matrices and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
-
-
-def as_dense(entry: Entry) -> torch.Tensor:
-    """An entry as a plain tensor."""
-    return entry.dense() if isinstance(entry, LowRank) else entry
-
-
-def norm_of(entry: Entry) -> float:
-    """The Frobenius norm of an entry, accumulated in float64."""
-    if isinstance(entry, LowRank):
-        return entry.norm()
-    wide = torch.promote_types(entry.dtype, torch.float64)
-    parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
-    return float(torch.linalg.vector_norm(torch.stack(parts)))
-
-
-def _sum(one: Entry, other: Entry) -> Entry:
-    if isinstance(one, LowRank) and isinstance(other, LowRank):
-        out, in_ = one.out_factor, one.in_factor
-        return LowRank(
-            torch.cat([out, other.out_factor.to(out.device)], dim=1),
-            torch.cat([in_, other.in_factor.to(in_.device)], dim=0),
-        )
-    first = as_dense(one)
-    return first + as_dense(other).to(first.device)
 
 
 def _is_quantised(dtype: torch.dtype) -> bool:
@@ -468,16 +348,3 @@ def _finite(factor: float) -> float:
     if not math.isfinite(number):
         raise TuneportError(f"a task vector is scaled by a finite number, got {factor!r}.")
     return number
-
-
-def _unknown(names: Sequence[str], known: Iterable[str], holder: str, total: int | None = None) -> str:
-    """Say which names `holder` lacks, each of the first ten with its nearest known one."""
-    there = list(known)
-
-    def hint(name: str) -> str:
-        near = difflib.get_close_matches(name, there, n=1)
-        return f"{name} (nearest: {near[0]})" if near else name
-
-    shown = first_of([*(hint(name) for name in names[:10]), *names[10:]])
-    of = "" if total is None else f" of {total}"
-    return f"{len(names)}{of} tensors are not in {holder}: {shown}."

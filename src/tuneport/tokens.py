@@ -3,12 +3,13 @@
 A Match takes the signals of both models at one layer, (N, T_A, d_A) and (N, T_B, d_B), and returns their paired
 rows. Images pair by place: class token with class token, patch grids resized. Texts pair by character: a target
 token stands beside the mean of the source tokens that cover its characters, weighted by overlap. Padding never
-gets through.
+gets through. A TokenLimit draws some of the paired rows.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -154,3 +155,45 @@ def _special_tokens(
             return None
         counts.append(special)
     return counts[0], counts[1]
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """How many tokens of all samples together are looked at: a share of each sample's, drawn by seed.
+
+    The same tokens serve both models and every signal, and the draw depends on the sample's place, not on the
+    batches. With `first`, a sample's first token (the class token of a vision model, in which alone its last
+    gradients live) is always among its share.
+    """
+
+    tokens: int
+    samples: int
+    seed: int = 0
+    first: bool = False
+    offset: int = 0  # samples that other processes have before ours
+
+    def rows(self, start: int, size: int, count: int) -> Tensor | None:
+        """Which of the `count` rows of a batch of `size` samples, `start` samples in, are used; None for all."""
+        start += self.offset
+        shares = [self._share(start + sample) for sample in range(size)]
+        if count <= sum(shares):
+            return None
+        if count % size:
+            return _draw(count, sum(shares), (self.seed, start, count), False)
+        each = count // size
+        drawn = [
+            sample * each + _draw(each, share, (self.seed, start + sample, each), self.first)
+            for sample, share in enumerate(shares)
+        ]
+        return torch.cat(drawn)
+
+    def _share(self, sample: int) -> int:
+        return self.tokens * (sample + 1) // self.samples - self.tokens * sample // self.samples
+
+
+def _draw(count: int, share: int, seed: tuple[int, ...], first: bool) -> Tensor:
+    """`share` of `count` indices in order, the first of them included where asked."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+    kept = int(first and share > 0)
+    order = torch.randperm(count - kept, generator=generator)[: max(share - kept, 0)] + kept
+    return torch.cat([torch.arange(kept), order]).sort().values

@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import describe
 from .data import Dataset, align_labels
 from .errors import DataError
 from .evaluation import zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Progress, Schedule, finetune
 from .hub import looks_like_hub_id
+from .opening import pick_device
 from .output import check_new_folder, claimed, new_folder
-from .preparation import data_identity, identity_of, package_version, pick_device, versions
+from .provenance import data_identity, identity_of, package_version, versions
 from .report import copy_companions, write_record
 from .tasks import read_data, split_reference
+from .tensors import describe
 
 CHECKPOINTS = "checkpoints"
 PROTOCOL = Schedule(steps=2000, batch_size=128, learning_rate=1e-5, weight_decay=0.1, warmup=200)

@@ -23,13 +23,14 @@ from torch.nn import functional as F
 import tuneport
 from folders import CLASSES, Zoo, write_data, write_head
 from toy import rotation
-from tuneport.capture import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.arithmetic import apply, extract
 from tuneport.errors import CheckpointError
 from tuneport.families import choose_head, describe_module, open_model, open_stored
 from tuneport.families.base import PROMPTS
 from tuneport.layers import TokenLayout
-from tuneport.pipeline import apply, extract
+from tuneport.signals import INPUT, OUTPUT_GRADIENT, watch
 from tuneport.task_vector import load_task_vector, save_task_vector
+from tuneport.tokens import match_tokens
 from twins import Permuted, linear_names, scatter, tuned, twin
 
 
@@ -386,7 +387,7 @@ class TestTransfer:
             size = module.visual.image_size
             return module.encode_image(F.interpolate(batch, size)).pow(2).sum()
 
-        match = tuneport.capture.match_tokens(TokenLayout(1, (2, 2)), TokenLayout(1, (3, 3)))
+        match = match_tokens(TokenLayout(1, (2, 2)), TokenLayout(1, (3, 3)))
         result = tuneport.transfer(base, moved, target, [images], loss=loss, match=match)
         out = result.save(tmp_path / "out")
         fresh = open_clip.create_model("larger", pretrained=str(out / "open_clip_model.safetensors")).eval()

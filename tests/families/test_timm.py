@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 import tuneport
 from folders import CLASSES, Zoo, write_data, write_head
-from tuneport.capture import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.arithmetic import apply, extract
 from tuneport.errors import CheckpointError
 from tuneport.families import choose_head, describe_module, open_model
 from tuneport.layers import TokenLayout
-from tuneport.pipeline import apply, extract
+from tuneport.signals import INPUT, OUTPUT_GRADIENT, watch
 from twins import Permuted, linear_names, scatter, tuned, twin
 
 ARCHITECTURE = "vit_tiny_patch16_224"

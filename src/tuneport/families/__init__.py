@@ -10,7 +10,7 @@ from torch import nn
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError
 from ..hub import local, looks_like_hub_id
-from .base import Batch, Family, Forward, Head, Model, Stored, choose_head, describe_any, read_head, widened
+from .base import Batch, Family, Forward, Head, Model, ModelLike, Stored, choose_head, describe_any, read_head, widened
 from .huggingface import HuggingFace
 from .open_clip import OpenClip
 from .reader import Encoded, Reader
@@ -96,6 +96,7 @@ __all__ = [
     "Forward",
     "Head",
     "Model",
+    "ModelLike",
     "Reader",
     "Stored",
     "can_outline",

@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint import describe, open_checkpoint, read_json, write_checkpoint
+from ..checkpoint import open_checkpoint, read_json, write_checkpoint
 from ..errors import CheckpointError, DataError, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from ..offload import is_hollow
-from ..task_vector import LazyTensors
+from ..tensors import LazyTensors, describe
 from .libraries import first_line
 from .reader import Reader
 
@@ -109,9 +110,16 @@ class Model:
         names = {live: stored for live, stored in self.file_names.items() if stored in self.tensors}
         return LazyTensors(names, lambda n: self.tensors[names[n]], lambda n: describe(self.tensors, names[n]))
 
+    def matches(self, name: str, patterns: Sequence[str]) -> bool:
+        """Whether a parameter, by its live name or by that in the files, fits one of the patterns."""
+        return any(fnmatchcase(known, glob) for known in (name, self.file_names.get(name, name)) for glob in patterns)
+
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights in memory."""
         return replace(self, module=module)
+
+
+ModelLike = Model | nn.Module | str | Path  # what a user may give as a model
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Checkpoint, check_finite, open_checkpoint, read_json
+from ..checkpoint import Checkpoint, open_checkpoint, read_json
 from ..errors import CheckpointError, first_of
+from ..soundness import check_finite
 from .base import Family, Model, Stored, write_weights, writer_with_config
 from .huggingface_text import HEADS, KINDS, complete_text, refuse_experts, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Checkpoint, check_finite, open_checkpoint, write_checkpoint
+from ..checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from ..errors import CheckpointError, first_of
 from ..layers import TokenLayout, find_layers, find_loose
+from ..soundness import check_finite
 from .base import (
     Batch,
     Family,

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import TensorSpec
 from ..errors import CheckpointError, first_of
 from ..offload import hollow
-from ..task_vector import LazyTensors
+from ..tensors import LazyTensors, TensorSpec
 from .libraries import first_line
 
 MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Checkpoint, check_finite, open_checkpoint, write_checkpoint
+from ..checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from ..errors import CheckpointError, first_of
 from ..layers import RowRanges, TokenLayout, find_layers, find_loose
+from ..soundness import check_finite
 from .base import Batch, Family, Model, Stored, read_config
 from .images import Preprocessing, ResizeMode
 from .libraries import first_line, load_library

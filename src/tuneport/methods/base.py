@@ -17,8 +17,9 @@ from torch import Tensor
 from ..alignment import Completion, Statistics
 from ..errors import MethodError, first_of
 from ..layers import Layer
+from ..low_rank import Entry, LowRank, as_dense
 from ..pairing import Kept, Plan
-from ..task_vector import Entry, LowRank, TaskVector, as_dense
+from ..task_vector import TaskVector
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..alignment import Alignment
 from ..completion import CoordinateMap
+from ..low_rank import Entry, LowRank, as_dense
 from ..pairing import Kept, LayerPair, LoosePair
-from ..task_vector import Entry, LowRank, as_dense
 from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of, spectrum_of
 
 Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop

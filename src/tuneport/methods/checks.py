@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..task_vector import LowRank, TaskVector
+from ..low_rank import LowRank
+from ..task_vector import TaskVector
 from .base import Method, Problem, Transfer
 
 

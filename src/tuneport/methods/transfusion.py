@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..errors import MethodError
 from ..layers import Layer, LooseTensor
+from ..low_rank import Entry, LowRank, as_dense
 from ..pairing import Plan
-from ..task_vector import Entry, LowRank, as_dense
 from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes, matrix_of, norm_of
 
 # role -> (space of the output axis, space of the input axis); "next" is the stream of the following block.

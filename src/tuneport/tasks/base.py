@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..data import Dataset, Kind
-from ..data import read_data as read_plain
 from ..errors import DataError
+from ..formats import read_data as read_plain
 
 TaskSplit = Literal["train", "validation", "test"]
 Reader: TypeAlias = Callable[[Path, Literal["train", "test"]], Dataset | None]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, first_of
+from ..errors import DataError, brief, first_of
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _LARGEST = 2**32
@@ -39,8 +39,7 @@ def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
     try:
         content: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=wanted)
     except Exception as error:  # broken files make the reader raise nearly anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise DataError(f"cannot read {path}: {reason}.") from error
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
     missing = [name for name in wanted if name not in content]
     if missing:
         raise DataError(f"{path} has no {first_of(missing)}.")

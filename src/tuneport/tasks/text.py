@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ..data import TABLE_SUFFIXES, Dataset, read_columns
+from ..columns import read_columns
+from ..data import TABLE_SUFFIXES, Dataset
 from .base import Layout, Task
 
 # Test labels of these sets are not public: what is called validation or dev is scored.

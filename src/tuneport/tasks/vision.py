@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ..data import Dataset, Split, of_arrays, of_files
-from ..data import read_data as read_plain
 from ..errors import DataError
+from ..formats import read_data as read_plain
 from .base import Layout, Reader, Task, plain_name
 from .files import IMAGES, find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
 

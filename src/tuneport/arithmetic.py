@@ -1,0 +1,170 @@
+"""Task-vector arithmetic on whole models: what a fine-tune changed in its base, and a base with a change added.
+
+A fine-tune comes as a model, an adapter or a task-vector file. A base is a model that has been opened (`change_of`,
+under the names of its live parameters) or files alone (`extract` and `apply`, under the names there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .adapter import Adapter, is_adapter, open_adapter
+from .checkpoint import file_digests, open_checkpoint
+from .errors import CheckpointError
+from .families import Model, ModelLike, describe_module, open_model, open_stored, place_of
+from .hub import local
+from .lora import task_vector_of, transposed_weights
+from .output import check_new_folder, new_folder
+from .provenance import package_version, versions
+from .report import copy_companions, write_record
+from .soundness import check_finite
+from .task_vector import TaskVector, load_task_vector
+from .tensors import LazyTensors, describe
+
+Finetuned = ModelLike | Adapter | TaskVector
+
+
+def opened(finetuned: ModelLike | TaskVector) -> Finetuned:
+    """A fine-tune that is an adapter, opened; any other as it was given."""
+    given = finetuned.module if isinstance(finetuned, Model) else finetuned
+    return open_adapter(given) if not isinstance(given, TaskVector) and is_adapter(given) else finetuned
+
+
+def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) -> TaskVector:
+    """What a fine-tune changes in the source, under the names of its live parameters; an adapter has been opened."""
+    if isinstance(finetuned, Adapter):
+        vector = _adapter_change(source, finetuned, exclude)
+    else:
+        vector = _stored_change(source, finetuned, exclude)
+    known = vector.subset(name for name in vector if name in source.file_names)
+    if not any(known.changes(name) for name in known):
+        raise CheckpointError(
+            "the fine-tuned model equals its base in every tensor: there is nothing to transfer. Check the paths."
+        )
+    return known
+
+
+def _adapter_change(source: Model, adapter: Adapter, exclude: Sequence[str]) -> TaskVector:
+    names = source.file_names
+    base = LazyTensors(names, lambda n: source.tensors[names[n]], lambda n: describe(source.tensors, names[n]))
+    stored = {file: name for name, file in names.items()}
+    vector = task_vector_of(adapter, base, other_names=stored, transposed=transposed_weights(source.module))
+    return vector.subset(name for name in vector if not source.matches(name, exclude))
+
+
+def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
+    live = {stored: name for name, stored in source.file_names.items()}
+    if isinstance(finetuned, TaskVector):
+        vector = finetuned
+    elif isinstance(finetuned, (str, Path)) and Path(finetuned).is_file() and _is_task_vector(Path(finetuned)):
+        vector = load_task_vector(finetuned)
+    else:
+        if isinstance(finetuned, (str, Path)):
+            tensors = open_stored(finetuned).tensors
+        else:
+            tensors = (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
+        tensors = _under_names_of(source.tensors, tensors)
+        vector = TaskVector.between(source.tensors, tensors, exclude)
+        check_finite(tensors, list(vector))
+    return vector.rename({name: live[name] for name in vector if name in live})
+
+
+def _is_task_vector(path: Path) -> bool:
+    return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == "tuneport-task-vector"
+
+
+def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The fine-tuned tensors as the base calls them.
+
+    One of the two may stand inside a class with a head (`bert.` before names), or call the numbers of its norms
+    gamma and beta, as old files do.
+    """
+    prefix, removed = "", ""
+    if not any(name in finetuned for name in base):
+        removed = _outer_name(base, finetuned)
+        prefix = "" if removed else _outer_name(finetuned, base)
+    names = {}
+    for name in finetuned:
+        called = prefix + name.removeprefix(removed)
+        stem, _, last = called.rpartition(".")
+        other = f"{stem}.{_NORMS.get(last)}"
+        names[other if called not in base and other in base else called] = name
+    if all(called == name for called, name in names.items()):
+        return finetuned
+    return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
+
+
+_NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
+
+
+def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
+    """What stands before the names of a bare model where it is part of another: `bert.`, or nothing."""
+    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in inside}
+    return next((outer[name] for name in bare if name in outer), "")
+
+
+def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
+    """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
+    ours = open_stored(base).tensors
+    finetuned = local(finetuned)
+    if is_adapter(finetuned):
+        return _extract_adapter(base, ours, open_adapter(finetuned), exclude)
+    theirs = open_stored(finetuned).tensors
+    vector = TaskVector.between(ours, theirs, exclude)
+    check_finite(theirs, list(vector))
+    check_finite(ours, list(vector))
+    return vector
+
+
+def _extract_adapter(
+    base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
+) -> TaskVector:
+    """An adapter's change under the names in the base's files; the base is opened only where they differ."""
+    try:
+        vector = task_vector_of(adapter, stored)
+    except CheckpointError:
+        if not Path(base).is_dir():
+            raise
+        model = open_model(base)
+        live = {name: file for name, file in model.file_names.items() if name not in stored}
+        turned = {model.file_names[name] for name in transposed_weights(model.module)}
+        vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
+    return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
+
+
+def apply(
+    vector: TaskVector | str | Path, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
+) -> Path:
+    """Write `base + scale * vector` as a folder like the base's own; the vector may be a file."""
+    file = None if isinstance(vector, TaskVector) else Path(vector)
+    vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
+    base = local(base)
+    stored = open_stored(base)
+    tensors = vector.apply_to(stored.tensors, scale)
+    size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
+    check_new_folder(out, overwrite, needed_bytes=size, inputs=[place_of(base)])
+    with new_folder(out, overwrite=overwrite) as folder:
+        copy_companions(stored.folder, folder)
+        stored.write(folder, tensors)
+        record = {
+            "tuneport": package_version("tuneport"),
+            "command": "apply",
+            "out": str(out),
+            "scale": scale,
+            "tensors": len(vector),
+            "base": _place(base, getattr(stored.tensors, "files", ())),
+            "vector": _place(file, [file]) if file is not None else {"name": "TaskVector"},
+            "versions": versions(),
+        }
+        write_record(folder / "tuneport.json", record)
+    return Path(out)
+
+
+def _place(path: Path, files: Iterable[Path]) -> dict[str, Any]:
+    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
+    return {"name": path.absolute().name, "path": str(path), "sha256": digests}

@@ -1,0 +1,90 @@
+"""The command line: parse, call one library function, print. The only importer of typer and rich.
+
+Results go to stdout (`--json`: one JSON object and nothing else), progress to stderr. Exit codes: 0 done,
+1 a TuneportError (one clear line), 2 wrong usage. Heavy imports happen inside the commands, so that help
+answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import TuneportError
+from .models import apply, evaluate, extract, finetune
+from .porting import compare, plan, transfer
+from .recipes import bench
+from .terminal import emit, fail, tell
+from .tour import demo, methods, samplers
+
+app = typer.Typer(
+    name="tuneport",
+    help="Port a fine-tune to a new base model, without training.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+DEBUG = False
+
+# In the order of the help, each with the example that ends its own.
+COMMANDS: dict[Callable[..., None], str | None] = {
+    transfer: "tuneport transfer --source old-base --finetuned old-base-cars --target new-base "
+    "--data cars/ --out new-base-cars",
+    plan: "tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/",
+    compare: "tuneport compare old-base new-base --data cars/ --finetuned old-base-cars",
+    extract: "tuneport extract old-base old-base-cars -o cars.safetensors",
+    apply: "tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7",
+    evaluate: "tuneport evaluate new-base-cars --data cars/ --head cars",
+    finetune: "tuneport finetune old-base --data cars/ --out old-base-cars",
+    bench: "tuneport bench --source old --target new --finetuned cars=old-cars --data cars=cars/ "
+    "--methods naive,theseus,bico --samples 20,100 --seeds 0,1,2 --out comparison",
+    methods: None,
+    samplers: None,
+    demo: "tuneport demo",
+}
+for command, example in COMMANDS.items():
+    app.command(epilog=example and f"Example: {example}")(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        emit(f"tuneport {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Port a fine-tune to a new base model, without training.
+
+    [bold]Start here:[/bold] tuneport demo
+    """
+    del version
+    global DEBUG
+    DEBUG = debug
+
+
+def main() -> None:
+    """Entry point: run a command and turn errors into one clear line and an exit code."""
+    try:
+        app()
+    except TuneportError as error:
+        if DEBUG:
+            raise
+        fail(type(error).__name__, str(error))
+    except Exception as error:
+        if DEBUG:
+            raise
+        fail(type(error).__name__, f"{error} (unexpected: run tuneport --debug ... for the traceback and report it)")
+    except KeyboardInterrupt:
+        tell("interrupted; no output was written")
+        sys.exit(130)

@@ -1,0 +1,156 @@
+"""One model at a time: its task vector out and in, its accuracy, its fine-tune."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated
+
+import typer
+
+from ..errors import TuneportError
+from .options import Device, Exclude, HeadName, Json, Overwrite, Seed, TrustRemoteCode
+from .terminal import emit, progress, say
+
+
+def extract(
+    base: Annotated[str, typer.Argument(help="The base model: folder or weight file.")],
+    finetuned: Annotated[str, typer.Argument(help="The fine-tuned model.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The task-vector file to write (.safetensors).")],
+    exclude: Exclude = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Write the task vector: fine-tuned minus base, one safetensors file."""
+    from .. import arithmetic
+    from ..families import place_of
+    from ..output import check_new_file
+    from ..task_vector import save_task_vector
+
+    check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
+    vector = arithmetic.extract(base, finetuned, exclude=exclude or ())
+    norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
+    result = {"out": out, "tensors": len(vector), "norm": norm}
+    if json:
+        emit(json_module.dumps(result))
+    else:
+        say(f"{len(vector)} tensors, norm {norm:.4g}, written to {out}")
+
+
+def apply(
+    vector: Annotated[str, typer.Argument(metavar="TAU", help="A task-vector file.")],
+    base: Annotated[str, typer.Argument(help="The model it belongs to.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The folder to write.")],
+    scale: Annotated[float, typer.Option(help="Strength.")] = 1.0,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Write base + scale * task vector as a model folder."""
+    from .. import arithmetic
+    from ..families import place_of
+    from ..output import check_new_folder
+    from ..task_vector import load_task_vector
+
+    check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
+    loaded = load_task_vector(vector)
+    arithmetic.apply(vector, base, out, scale=scale, overwrite=overwrite)
+    result = {"out": out, "tensors": len(loaded), "scale": scale}
+    if json:
+        emit(json_module.dumps(result))
+    else:
+        say(f"written to {out}")
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A model folder.")],
+    data: Annotated[str, typer.Option(help="Labelled data; the test split is scored.")],
+    head: HeadName = None,
+    protocol: Annotated[str, typer.Option(help="zero-shot, linear-probe or perplexity.")] = "zero-shot",
+    samples: Annotated[int | None, typer.Option(help="Linear probe: training samples (all unless given).")] = None,
+    seed: Seed = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples per pass through the model (128; 16 for perplexity).", min=1)
+    ] = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Accuracy of a model: with its zero-shot head, or of a linear probe on its features."""
+    from dataclasses import asdict
+
+    from .. import evaluation
+    from ..calibration import select
+    from ..data import align_labels
+    from ..families import choose_head, open_model
+    from ..opening import pick_device
+    from ..tasks import read_data
+
+    chosen = evaluation.check_protocol(protocol)
+    size = batch_size or (16 if chosen == "perplexity" else 128)
+    if samples is not None and chosen != "linear-probe":
+        raise TuneportError(f"--samples goes with --protocol linear-probe; {chosen} scores the whole test split.")
+    test = read_data(data, "test", labelled=chosen != "perplexity")
+    opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
+    if chosen == "zero-shot":
+        scorer = choose_head(opened, head, test.name, test.classes, test.prompts, test.label_texts)
+        align_labels(test, scorer.classes)
+        with progress("evaluating", len(test)) as advance:
+            result = evaluation.zero_shot(opened, scorer, test, batch_size=size, progress=advance)
+    elif chosen == "perplexity":
+        with progress("evaluating", len(test)) as advance:
+            result = evaluation.perplexity(opened, test, batch_size=size, progress=advance)
+    else:
+        train = read_data(data, "train")
+        if samples is not None:
+            train = train.subset(select(train, samples=samples, seed=seed))
+        with progress("evaluating", len(train) + len(test)) as advance:
+            result = evaluation.linear_probe(opened, train, test, batch_size=size, progress=advance)
+    if json:
+        found = {key: value for key, value in asdict(result).items() if value is not None}
+        emit(json_module.dumps({"model": model, "data": data, "head": head, **found}))
+    elif result.perplexity is not None:
+        say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples")
+    else:
+        say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
+
+
+def finetune(
+    model: Annotated[str, typer.Argument(help="The model to fine-tune.")],
+    data: Annotated[str, typer.Option(help="Labelled data; the training split is learnt.")],
+    out: Annotated[str, typer.Option(help="The folder to write; must not exist.")],
+    head: HeadName = None,
+    steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Samples per update.", min=1)] = 128,
+    learning_rate: Annotated[float, typer.Option(help="The highest, after the warm-up.")] = 1e-5,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 0.1,
+    warmup: Annotated[int | None, typer.Option(help="Steps of rising rate: 200, or a tenth if fewer.", min=0)] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Also keep the model every so many steps; 0: never.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of samples.", min=0, max=2**63 - 1)] = 0,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
+    from ..families import place_of
+    from ..finetuning import Schedule
+    from ..output import check_new_folder
+    from ..report import to_json
+    from ..training import prepare_training, run_training
+
+    if not 0 < learning_rate < float("inf"):
+        raise TuneportError(f"--learning-rate must be a number above 0, got {learning_rate}.")
+    check_new_folder(out, overwrite, inputs=[place_of(path) for path in (model, data, head) if path])
+    slow = min(200, steps // 10) if warmup is None else warmup
+    schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
+    training = prepare_training(model, data, schedule, head=head, device=device, trust_remote_code=trust_remote_code)
+    with progress("fine-tuning", steps) as advance:
+        record = run_training(training, out, checkpoint_every=checkpoint_every, overwrite=overwrite, progress=advance)
+    if json:
+        emit(to_json(record))
+        return
+    found = record.get("validation_accuracy")
+    told = "" if found is None else f", {found:.2f} % of the validation split right"
+    say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{told}")
+    say(f"written to {out}" + (f", {len(record['checkpoints'])} checkpoints in it" if checkpoint_every else ""))

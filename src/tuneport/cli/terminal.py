@@ -1,0 +1,82 @@
+"""What the commands say: results on stdout, progress, notes and errors on stderr.
+
+Texts are printed as they are: paths are neither wrapped nor read as markup, and no name from a file steers the
+terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+out_console = Console()
+err_console = Console(stderr=True)
+
+
+def emit(text: str) -> None:
+    """JSON on stdout, in one line however long."""
+    sys.stdout.write(text + "\n")
+
+
+def show(table: Table) -> None:
+    """A table on stdout."""
+    out_console.print(table)
+
+
+def say(text: str) -> None:
+    """One line on stdout."""
+    out_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def tell(text: str) -> None:
+    """One line on stderr."""
+    err_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """One line on stderr that is no error."""
+    tell(f"note: {text}")
+
+
+def fail(kind: str, text: str) -> None:
+    """One line on stderr that says what went wrong, and the end with exit code 1."""
+    err_console.print(f"[red]{kind}:[/red] ", end="")
+    tell(text)
+    sys.exit(1)
+
+
+def _harmless(text: str) -> str:
+    """One line without control characters."""
+    return "".join(
+        mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text
+    )
+
+
+@contextmanager
+def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that a callback advances by so many samples."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as bar:
+        task = bar.add_task(words, total=total or None)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar per named stage; the callback says (stage, done, total)."""
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err_console, disable=not err_console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def stage(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield stage

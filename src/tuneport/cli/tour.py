@@ -1,0 +1,60 @@
+"""What can be seen without a model of one's own: the methods, the samplers, the demo."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .options import Json, Overwrite, Seed
+from .terminal import emit, say, show, stages
+
+
+def methods(json: Json = False) -> None:
+    """What methods there are, one line each."""
+    from ..methods import METHODS
+
+    _print_names({name: method.summary for name, method in METHODS.items()}, json)
+
+
+def samplers(json: Json = False) -> None:
+    """How calibration samples can be drawn, one line each."""
+    from ..calibration import SAMPLERS
+
+    _print_names({name: sampler.description for name, sampler in SAMPLERS.items()}, json)
+
+
+def demo(
+    out: Annotated[str, typer.Option(help="The folder to write.")] = "tuneport-demo",
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """The main job from end to end, offline, on what the package carries: about a minute on two cores."""
+    from .. import demo as demo_module
+
+    with stages() as stage:
+        result = demo_module.run_demo(Path(out), seed=seed, overwrite=overwrite, stage=stage)
+    if json:
+        emit(json_module.dumps(result))
+        return
+    table = Table("", "accuracy", title="mirrored digits, the larger model")
+    for row in result["table"]:
+        table.add_row(row["model"], f"{row['accuracy']:.1f} %")
+    show(table)
+    say(f"the ported model: {result['out']}, its report: {result['report']}")
+    say(f"next: {result['next']}")
+
+
+def _print_names(names: dict[str, str], json: bool) -> None:
+    if json:
+        emit(json_module.dumps(names))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in names.items():
+        table.add_row(f"[bold]{name}[/bold]", escape(text))
+    show(table)

@@ -1,0 +1,103 @@
+"""A transfer that has been checked whole, and the samples that it is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from .alignment import Completion
+from .batches import PairedBatch
+from .data import Dataset, align_labels, worded
+from .families import Encoded, Head, Model
+from .methods import Method
+from .objectives import Objective, batch_for
+from .offload import Placement
+from .pairing import Plan
+from .signals import Loss
+from .task_vector import TaskVector
+from .tokens import Coverage, Match, coverage, match_spans, match_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A transfer that has been checked whole: what will be moved, and how it will be measured."""
+
+    source: Model
+    target: Model
+    task_vector: TaskVector
+    plan: Plan
+    method: Method
+    completion: Completion = "svd"
+    batches: Iterable[Any] = ()
+    samples: int = 0
+    source_loss: Loss | None = None
+    target_loss: Loss | None = None
+    match: Match | None = None
+    target_head: Head | None = None
+    max_tokens: int | None = None
+    memory_budget: int | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    device: torch.device | None = None  # where it is to run; None: where the models are
+    placements: tuple[Placement, Placement] | None = None  # of both models while they run
+
+
+@dataclass(frozen=True, eq=False)
+class PairedBatches:
+    """The chosen samples as both models want them, prepared batch by batch; can be gone through again."""
+
+    source: Model
+    target: Model
+    dataset: Dataset
+    indices: np.ndarray[Any, np.dtype[np.int64]]
+    heads: tuple[Head, ...] | None
+    size: int
+    objective: Objective
+
+    def __iter__(self) -> Iterator[PairedBatch]:
+        for ours, theirs in self._encoded():
+            yield self._paired(ours, theirs)
+
+    def _paired(self, ours: Encoded, theirs: Encoded) -> PairedBatch:
+        batches = [batch_for(model, side) for model, side in zip(self._sides, (ours, theirs), strict=True)]
+        if ours.spans and theirs.spans:
+            match = match_spans(ours.spans, theirs.spans)
+        else:
+            layouts = [
+                model.layout(batch) if model.layout is not None else None
+                for model, (batch, _) in zip(self._sides, batches, strict=True)
+            ]
+            match = match_tokens(*layouts)
+        rows = len(next(iter(theirs.inputs.values())))
+        size = len(theirs.labels) if theirs.labels is not None else rows
+        part = None
+        if rows == size and self.objective.by_sample:
+            part = partial(self._part, ours, theirs)
+        return PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows, part=part)
+
+    def _part(self, ours: Encoded, theirs: Encoded, start: int, stop: int) -> PairedBatch:
+        return self._paired(ours.part(start, stop), theirs.part(start, stop))
+
+    def coverage(self) -> Coverage | None:
+        """How well the tokens of both models meet on all samples; None where they are not texts."""
+        if self.source.reader is None or self.target.reader is None:
+            return None
+        return sum((coverage(ours.spans, theirs.spans) for ours, theirs in self._encoded()), Coverage())
+
+    @property
+    def _sides(self) -> tuple[Model, Model]:
+        return self.source, self.target
+
+    def _encoded(self) -> Iterator[tuple[Encoded, Encoded]]:
+        chosen = [align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)]
+        for start in range(0, len(self.indices), self.size):
+            rows = self.indices[start : start + self.size]
+            ours, theirs = (
+                self.objective.encode(model, worded(data.subset(rows)) if model.prompted else data.subset(rows))
+                for model, data in zip(self._sides, chosen, strict=True)
+            )
+            yield ours, theirs

@@ -1,0 +1,51 @@
+"""Small labelled data as a user has them: pictures, class folders, tables; and the errors of reading them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tuneport.data import Dataset
+from tuneport.errors import DataError
+
+
+def raises(*parts: str) -> Any:
+    """Expect a DataError of one line that holds every part, in order."""
+    pattern = ".*".join(re.escape(part) for part in parts)
+    return pytest.raises(DataError, match=f"^[^\n]*{pattern}[^\n]*$")
+
+
+def picture(value: int, size: int = 4, mode: str = "RGB") -> Image.Image:
+    return Image.new(mode, (size, size), (value,) * len(mode) if len(mode) > 1 else value)
+
+
+def png(value: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(value).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def image_folder(root: Path, counts: dict[str, int], value: int = 10) -> Path:
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            picture(value + index).save(root / name / f"{index}.png")
+    return root
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def labelled(labels: list[int] | np.ndarray, **fields: Any) -> Dataset:
+    codes = np.asarray(labels, dtype=np.int64)
+    names = tuple(f"class{i}" for i in range(int(codes.max()) + 1))
+    return Dataset(**{"inputs": list(range(len(codes))), "labels": codes, "classes": names, **fields})
