@@ -1,0 +1,97 @@
+"""Claim: two ports of one skill, from two old models, are better together than either: the mean of both changes.
+
+    python benchmarks/lab_sources.py --root ../shared --out sources.jsonl [--samples 100] [--seeds 0 1]
+    python benchmarks/lab_sources.py --out sources.jsonl --table
+
+Sources a and c of the shared zoo, fine-tuned on the same task, are ported to a2 and b with `bico` and a scale that
+each chooses by `auto`; then half of each change is added. Accuracy on test images. Says so where the zoo is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lab import Places
+
+import tuneport
+from tuneport.data import Dataset
+from tuneport.evaluation import zero_shot
+from tuneport.families import Head, Model, choose_head, open_model
+from tuneport.low_rank import as_dense
+from tuneport.tasks import read_data
+
+SOURCES, CELLS = ("a", "c"), [(target, task) for target in ("a2", "b") for task in ("cifar10", "mnist")]
+
+
+def accuracy(target: Model, head: Head, test: Dataset, change: Any) -> float:
+    """Of the target with a change of its weights, for a while."""
+    weights = dict(target.module.named_parameters())
+    old = {name: weights[name].detach().clone() for name in change if name in weights}
+    with torch.no_grad():
+        for name in old:
+            weights[name].add_(as_dense(change[name]).to(weights[name]))
+        found = zero_shot(target, head, test).accuracy
+        for name, tensor in old.items():
+            weights[name].copy_(tensor)
+    return found
+
+
+def run_cell(places: Places, target: str, task: str, samples: int, seed: int, device: str) -> dict[str, Any]:
+    model, data = open_model(places.model(target), device=torch.device(device)), places.data(task)
+    test = read_data(data, "test")
+    head = choose_head(model, None, test.name, test.classes, test.prompts, ())
+    options: dict[str, Any] = {"samples": samples, "seed": seed, "scale": "auto", "device": device}
+    changes = {}
+    for source in SOURCES:
+        models = (places.model(source), places.model(f"{source}-{task}"), places.model(target))
+        result = tuneport.transfer(*models, data, **options)
+        changes[source] = result.scale * result.task_vector
+    changes["both"] = 0.5 * (changes["a"] + changes["c"])
+    found = {"target": accuracy(model, head, test, {})}
+    found |= {name: accuracy(model, head, test, change) for name, change in changes.items()}
+    return {"target": target, "task": task, "samples": samples, "seed": seed, "accuracy": found}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| target, task | N | draws | target | from a | from c | half of each |", "|---|---|---|---|---|---|---|"]
+    for key in sorted({(r["target"], r["task"], r["samples"]) for r in rows}):
+        here = [r["accuracy"] for r in rows if (r["target"], r["task"], r["samples"]) == key]
+        own = np.mean([r["target"] for r in here])
+        gains = " | ".join(f"{np.mean([r[name] for r in here]) - own:+.1f}" for name in ("a", "c", "both"))
+        lines.append(f"| {key[0]}, {key[1]} | {key[2]} | {len(here)} | {own:.1f} | {gains} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--table", action="store_true", help="only print the table of --out")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    if options.table:
+        print(table(rows))
+        return
+    if options.root is None or not (options.root / "zoo").is_dir():
+        sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    places, done = Places(options.root, None), {(r["target"], r["task"], r["samples"], r["seed"]) for r in rows}
+    for seed in options.seeds:
+        for target, task in CELLS:
+            if (target, task, options.samples, seed) not in done:
+                row = run_cell(places, target, task, options.samples, seed, options.device)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
