@@ -6,7 +6,6 @@ What sums, kept signals, maps and results take follows from shapes and from the 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,39 +18,12 @@ from .errors import TuneportError
 from .forecast import ShapeSum
 from .job import Job, PairedBatches
 from .low_rank import LowRank
+from .memory import format_bytes
 from .offload import Placement, is_hollow
 from .pairing import LayerPair
 from .products import work_bytes
 from .signals import INPUT, OUTPUT
 from .solver import together_bytes, within
-
-UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
-UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes as people write it.
-
-    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
-    (8589934592, 1500000, 512)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = float(found[1]) * UNITS.get(found[2].upper(), 0) if found else 0.0
-    if size < 1:
-        raise TuneportError(f"the memory budget must be a size such as 8GiB or 500MB, got {text!r}.")
-    return int(size)
-
-
-def format_bytes(size: float) -> str:
-    """
-    >>> format_bytes(8589934592)
-    '8.00 GiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +51,7 @@ class Passes:
 
 def in_blocks(job: Job) -> list[Job]:
     """A job for each block of the target; tensors outside layers go with the first."""
-    blocks = by_block(job.plan.pairs)
+    blocks = blocks_of(job.plan.pairs)
     plans = [
         replace(job.plan, pairs=tuple(pairs), loose=job.plan.loose if pairs is blocks[0] else ()) for pairs in blocks
     ]
@@ -97,7 +69,7 @@ def check_by_layer(job: Job, needed: int) -> None:
 def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool]) -> list[list[LayerPair]]:
     """Pairs in groups that fit, as long as they can be: whole blocks, or weights where a block does not fit."""
     groups: list[list[LayerPair]] = []
-    for block in by_block(pairs):
+    for block in blocks_of(pairs):
         for unit in [block] if fits(block) else _by_weight(block):
             if groups and fits([*groups[-1], *unit]):
                 groups[-1].extend(unit)
@@ -108,10 +80,11 @@ def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool])
 
 def units(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     """The smallest groups that there are."""
-    return [unit for block in by_block(pairs) for unit in _by_weight(block)]
+    return [unit for block in blocks_of(pairs) for unit in _by_weight(block)]
 
 
-def by_block(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+    """The pairs of each block of the target, in their order."""
     return [list(group) for _, group in groupby(pairs, key=lambda p: (p.target.stack, p.target.block))]
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from .alignment import Statistics
 from .batches import count_samples, samples_at_once
-from .budget import runs_on
-from .capture import Progress, measure
+from .capture import measure
 from .distributed import reduced, share_of
+from .division import runs_on
 from .errors import TuneportError
 from .job import Job, PairedBatches
 from .methods import Problem
 from .offload import is_hollow, nested_to, placed
+from .progress import Progress
 from .rehearsal import views_of
 from .resume import Work
 from .signals import INPUT

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from .alignment import Statistics
-from .budget import Passes, in_blocks, in_groups, runs_on
-from .capture import Progress
 from .crossfit import halves, transfer_auto
 from .distributed import moved_by_all, ranks
+from .division import Passes, in_blocks, in_groups, runs_on
 from .errors import TuneportError
 from .job import Job
 from .measuring import measure_job, problem_of
 from .methods import Transfer
 from .offload import pinned, shelved
+from .progress import Progress
 from .resume import Work
 from .scaling import Rule, ScaleChoice
 from .solver import within
