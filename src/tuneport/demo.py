@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
+from .companions import copy_companions
 from .cost import cost_of
 from .data import Dataset
 from .errors import TuneportError
@@ -31,7 +32,7 @@ from .output import check_new_folder, new_folder
 from .pipeline import run
 from .preparation import prepare
 from .progress import Stage
-from .report import copy_companions, write_record
+from .report import write_record
 from .result import Result
 
 MODELS = Path(__file__).parent / "demo_models"

@@ -1,4 +1,8 @@
-"""A transfer that has been checked whole, and the samples that it is measured on."""
+"""A transfer that has been checked whole, and the samples that it is measured on.
+
+Everything after preparation takes a Job and nothing else. It is frozen: a part of it, such as some of its layers or
+samples, is a Job of its own, made by `replace`. Samples are read and encoded anew each time they are gone through.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The statistics of a job: measured where its models run, on its samples and on what its method rehearses."""
+"""The statistics of a job: measured where its models run, on its samples and on what its method rehearses.
+
+`capture.measure` knows modules and batches; here the limits of a job come in: tokens, memory, processes, and what an
+earlier run has measured already.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Amounts of memory: how people write them, and how much of it is free."""
+"""Amounts of memory: how people write them, how we show them, and how much there is.
+
+Decimal units (5GB) and binary ones (8GiB) are read; binary ones are shown.
+"""
 
 from __future__ import annotations
 

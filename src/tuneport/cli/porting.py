@@ -1,4 +1,8 @@
-"""From an old base to a new one: transfer, plan, compare."""
+"""From an old base to a new one: transfer, plan, compare.
+
+`transfer` and `plan` take the same options, by name, to one job (`_prepare`), so that a plan is of the very transfer.
+All that can be refused is refused before a model runs.
+"""
 
 from __future__ import annotations
 
