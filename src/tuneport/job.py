@@ -1,7 +1,7 @@
 """A transfer that has been checked whole, and the samples that it is measured on.
 
-Everything after preparation takes a Job and nothing else. It is frozen: a part of it, such as some of its layers or
-samples, is a Job of its own, made by `replace`. Samples are read and encoded anew each time they are gone through.
+What runs after preparation takes a Job. It is frozen: a part of it, such as some of its layers or samples, is a Job of
+its own, made by `replace`. Samples are read and encoded anew each time they are gone through.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where things come from, for run records: names, places, SHA-256 of the files, licences, versions.
 
-Plain JSON values. What a resumed run compares is among them, so they depend on files and options alone, not on the
-time or the place of a run. Live modules have a name and no more.
+Plain JSON values. Models and data in files are known by the SHA-256 of what was used of them, since places change with
+the machine; a live module has a name and no more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The middle of a transfer: measure a job's layers, group by group, and move what the fine-tune changed in them.
 
 A group's statistics are gone before the next group's are made, so that memory does not grow with their number. In
-several processes each measures its share of the samples and solves its share of the layers. What comes out does not
-depend on how a job was divided.
+several processes each measures its share of the samples and solves its share of the layers. How a job is divided
+changes nothing in the result but rounding.
 """
 
 from __future__ import annotations
