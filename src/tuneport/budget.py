@@ -22,17 +22,15 @@ from .capture import measure
 from .division import (
     Passes,
     Sums,
-    at_home,
     check_by_layer,
     grouped,
     result_bytes,
     result_device,
-    runs_on,
     units,
 )
 from .errors import TuneportError
 from .forecast import Forecast, foretell
-from .job import Job, PairedBatches
+from .job import Job, PairedBatches, at_home, runs_on
 from .memory import format_bytes, free_memory
 from .offload import Placement, block_paths, bytes_of, is_hollow, sizes
 from .pairing import LayerPair

@@ -16,10 +16,10 @@ from .alignment import CrossCovariance, held_bytes
 from .batches import count_samples
 from .errors import TuneportError
 from .forecast import ShapeSum
-from .job import Job, PairedBatches
+from .job import Job, PairedBatches, runs_on
 from .low_rank import LowRank
 from .memory import format_bytes
-from .offload import Placement, is_hollow
+from .offload import Placement
 from .pairing import LayerPair
 from .products import work_bytes
 from .signals import INPUT, OUTPUT
@@ -189,13 +189,6 @@ class Sums:
         return rows if 2 * rows <= dense else dense
 
 
-def runs_on(job: Job) -> torch.device:
-    """Where a job's models run and its maps are solved."""
-    if job.device is None or not (job.placements is not None or at_home(job)):
-        return job.target.device
-    return job.device
-
-
 def result_device(job: Job) -> torch.device:
     """Where the result will be: where the source's task vector is."""
     smallest = min(
@@ -204,14 +197,6 @@ def result_device(job: Job) -> torch.device:
     entry = job.task_vector[smallest]
     found = entry.out_factor.device if isinstance(entry, LowRank) else entry.device
     return torch.device("cpu") if found.type == "meta" else found
-
-
-def at_home(job: Job) -> bool:
-    """Whether the models are elsewhere than where they are to run."""
-    return any(
-        is_hollow(model.module) or (job.device is not None and model.device.type != job.device.type)
-        for model in (job.source, job.target)
-    )
 
 
 def _solving(shape: tuple[int, int], tokens: int) -> tuple[int, int]:

@@ -15,9 +15,8 @@ from .alignment import Statistics
 from .batches import count_samples, samples_at_once
 from .capture import measure
 from .distributed import reduced, share_of
-from .division import runs_on
 from .errors import TuneportError
-from .job import Job, PairedBatches
+from .job import Job, PairedBatches, runs_on
 from .methods import Problem
 from .offload import is_hollow, nested_to, placed
 from .progress import Progress

@@ -17,9 +17,9 @@ from torch import Tensor
 from .alignment import Statistics
 from .crossfit import halves, transfer_auto
 from .distributed import moved_by_all, ranks
-from .division import Passes, in_blocks, in_groups, runs_on
+from .division import Passes, in_blocks, in_groups
 from .errors import TuneportError
-from .job import Job
+from .job import Job, runs_on
 from .measuring import measure_job, problem_of
 from .methods import Transfer
 from .offload import pinned, shelved

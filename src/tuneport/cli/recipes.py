@@ -1,4 +1,7 @@
-"""Many transfers at once: a recipe from a file or from options, and its tables."""
+"""Many transfers at once: a recipe from a file or from options, and its tables.
+
+Options become the content of a recipe, so that both are checked by the same code and told of in the same words.
+"""
 
 from __future__ import annotations
 
