@@ -38,7 +38,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 BENCH ?= bench-results
 

@@ -39,11 +39,11 @@ from safetensors.torch import save, save_file
 from tuneport import TuneportError
 from tuneport.adapter import open_adapter
 from tuneport.alignment import CrossCovariance, Statistics
-from tuneport.bench import read_recipe
 from tuneport.checkpoint import open_checkpoint, read_json
 from tuneport.families import open_model, read_head
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.lora import task_vector_of
+from tuneport.recipe import read_recipe
 from tuneport.resume import load_statistics, save_statistics
 from tuneport.soundness import check_finite
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
@@ -216,7 +216,7 @@ def look_at_adapter(path: Path) -> None:
 
 def look_at_data(path: Path) -> None:
     for split in ("train", "test"):
-        data = read_data(path, split, labelled=False)  # type: ignore[arg-type]
+        data = read_plain(path, split, labelled=False)  # type: ignore[arg-type]
         for index in range(min(len(data), 3)):
             data.inputs[index]
 

@@ -18,7 +18,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tuneport.bench import Comparing, Comparison, compare, load, markdown, merge, save
+from tuneport.bench import run_comparison
+from tuneport.recipe import Comparison
+from tuneport.tables import Comparing, load, markdown, merge, save
 
 
 def main() -> None:
@@ -58,7 +60,9 @@ def main() -> None:
         learning_rate=1e-4,
         device=options.device,
     )
-    result = compare(comparison, stage=lambda name, done, total: print(name, done, total, file=sys.stderr, flush=True))
+    result = run_comparison(
+        comparison, stage=lambda name, done, total: print(name, done, total, file=sys.stderr, flush=True)
+    )
     write(result, options)
 
 

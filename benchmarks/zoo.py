@@ -19,7 +19,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tuneport.bench import Comparing, Comparison, compare, load, save
+from tuneport.bench import run_comparison
+from tuneport.recipe import Comparison
+from tuneport.tables import Comparing, load, save
 
 PAIRS = {
     ("a", "a2"): ("cifar10", "fashion", "gtsrb", "mnist"),
@@ -65,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
                 scales=tuple(options.scales),
                 reference={task: str(path)} if (path := zoo / f"{target}-{task}").exists() else {},
             )
-            result = compare(comparison)
+            result = run_comparison(comparison)
             save(result, out)
             print(out.name, result.about["seconds"], "s", flush=True)
 

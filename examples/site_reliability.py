@@ -29,7 +29,6 @@ from torch.nn import functional as F
 
 import tuneport
 from tuneport.families import Model, open_model
-from tuneport.formats import read_data
 
 PAIRS = Path(__file__).with_name("site_reliability.jsonl")
 SAMPLES, CHOICE = 36, 12
@@ -92,7 +91,7 @@ def main() -> None:
     missing = [name for name in ("minilm-l6", "minilm-l6-sre", *targets) if not (options.encoders / name).is_dir()]
     if missing:
         raise SystemExit(f"not in {options.encoders}: {', '.join(missing)}. Fetch the encoders first.")
-    data = read_data(PAIRS, "train", labelled=False)
+    data = tuneport.read_data(PAIRS, "train", labelled=False)
     held_out = [text for pair in data.subset(range(SAMPLES + CHOICE, len(data))).inputs for text in pair]
     source = open_model(options.encoders / "minilm-l6", device=options.device)
     tuned = open_model(options.encoders / "minilm-l6-sre", device=options.device)

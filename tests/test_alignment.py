@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tuneport.alignment import (
-    CrossCovariance,
-    Statistics,
-    WeightGradient,
-    procrustes,
-    rank_cut,
-    rectangular_identity,
-)
+from tuneport.alignment import CrossCovariance, Statistics, WeightGradient, procrustes, rank_cut
+from tuneport.completion import rectangular_identity
 from tuneport.errors import MethodError, TuneportError
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]

@@ -17,26 +17,15 @@ import torch
 from folders import LARGE, Zoo, build
 from tuneport import bench, cells, cli, measuring, pipeline
 from tuneport.alignment import Statistics
-from tuneport.bench import (
-    Comparing,
-    Comparison,
-    Row,
-    auto_scale_summary,
-    compare,
-    load,
-    make_comparison,
-    markdown,
-    merge,
-    read_recipe,
-    save,
-    table_rows,
-)
+from tuneport.bench import run_comparison
 from tuneport.errors import DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
 from tuneport.measuring import measure_job
 from tuneport.preparation import prepare
+from tuneport.recipe import Comparison, make_comparison, read_recipe
 from tuneport.scaling import first_half
+from tuneport.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
 SHOTS = (1, 8)  # 3 and 24 samples: with and without samples to hold out
@@ -66,7 +55,7 @@ def settings(zoo: Zoo) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def result(settings: dict[str, Any]) -> Comparing:
-    return compare(make_comparison(settings))
+    return run_comparison(make_comparison(settings))
 
 
 class TestEqualTerms:
@@ -83,7 +72,7 @@ class TestEqualTerms:
 
         monkeypatch.setattr(cells, "problem_of", problem_of)
         monkeypatch.setattr("tuneport.measuring.samples_at_once", lambda _: None)  # whose parts show in the last digits
-        compare(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
+        run_comparison(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
         counts = {3 * shots for shots in (1, 3, 8)}
         assert set(given) - {0} == counts
         signals = frozenset({"input", "output", "output_gradient", "weight_gradient"})
@@ -107,7 +96,9 @@ class TestEqualTerms:
 
     def test_a_rehearsing_method_does_not_depend_on_the_other_budgets(self, settings: dict[str, Any]) -> None:
         alone = {"methods": ["bico+"], "warm_start": "", "seeds": [5], "steps": [], "scales": ["1", "auto"]}
-        found = [compare(make_comparison(settings | alone | {"shots": shots})).rows for shots in ([8], [2, 4, 8])]
+        found = [
+            run_comparison(make_comparison(settings | alone | {"shots": shots})).rows for shots in ([8], [2, 4, 8])
+        ]
         ours, theirs = ([row for row in rows if row.method == "bico+" and row.budget == 8] for rows in found)
         assert len(ours) == 2
         assert ours == theirs
@@ -121,7 +112,9 @@ class TestEqualTerms:
             "scales": ["auto", "safe"],
             "shots": [8],
         }
-        found = {row.scale_rule: row for row in compare(make_comparison(settings | few)).rows if row.method == "bico"}
+        found = {
+            row.scale_rule: row for row in run_comparison(make_comparison(settings | few)).rows if row.method == "bico"
+        }
         assert set(found) == {"auto", "safe"}
         assert found["safe"].scale <= found["auto"].scale
         assert found["safe"].held_out_before == found["auto"].held_out_before is not None
@@ -135,7 +128,7 @@ class TestEqualTerms:
             return plain(job, **options)
 
         monkeypatch.setattr(cells, "measure_job", counted)
-        found = compare(make_comparison(settings | {"steps": []}))
+        found = run_comparison(make_comparison(settings | {"steps": []}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
         cuts = sorted({number for shots in SHOTS for number in (3 * shots, first_half(3 * shots))})
@@ -144,19 +137,19 @@ class TestEqualTerms:
 
     def test_nothing_is_captured_for_methods_that_read_no_data(self, settings: dict[str, Any]) -> None:
         alone = {"methods": ["naive", "transfusion"], "steps": [], "warm_start": "naive", "scales": ["1"]}
-        found = compare(make_comparison(settings | alone))
+        found = run_comparison(make_comparison(settings | alone))
         assert (found.about["captures"], found.about["forward"], found.about["backward"]) == (0, 0, 0)
         for method in ("naive", "transfusion"):  # the same model at every budget and seed
             assert len({row.accuracy for row in found.rows if row.method == method}) == 1
 
     def test_the_same_rows_twice(self, settings: dict[str, Any], result: Comparing) -> None:
-        alone = compare(make_comparison(settings | {"seeds": [1]}))
+        alone = run_comparison(make_comparison(settings | {"seeds": [1]}))
         assert alone.rows == tuple(row for row in result.rows if row.seed == 1)
 
     def test_a_budget_alone_gives_the_rows_it_has_among_others(
         self, settings: dict[str, Any], result: Comparing
     ) -> None:
-        alone = compare(make_comparison(settings | {"shots": [8], "seeds": [0]}))
+        alone = run_comparison(make_comparison(settings | {"shots": [8], "seeds": [0]}))
         among = [row for row in result.rows if row.seed == 0 and row.budget in (0, 8)]
         assert [(row.method, row.scale_rule, row.scale) for row in alone.rows] == [
             (row.method, row.scale_rule, row.scale) for row in among
@@ -173,17 +166,17 @@ class TestEqualTerms:
         assert all(item["lowered_hold_out"] == 0 for item in auto_scale_summary(result))
 
     def test_a_scale_of_zero_is_the_target(self, settings: dict[str, Any]) -> None:
-        found = compare(make_comparison(settings | {"scales": ["0"], "steps": [], "warm_start": "bico"}))
+        found = run_comparison(make_comparison(settings | {"scales": ["0"], "steps": [], "warm_start": "bico"}))
         assert len({row.accuracy for row in found.rows}) == 1
 
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
         from tuneport.evaluation import zero_shot
         from tuneport.families import choose_head
-        from tuneport.formats import read_data
+        from tuneport.formats import read_plain
 
         paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
         moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")
-        test = read_data(settings["data"]["animals"], "test")
+        test = read_plain(settings["data"]["animals"], "test")
         model = open_model(settings["target"], device=torch.device("cpu"))
         head = choose_head(model, None, test.name, test.classes)
         wanted = zero_shot(model.with_module(moved.apply()), head, test).accuracy
@@ -206,7 +199,7 @@ class TestEqualTerms:
 
     def test_a_fine_tuned_target_is_the_last_word(self, settings: dict[str, Any]) -> None:
         more = {"reference": {"animals": settings["target"]}, "steps": [], "methods": ["naive"], "warm_start": "naive"}
-        rows = compare(make_comparison(settings | more)).rows
+        rows = run_comparison(make_comparison(settings | more)).rows
         assert {row.accuracy for row in rows if row.method == "fine-tuned target"} == {rows[0].accuracy}
 
     def test_models_come_back_as_they_were(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +211,7 @@ class TestEqualTerms:
             return opened[-1]
 
         monkeypatch.setattr(bench, "open_model", kept)
-        compare(make_comparison(settings | {"seeds": [0]}))
+        run_comparison(make_comparison(settings | {"seeds": [0]}))
         for model in opened:
             fresh = plain(str(model.folder), device=torch.device("cpu")).module.state_dict()
             assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.module.state_dict().items())
@@ -323,7 +316,7 @@ class TestRecipes:
     ) -> None:
         monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("measured"))
         with pytest.raises(Exception, match="needs two models of one architecture"):
-            compare(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
+            run_comparison(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
 
 
 class TestWriting:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from toy import ToyViT, batches, finetuned, loss, plan
-from tuneport.budget import parse_bytes, plan_passes
+from tuneport.budget import plan_passes
 from tuneport.crossfit import halves
 from tuneport.errors import TuneportError
 from tuneport.job import Job
@@ -62,19 +62,6 @@ def test_a_budget_below_one_layer_is_refused_with_the_least_that_will_do() -> No
     once = replace(job(), batches=iter(batches()))
     with pytest.raises(TuneportError, match=r"needs batches that can be gone through again: pass a list"):
         plan_passes(once, 10**9)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("8GiB", 2**33), ("8 gib", 2**33), ("1.5MB", 1_500_000), ("700", 700), ("2TB", 2 * 10**12)]
-)
-def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "8 parsecs", "0", "1e9", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(TuneportError, match=r"must be a size such as 8GiB or 500MB, got "):
-        parse_bytes(text)
 
 
 def test_limits_below_one_are_refused_before_any_work() -> None:

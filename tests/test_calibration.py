@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samples import labelled, raises
-from tuneport.calibration import SAMPLERS, UNLABELLED, batches, select
-from tuneport.data import Dataset
+from tuneport.calibration import SAMPLERS, batches, select
+from tuneport.data import UNLABELLED, Dataset
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from samples import image_folder, jsonl, picture, png, raises
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 
 ROWS = [
     {"split": "train", "text": "good, really", "label": "pos"},
@@ -48,7 +48,7 @@ TABLES = ["t.jsonl", "t.jsonl.gz", "t.csv", "t.csv.gz", "t.tsv", "t.parquet"]
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, ROWS)
-    train, test = read_data(path, "train"), read_data(path, "test")
+    train, test = read_plain(path, "train"), read_plain(path, "test")
     assert train.classes == test.classes == ("neg", "pos", "unsure")
     assert (train.name, train.kind, train.split, test.split) == ("t", "text", "train", "test")
     assert list(train.inputs) == ["good, really", 'so "bad"']
@@ -61,7 +61,7 @@ def test_tables(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_number_labels_sort_as_numbers(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, [{"text": "a", "label": label} for label in (10, 2, 0, 2)])
-    data = read_data(path, "train")
+    data = read_plain(path, "train")
     assert (data.classes, data.split) == (("0", "2", "10"), "all")
     assert data.labels is not None
     assert data.labels.tolist() == [2, 1, 0, 1]
@@ -70,33 +70,33 @@ def test_number_labels_sort_as_numbers(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("keys", [("text", "text_pair"), ("text1", "text2")])
 def test_text_pairs(tmp_path: Path, keys: tuple[str, str]) -> None:
     path = jsonl(tmp_path / "t.jsonl", [{keys[0]: "a", keys[1]: "b", "label": True}])
-    data = read_data(path, "train")
+    data = read_plain(path, "train")
     assert data.inputs[0] == ("a", "b")
     assert data.classes == ("1",)
 
 
 def test_text_targets(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "t.jsonl", [{"text": "a", "target": "yes"}, {"text": "b", "target": "no"}])
-    data = read_data(path, "train")
+    data = read_plain(path, "train")
     assert (data.labels, data.classes, data.targets) == (None, (), ["yes", "no"])
 
 
 @pytest.mark.parametrize("found", ["all", None])
 def test_a_table_whose_split_is_all_serves_both(tmp_path: Path, found: str | None) -> None:
     path = jsonl(tmp_path / "t.jsonl", [{"text": "a", "label": 0, "split": found}] * 3)
-    assert [len(read_data(path, "train")), len(read_data(path, "test"))] == [3, 3]
+    assert [len(read_plain(path, "train")), len(read_plain(path, "test"))] == [3, 3]
 
 
 def test_table_of_image_paths(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"deep": 2})
     rows = [{"image": f"deep/{i}.png", "label": label} for i, label in enumerate(["dog", "cat"])]
     for name in TABLES:
-        data = read_data(write_table(root / name, rows), "train")
+        data = read_plain(write_table(root / name, rows), "train")
         assert (data.kind, data.classes) == ("image", ("cat", "dog"))
         assert data.inputs[1].getpixel((0, 0)) == (11, 11, 11)
     jsonl(root / "t.jsonl", [*rows, {"image": "deep/7.png", "label": "cat"}])
     with raises("1 of 3 images of", "are not there: deep/7.png. Paths are relative to"):
-        read_data(root / "t.jsonl", "train")
+        read_plain(root / "t.jsonl", "train")
 
 
 def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
     table = pa.table({"image": [*images, None], "label": [1, 0, 0, 1]})
     notes = {"info": {"features": {"label": {"names": ["zebra", "ant"], "_type": "ClassLabel"}}}}
     parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(notes)}), tmp_path / "t.parquet")
-    data = read_data(tmp_path / "t.parquet", "train")
+    data = read_plain(tmp_path / "t.parquet", "train")
     assert data.classes == ("zebra", "ant")
     assert data.labels is not None
     assert data.labels.tolist() == [1, 0, 0, 1]
@@ -158,7 +158,7 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
 def test_jsonl_errors(tmp_path: Path, content: str, parts: list[str]) -> None:
     (tmp_path / "t.jsonl").write_text(content)
     with raises(*parts):
-        read_data(tmp_path / "t.jsonl", "train")
+        read_plain(tmp_path / "t.jsonl", "train")
 
 
 def test_hidden_test_labels_do_not_trouble_training_data(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_hidden_test_labels_do_not_trouble_training_data(tmp_path: Path) -> None
         {"text": "a", "label": label, "split": split} for label, split in ((0, "train"), (1, "train"), (-1, "test"))
     ]
     path = jsonl(tmp_path / "t.jsonl", rows)
-    assert read_data(path, "train").classes == ("0", "1")
+    assert read_plain(path, "train").classes == ("0", "1")
     with raises("has no labels"):
-        read_data(path, "test")
-    assert read_data(path, "test", labelled=False).labels is None
+        read_plain(path, "test")
+    assert read_plain(path, "test", labelled=False).labels is None
 
 
 def test_other_broken_tables(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_other_broken_tables(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with raises(*parts):
-            read_data(tmp_path / name, "train")
+            read_plain(tmp_path / name, "train")
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +192,10 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "t.parquet").write_bytes(b"")
     with raises("needs pyarrow, which is not installed. Run: pip install tuneport[data]"):
-        read_data(tmp_path / "t.parquet", "train")
+        read_plain(tmp_path / "t.parquet", "train")
     (tmp_path / "dataset_info.json").write_text("{}")
     with raises("needs datasets, which is not installed. Run: pip install tuneport[data]"):
-        read_data(tmp_path, "train")
+        read_plain(tmp_path, "train")
 
 
 def test_saved_hf_datasets(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_saved_hf_datasets(tmp_path: Path) -> None:
     train = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=kinds)
     test = datasets.Dataset.from_dict({"text": ["c"], "label": [1]}, features=kinds)
     datasets.DatasetDict({"train": train, "validation": test}).save_to_disk(tmp_path / "both")
-    data = read_data(tmp_path / "both", "train")
+    data = read_plain(tmp_path / "both", "train")
     assert (list(data.inputs), data.classes, data.split, data.name) == (
         ["a", "b"],
         ("no", "ay"),
@@ -213,15 +213,15 @@ def test_saved_hf_datasets(tmp_path: Path) -> None:
     )
     assert data.labels is not None
     assert data.labels.tolist() == [1, 0]
-    held_out = read_data(tmp_path / "both", "test")
+    held_out = read_plain(tmp_path / "both", "test")
     assert (list(held_out.inputs), held_out.split) == (["c"], "validation")
 
     train.remove_columns("label").save_to_disk(tmp_path / "bare")
     with raises("has no labels; expected a column label or target."):
-        read_data(tmp_path / "bare", "train")
+        read_plain(tmp_path / "bare", "train")
     (tmp_path / "bare" / "state.json").write_text("{}")
     with raises("cannot read", "bare: "):
-        read_data(tmp_path / "bare", "train")
+        read_plain(tmp_path / "bare", "train")
 
 
 def test_saved_hf_images_are_decoded_on_access(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_saved_hf_images_are_decoded_on_access(tmp_path: Path) -> None:
     }
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / "set")
-    data = read_data(tmp_path / "set", "test")
+    data = read_plain(tmp_path / "set", "test")
     assert (data.kind, data.classes, data.split) == ("image", ("x", "y"), "all")
     assert data.inputs[0].getpixel((0, 0)) == (5, 5, 5)
     with raises("cannot read image in row 2 of"):

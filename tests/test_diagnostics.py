@@ -14,20 +14,12 @@ from numpy.typing import NDArray
 
 import toy
 from folders import Zoo
-from tuneport.diagnostics import (
-    Similarity,
-    TokenAgreement,
-    activation_drift,
-    by_block,
-    cka,
-    layer_similarity,
-    output_similarity,
-    token_cosine,
-)
+from tuneport.diagnostics import activation_drift, by_block, layer_similarity, output_similarity
 from tuneport.errors import TuneportError
 from tuneport.families import open_model
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
+from tuneport.similarity import Similarity, TokenAgreement, cka, token_cosine
 
 Array = NDArray[np.float64]
 
@@ -231,7 +223,7 @@ class TestModels:
 
 class TestReference:
     def test_a_model_is_like_itself(self, zoo: Zoo) -> None:
-        model, data = open_model(zoo["clip_vision-base"]), read_data(zoo.data, "train")
+        model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
         same = output_similarity(model, model, data)
         assert len(same) == len(model.layers)
         assert all(item.cosine_before == pytest.approx(1.0) and item.cka == pytest.approx(1.0) for item in same)
@@ -241,13 +233,13 @@ class TestReference:
         assert set(by_block(other, "cosine_before")) == {0, 1}
 
     def test_other_architectures_are_refused(self, zoo: Zoo) -> None:
-        data = read_data(zoo.data, "train")
+        data = read_plain(zoo.data, "train")
         with pytest.raises(TuneportError, match="differ in architecture"):
             output_similarity(open_model(zoo["vit-base"]), open_model(zoo["vit-target"]), data)
 
     def test_drift(self, zoo: Zoo) -> None:
         base, tuned = open_model(zoo["vit-base"]), open_model(zoo["vit-tuned"])
-        data = read_data(zoo.data, "train")
+        data = read_plain(zoo.data, "train")
         halfway = copy.deepcopy(base.module)
         with torch.no_grad():
             for name, parameter in halfway.named_parameters():

@@ -18,7 +18,7 @@ from tuneport.data import Dataset
 from tuneport.errors import DataError, TuneportError
 from tuneport.evaluation import check_protocol, features, linear_probe, zero_shot
 from tuneport.families import Head, Model, choose_head, describe_any, open_model
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 
 
 def pixels(data: Dataset) -> torch.Tensor:
@@ -56,7 +56,7 @@ def points(count: int, classes: int, seed: int, names: tuple[str, ...] | None = 
 
 class TestZeroShot:
     def test_by_hand(self, zoo: Zoo) -> None:
-        model, test = open_model(zoo["clip_vision-base"]), read_data(zoo.data, "test")
+        model, test = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "test")
         head = choose_head(model, None, test.name, test.classes)
         with torch.no_grad():
             embeds = load(zoo["clip_vision-base"])(pixels(test)).image_embeds
@@ -70,14 +70,14 @@ class TestZeroShot:
         assert (result.samples, result.protocol) == (30, "zero-shot")
 
     def test_the_models_own_classifier(self, zoo: Zoo) -> None:
-        model, test = open_model(zoo["vit-base"]), read_data(zoo.data, "test")
+        model, test = open_model(zoo["vit-base"]), read_plain(zoo.data, "test")
         with torch.no_grad():
             guesses = load(zoo["vit-base"])(pixels(test)).logits.argmax(-1).numpy()
         result = zero_shot(model, choose_head(model, None, test.name, test.classes), test)
         assert result.accuracy == pytest.approx(100 * float((guesses == test.labels).mean()))
 
     def test_any_batch_size_and_its_progress(self, zoo: Zoo) -> None:
-        model, test = open_model(zoo["clip_vision-base"]), read_data(zoo.data, "test")
+        model, test = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "test")
         head = choose_head(model, None, test.name, test.classes)
         done: list[int] = []
         result = zero_shot(model, head, test, batch_size=7, progress=done.append)
@@ -115,7 +115,7 @@ class TestLinearProbe:
 
     def test_against_scikit_learn(self, zoo: Zoo) -> None:
         model = open_model(zoo["siglip_vision-base"])
-        train, test = read_data(zoo.data, "train"), read_data(zoo.data, "test")
+        train, test = read_plain(zoo.data, "train"), read_plain(zoo.data, "test")
         module = load(zoo["siglip_vision-base"])
         with torch.no_grad():
             seen, unseen = (module(pixels(data)).pooler_output.double().numpy() for data in (train, test))
@@ -140,7 +140,7 @@ class TestLinearProbe:
 
 
 def test_features_keep_the_order_of_the_samples(zoo: Zoo) -> None:
-    model, test = open_model(zoo["vit-base"]), read_data(zoo.data, "test")
+    model, test = open_model(zoo["vit-base"]), read_plain(zoo.data, "test")
     with torch.no_grad():
         expected = load(zoo["vit-base"]).vit(pixels(test)).last_hidden_state[:, 0]
     found = features(model, test, batch_size=8)
@@ -151,7 +151,7 @@ def test_features_keep_the_order_of_the_samples(zoo: Zoo) -> None:
 def test_texts_for_an_image_model(zoo: Zoo, tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "a", "label": "cat"}\n{"text": "b", "label": "dog"}\n')
-    data = read_data(path, "test")
+    data = read_plain(path, "test")
     model = open_model(zoo["vit-base"])
     head = choose_head(model, None, data.name, data.classes)
     for attempt in (lambda: zero_shot(model, head, data), lambda: linear_probe(model, data, data)):

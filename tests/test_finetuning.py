@@ -17,7 +17,7 @@ from tuneport.data import Dataset, align_labels
 from tuneport.errors import TuneportError
 from tuneport.families import Head, Model, choose_head, open_model
 from tuneport.finetuning import Schedule, finetune, prepared
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def setting(zoo: Zoo) -> tuple[Model, Head, Dataset]:
     model = open_model(zoo["clip_vision-base"], device=CPU)
-    data = read_data(zoo.data, "train").subset(range(24))
+    data = read_plain(zoo.data, "train").subset(range(24))
     return model, choose_head(model, None, data.name, data.classes), data
 
 
@@ -121,7 +121,7 @@ def test_what_was_given_is_untouched(setting: tuple[Model, Head, Dataset]) -> No
 
 def test_text_towers_stay_frozen(zoo: Zoo) -> None:
     model = open_model(zoo["clip-base"], device=CPU)
-    data = read_data(zoo.data, "train").subset(range(6))
+    data = read_plain(zoo.data, "train").subset(range(6))
     head = choose_head(model, None, data.name, data.classes)
     before = state(model.module)
     after = state(last(model, head, data, Schedule(steps=2, learning_rate=1e-2)))

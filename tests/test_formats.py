@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from samples import image_folder, picture, png, raises
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 
 
 def test_image_data_can_be_pickled_for_worker_processes(tmp_path: Path) -> None:
-    data = read_data(image_folder(tmp_path / "pets", {"cat": 2, "dog": 1}), "train").subset([2, 0])
+    data = read_plain(image_folder(tmp_path / "pets", {"cat": 2, "dog": 1}), "train").subset([2, 0])
     copy = pickle.loads(pickle.dumps(data))
     assert copy.inputs[0].size == (4, 4)
 
@@ -24,7 +24,7 @@ def test_folder_without_splits_serves_both(tmp_path: Path) -> None:
     (root / "cat" / "notes.txt").write_text("not an image")
     (root / "empty").mkdir()
     for split in ("train", "test"):
-        data = read_data(root, split)  # type: ignore[arg-type]
+        data = read_plain(root, split)  # type: ignore[arg-type]
         assert (data.classes, data.split, data.kind, data.name) == (("cat", "dog"), "all", "image", "pets")
         assert data.labels is not None
         assert data.labels.tolist() == [0, 0, 0, 1, 1]
@@ -37,7 +37,7 @@ def test_folder_without_splits_serves_both(tmp_path: Path) -> None:
 def test_folder_splits_agree_on_classes(tmp_path: Path, held_out: str) -> None:
     image_folder(tmp_path / "train", {"b": 2, "c": 1})
     image_folder(tmp_path / held_out, {"a": 1, "c": 2}, value=50)
-    train, test = read_data(tmp_path, "train"), read_data(tmp_path, "test")
+    train, test = read_plain(tmp_path, "train"), read_plain(tmp_path, "test")
     assert train.classes == test.classes == ("a", "b", "c")
     assert train.labels is not None
     assert test.labels is not None
@@ -49,12 +49,12 @@ def test_folder_splits_agree_on_classes(tmp_path: Path, held_out: str) -> None:
 def test_folder_prefers_test_to_validation(tmp_path: Path) -> None:
     for split, count in (("train", 1), ("val", 2), ("test", 3)):
         image_folder(tmp_path / split, {"a": count})
-    assert len(read_data(tmp_path, "test")) == 3
+    assert len(read_plain(tmp_path, "test")) == 3
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     image_folder(tmp_path, {"car": 1, "train": 2})
-    data = read_data(tmp_path, "train")
+    data = read_plain(tmp_path, "train")
     assert (data.classes, len(data)) == (("car", "train"), 3)
 
 
@@ -62,7 +62,7 @@ def test_folder_images_are_opened_only_on_access(tmp_path: Path) -> None:
     root = image_folder(tmp_path / "pets", {"cat": 1})
     (root / "cat" / "broken.jpg").write_bytes(b"not a jpeg")
     (root / "cat" / "cut.png").write_bytes(png(3)[:-30])
-    data = read_data(root, "train")
+    data = read_plain(root, "train")
     assert len(data) == 3
     with raises("cannot read image", "broken.jpg", "not in a format Pillow knows"):
         data.inputs[1]
@@ -72,27 +72,27 @@ def test_folder_images_are_opened_only_on_access(tmp_path: Path) -> None:
 
 def test_folder_errors(tmp_path: Path) -> None:
     with raises("no data at", "nowhere", "no such file or folder. Pass an image folder"):
-        read_data(tmp_path / "nowhere", "train")
+        read_plain(tmp_path / "nowhere", "train")
     with raises("has no images; expected a sub-folder per class"):
-        read_data(tmp_path, "train")
+        read_plain(tmp_path, "train")
     image_folder(tmp_path / "a" / "train", {"cat": 1})
     with raises("has no test split; found: train.", "Add one named test or dev or validation"):
-        read_data(tmp_path / "a", "test")
+        read_plain(tmp_path / "a", "test")
     (tmp_path / "a" / "test" / "cat").mkdir(parents=True)
     with raises("has no images in its test split"):
-        read_data(tmp_path / "a", "test")
+        read_plain(tmp_path / "a", "test")
     (tmp_path / "model.bin").write_bytes(b"")
     with raises("cannot tell what data", "model.bin"):
-        read_data(tmp_path / "model.bin", "train")
+        read_plain(tmp_path / "model.bin", "train")
     with raises("unknown split 'tests'. Did you mean 'test'? Known: test, train."):
-        read_data(tmp_path, "tests")  # type: ignore[arg-type]
+        read_plain(tmp_path, "tests")  # type: ignore[arg-type]
 
 
 def test_flat_folder_is_unlabelled(tmp_path: Path) -> None:
     picture(1).save(tmp_path / "x.png")
     with raises("has no labels; expected one sub-folder of images per class."):
-        read_data(tmp_path, "train")
-    data = read_data(tmp_path, "train", labelled=False)
+        read_plain(tmp_path, "train")
+    data = read_plain(tmp_path, "train", labelled=False)
     assert (data.labels, data.classes, len(data)) == (None, (), 1)
 
 
@@ -104,7 +104,7 @@ def test_npz_with_splits(tmp_path: Path) -> None:
         x_test=x[:1], y_test=np.array([[2]]),
         classes=np.array(["a", "b", "c"]),
     )  # fmt: skip
-    train, test = read_data(tmp_path / "toy.npz", "train"), read_data(tmp_path / "toy.npz", "test")
+    train, test = read_plain(tmp_path / "toy.npz", "train"), read_plain(tmp_path / "toy.npz", "test")
     assert (train.name, train.split, test.split, train.classes) == ("toy", "train", "test", ("a", "b", "c"))
     assert train.labels is not None
     assert test.labels is not None
@@ -121,7 +121,7 @@ def test_npz_shapes_and_types(tmp_path: Path, shape: tuple[int, ...], channel: i
     whole = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     x = whole if dtype is np.uint8 else (whole / 255).astype(dtype)
     np.savez(tmp_path / "toy.npz", x=x, y=np.arange(5))
-    data = read_data(tmp_path / "toy.npz", "test")
+    data = read_plain(tmp_path / "toy.npz", "test")
     assert (data.split, data.classes) == ("all", ("0", "1", "2", "3", "4"))
     expected = whole[2] if channel is None else np.moveaxis(whole[2], channel if channel < 0 else 0, -1)
     if expected.ndim == 2:
@@ -134,8 +134,8 @@ def test_npz_shapes_and_types(tmp_path: Path, shape: tuple[int, ...], channel: i
 def test_npz_without_names_counts_classes_over_all_splits(tmp_path: Path) -> None:
     x = np.zeros((2, 3, 3), dtype=np.uint8)
     np.savez(tmp_path / "t.npz", x_train=x, y_train=np.array([0, 1]), x_val=x, y_val=np.array([0, 3]))
-    assert read_data(tmp_path / "t.npz", "train").classes == ("0", "1", "2", "3")
-    assert read_data(tmp_path / "t.npz", "test").split == "val"
+    assert read_plain(tmp_path / "t.npz", "train").classes == ("0", "1", "2", "3")
+    assert read_plain(tmp_path / "t.npz", "test").split == "val"
 
 
 X = np.zeros((3, 4, 4), dtype=np.uint8)
@@ -179,7 +179,7 @@ ACCEPTED = "expected uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W,
 def test_npz_errors(tmp_path: Path, arrays: dict[str, Any], parts: list[str]) -> None:
     np.savez(tmp_path / "t.npz", **arrays)
     with raises(*parts):
-        read_data(tmp_path / "t.npz", "train")
+        read_plain(tmp_path / "t.npz", "train")
 
 
 def test_npz_that_is_none(tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ def test_npz_that_is_none(tmp_path: Path) -> None:
     for content in (b"", b"hello", path.read_bytes()[:-40], pickle.dumps({"x": X})):
         path.write_bytes(content)
         with raises("cannot read", "t.npz"):
-            read_data(path, "train")
+            read_plain(path, "train")
     with path.open("wb") as file:
         np.save(file, X)
     with raises("cannot read", "t.npz"):
-        read_data(path, "train")
+        read_plain(path, "train")
 
 
 def test_unlabelled_npz_on_request(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=X)
-    assert read_data(tmp_path / "t.npz", "train", labelled=False).labels is None
+    assert read_plain(tmp_path / "t.npz", "train", labelled=False).labels is None

@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from folders import Zoo, edit_json, edit_weights, write_head
 from tuneport import columns, formats
 from tuneport.arithmetic import apply
-from tuneport.bench import read_recipe
 from tuneport.capture import measure
 from tuneport.checkpoint import open_checkpoint
 from tuneport.errors import CaptureError, CheckpointError, DataError
 from tuneport.families import open_model, read_head
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.pipeline import transfer
+from tuneport.recipe import read_recipe
 from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,24 +188,24 @@ class TestData:
         png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"x")) + chunk(b"IEND", b"")
         (tmp_path / "cat" / "a.png").write_bytes(png)
         with pytest.raises(DataError, match="too large to open safely"):
-            read_data(tmp_path, "train").inputs[0]
+            read_plain(tmp_path, "train").inputs[0]
 
     def test_formats_that_start_programs_are_not_opened(self, tmp_path: Path) -> None:
         (tmp_path / "cat").mkdir()
         Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "a.eps")
         (tmp_path / "cat" / "a.eps").rename(tmp_path / "cat" / "a.png")
         with pytest.raises(DataError, match="not in a format"):
-            read_data(tmp_path, "train").inputs[0]
+            read_plain(tmp_path, "train").inputs[0]
 
     def test_archives_that_unpack_to_too_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(formats, "_LARGEST_ARCHIVE", 10**6)
         monkeypatch.setattr(columns, "_LARGEST_TABLE", 10**6)
         np.savez_compressed(tmp_path / "d.npz", x=np.zeros((100, 100, 100, 3), np.uint8))
         with pytest.raises(DataError, match="is refused: unpacked it would take"):
-            read_data(tmp_path / "d.npz", "train", labelled=False)
+            read_plain(tmp_path / "d.npz", "train", labelled=False)
         (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b"text\n" + b"aaaaaaa\n" * 10**6))
         with pytest.raises(DataError, match="a table may take"):
-            read_data(tmp_path / "rows.csv.gz", "train", labelled=False)
+            read_plain(tmp_path / "rows.csv.gz", "train", labelled=False)
 
     def test_an_array_that_lies_about_its_shape(self, tmp_path: Path) -> None:
         content = io.BytesIO()
@@ -215,7 +215,7 @@ class TestData:
         with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
             archive.writestr("x.npy", content.getvalue())
         with pytest.raises(DataError, match="cannot read"):
-            read_data(tmp_path / "d.npz", "train", labelled=False)
+            read_plain(tmp_path / "d.npz", "train", labelled=False)
 
     @pytest.mark.parametrize(
         ("arrays", "words"),
@@ -228,7 +228,7 @@ class TestData:
     def test_labels_and_classes(self, tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
         np.savez(tmp_path / "d.npz", x=np.zeros((2, 3, 3, 3), np.uint8), **arrays)
         with pytest.raises(DataError, match=words):
-            read_data(tmp_path / "d.npz", "train")
+            read_plain(tmp_path / "d.npz", "train")
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -242,10 +242,10 @@ class TestData:
     def test_tables_with_other_columns(self, tmp_path: Path, content: str, words: str | None) -> None:
         (tmp_path / "rows.csv").write_text(content)
         if words is None:
-            assert read_data(tmp_path / "rows.csv", "train").labels is not None
+            assert read_plain(tmp_path / "rows.csv", "train").labels is not None
             return
         with pytest.raises(DataError, match=words):
-            read_data(tmp_path / "rows.csv", "train")
+            read_plain(tmp_path / "rows.csv", "train")
 
     @pytest.mark.parametrize(
         "content", ["a = " + "[" * 10**5, "a = 1e", "\xff", "batch_size = 0", 'learning_rate = "x"']

@@ -10,11 +10,12 @@ import pytest
 
 from folders import Zoo
 from tuneport.arithmetic import extract
-from tuneport.bench import compare, make_comparison
+from tuneport.bench import run_comparison
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.hub import hub_name, local, looks_like_hub_id
 from tuneport.pipeline import transfer
+from tuneport.recipe import make_comparison
 
 
 @pytest.fixture
@@ -109,5 +110,5 @@ def test_a_comparison_between_ids(zoo: Zoo) -> None:
         "finetuned": {"a": "org/tuned"},
         "data": {"a": str(zoo.data)},
     }
-    result = compare(make_comparison({**content, "samples": [8], "methods": ["naive"], "scales": ["1"]}))
+    result = run_comparison(make_comparison({**content, "samples": [8], "methods": ["naive"], "scales": ["1"]}))
     assert {row.method for row in result.rows} == {"target", "naive"}

@@ -37,7 +37,7 @@ from tuneport.data import Dataset
 from tuneport.errors import DataError, TuneportError
 from tuneport.families import Head, Model, choose_head, describe_module, open_model
 from tuneport.families.huggingface_text import SENTENCE_SCALE
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.objectives import OBJECTIVES, batch_for, load_loss, objective_of
 from twins import finetuned
 
@@ -329,7 +329,7 @@ def test_contrastive_pairs_through_a_whole_transfer(encoders: dict[str, Path], t
     assert "encoder.layer.2.attention.self.query.weight" in roles
     before, after = (open_model(path) for path in (encoders["bare-target"], tmp_path / "out"))
     vectors = [
-        evaluation.features(model, read_data(encoders["pairs"], "test", labelled=False)) for model in (before, after)
+        evaluation.features(model, read_plain(encoders["pairs"], "test", labelled=False)) for model in (before, after)
     ]
     assert torch.isfinite(vectors[1]).all()
     assert not torch.allclose(*vectors)
@@ -372,7 +372,7 @@ class TestPerplexity:
         with pytest.raises(TuneportError, match="bert writes no text; perplexity needs a causal"):
             evaluation.perplexity(models["bert"], data(SENTENCES))
         with pytest.raises(DataError, match=r"animals holds images, but .*llama reads texts"):
-            evaluation.perplexity(models["llama"], read_data(zoo.data, "test"))
+            evaluation.perplexity(models["llama"], read_plain(zoo.data, "test"))
         with pytest.raises(DataError, match="has no token to predict"):
             evaluation.perplexity(models["gpt2"], data(["a"]))
 

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from folders import Zoo
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.batches import PairedBatch
-from tuneport.budget import in_groups, plan_passes
+from tuneport.budget import plan_passes
 from tuneport.capture import measure
 from tuneport.cli import app
-from tuneport.cost import Work, work_of
+from tuneport.cost import Flops, flops_of
+from tuneport.division import in_groups
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families import describe_module, open_model, outline_model
 from tuneport.forecast import LiveBytes
@@ -331,7 +332,7 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
         max_tokens=16,
         device="cpu",
     )
-    assert work_of(job, 16) == work_of(real, 16)  # as with weights and data
+    assert flops_of(job, 16) == flops_of(real, 16)  # as with weights and data
     with pytest.raises(CheckpointError, match=r"the weights of .*old are not there"):
         job.source.tensors["model.norm.weight"]
     (error,) = plan_devices(prepare_shapes(source, source, memory_budget=1000), RATES, (1,))
@@ -363,10 +364,10 @@ def test_the_command_plans_from_shapes(tmp_path: Path) -> None:
 
 
 def test_seconds_are_work_over_rate() -> None:
-    work = Work(forward=10**12, backward=10**12, sums=10**11, dense=10**10, thin=10**10, transport=10**11)
-    found = seconds_of(work, RATES, runs=2, anew=True, fetched=5e9, returned=2e9)
+    flops = Flops(forward=10**12, backward=10**12, sums=10**11, dense=10**10, thin=10**10, transport=10**11)
+    found = seconds_of(flops, RATES, runs=2, anew=True, fetched=5e9, returned=2e9)
     assert found == pytest.approx({"passes": 6, "fetch": 5, "sums": 1, "solve": 2, "transport": 3, "total": 17})
-    assert seconds_of(work, RATES, devices=4)["total"] == pytest.approx(seconds_of(work, RATES)["total"] / 4)
+    assert seconds_of(flops, RATES, devices=4)["total"] == pytest.approx(seconds_of(flops, RATES)["total"] / 4)
     assert parse_rates(["passes=4e14"]) == {"passes": 4e14}
     with pytest.raises(TuneportError, match=r"a rate is NAME=NUMBER, such as passes=4e14, got 'fast'"):
         parse_rates(["fast"])

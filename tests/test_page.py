@@ -13,7 +13,7 @@ import pytest
 
 import browser
 from folders import Zoo, load
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.page import report_page
 from tuneport.pipeline import port, transfer
 from tuneport.plots import curves, heat_map
@@ -57,7 +57,7 @@ def record(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
     found = compare(job)
     out = tmp_path_factory.mktemp("page") / "out"
-    port(job, out, scale="auto", test=read_data(zoo.data, "test"), verdict=found.record())
+    port(job, out, scale="auto", test=read_plain(zoo.data, "test"), verdict=found.record())
     content = json.loads((out / "tuneport.json").read_text())
     assert (out / "report.html").read_text() == report_page(content)
     return content

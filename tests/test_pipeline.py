@@ -23,7 +23,7 @@ from tuneport.arithmetic import extract
 from tuneport.data import Dataset, align_labels
 from tuneport.errors import DataError, MethodError, PairingError
 from tuneport.families import choose_head, open_model
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.pairing import LayerPair
 from tuneport.pipeline import transfer
@@ -250,7 +250,7 @@ class TestDraws:
             assert prepare(*zoo.trio("vit"), zoo.data, samples=6, sampler=sampler).samples == 6
 
     def test_labels_follow_the_names_not_the_numbers(self, zoo: Zoo) -> None:
-        train = read_data(zoo.data, "train")
+        train = read_plain(zoo.data, "train")
         order = [2, 0, 1]
         names = tuple(train.classes[i] for i in order)
         assert train.labels is not None
@@ -268,7 +268,7 @@ class TestDraws:
         inputs, labels = batch.source
         model = open_model(zoo["clip_vision-base"])
         head = choose_head(model, None, "animals", CLASSES)
-        train = align_labels(read_data(zoo.data, "train"), head.classes)
+        train = align_labels(read_plain(zoo.data, "train"), head.classes)
         assert labels.tolist() == train.subset(job.record["data"]["indices"]).labels.tolist()  # type: ignore[union-attr]
         scores = head.scores(model, model.module, inputs)
         by_hand = -torch.log_softmax(scores, -1)[torch.arange(6), labels].sum()

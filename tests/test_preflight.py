@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from folders import Zoo, load
 from tuneport.errors import DataError, TuneportError
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.job import PairedBatches
 from tuneport.measuring import measure_job, problem_of
 from tuneport.preflight import (
@@ -24,8 +24,8 @@ from tuneport.preflight import (
     Trial,
     compare,
     judge,
-    layer_rows,
     prepare_pair,
+    similarity_rows,
     summary,
     try_transfer,
 )
@@ -68,7 +68,7 @@ class TestTrial:
     def test_a_transfer_that_must_help_and_one_that_must_harm(self, zoo: Zoo) -> None:
         """Between equal models the trial is the fine-tune itself: the loss falls where the fine-tune is good."""
         base = zoo["clip_vision-base"]
-        data = read_data(zoo.data, "train")
+        data = read_plain(zoo.data, "train")
         job = prepare_pair(base, base, data, finetuned=zoo["clip_vision-tuned"], samples=24)
         found = try_transfer(job)
         module = job.source.module
@@ -136,11 +136,11 @@ class TestPair:
         found = compare(job, trial=False)
         assert found.trial is None
         assert found.verdict.verdict == UNCERTAIN
-        assert len(layer_rows(found.similarity)) == len(found.similarity) > 3 * 10
+        assert len(similarity_rows(found.similarity)) == len(found.similarity) > 3 * 10
 
     def test_two_live_modules(self, zoo: Zoo) -> None:
         modules = [load(zoo[f"vit-{part}"]) for part in ("base", "base")]
-        data = read_data(zoo.data, "train")
+        data = read_plain(zoo.data, "train")
         with pytest.raises(TuneportError, match="cannot read raw samples"):
             prepare_pair(*modules, data, samples=16)
 

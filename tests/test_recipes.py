@@ -22,7 +22,7 @@ from tuneport.bench import cell_names, main, plan_lines, run_recipe, wanted_fine
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
-from tuneport.recipe import KINDS, Printed, Recipe, make_recipe, placed, read_recipe
+from tuneport.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
 from tuneport.tables import Comparing, Row, beside_paper, markdown, orders, plot
 from tuneport.tasks import TASKS
 
@@ -159,7 +159,7 @@ class TestOurs:
         assert plots
         for picture in plots:
             assert ElementTree.parse(picture).getroot().tag.endswith("svg")
-        if recipe.kind in figures.FIGURES:
+        if recipe.kind in FIGURES:
             with (out / "points.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
             assert len(rows) == len(record["points"]) > 0
@@ -191,9 +191,9 @@ class TestReading:
         assert part.source == str(root / "zoo" / "a")
         assert part.finetuned == {"mnist": str(root / "zoo" / "a-mnist")}
         assert part.heads == {"mnist": "mnist"}
-        assert placed("ViT-B-16:laion2b", root) == "ViT-B-16:laion2b"
-        assert placed("mnist:data/mnist", root, data=True) == f"mnist:{root / 'data' / 'mnist'}"
-        assert placed("x/y", None) == "x/y"
+        assert under_root("ViT-B-16:laion2b", root) == "ViT-B-16:laion2b"
+        assert under_root("mnist:data/mnist", root, data=True) == f"mnist:{root / 'data' / 'mnist'}"
+        assert under_root("x/y", None) == "x/y"
 
     def test_typo_missing_checkpoint_and_too_few_samples_at_once(self, root: Path) -> None:
         wrong = self.content(sedes=[0], target="zoo/none", samples=[6, 9999], methods=["bicco"])
@@ -309,7 +309,7 @@ class TestRunning:
     def test_a_linear_probe_learns_from_the_calibration_samples_only(self, root: Path, tmp_path: Path) -> None:
         from tuneport.calibration import select
         from tuneport.evaluation import linear_probe
-        from tuneport.formats import read_data
+        from tuneport.formats import read_plain
 
         recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[3], scales=["1"])
         out = run_recipe(recipe, tmp_path / "out")
@@ -318,16 +318,16 @@ class TestRunning:
             (method, budget) for method in ("source", "target", "bico") for budget in (6, 12)
         }
         data = root / "data" / "images" / "mnist.npz"
-        train = read_data(data, "train")
+        train = read_plain(data, "train")
         few = train.subset(select(train, samples=12, seed=3)[:6])
-        wanted = linear_probe(open_model(root / "zoo" / "a2"), few, read_data(data, "test")).accuracy
+        wanted = linear_probe(open_model(root / "zoo" / "a2"), few, read_plain(data, "test")).accuracy
         found = next(row for row in rows if (row.task, row.method, row.budget) == ("mnist", "target", 6))
         assert found.accuracy == pytest.approx(wanted)
         assert "± seeds" in (out / "table.md").read_text()
 
     def test_fine_tuned_models_get_a_probe_on_the_whole_training_split(self, root: Path, tmp_path: Path) -> None:
         from tuneport.evaluation import linear_probe
-        from tuneport.formats import read_data
+        from tuneport.formats import read_plain
 
         tuned = str(root / "zoo" / "a-mnist")
         more = {"source_rows": True, "reference": {"mnist": tuned}, "stated": {"fashion": 74.5}}
@@ -339,7 +339,7 @@ class TestRunning:
             (task, f"fine-tuned {side}") for task in ("fashion", "mnist") for side in ("source", "target")
         }
         data = root / "data" / "images" / "mnist.npz"
-        wanted = linear_probe(open_model(tuned), read_data(data, "train"), read_data(data, "test")).accuracy
+        wanted = linear_probe(open_model(tuned), read_plain(data, "train"), read_plain(data, "test")).accuracy
         for side in ("source", "target"):  # one and the same model here
             assert fixed["mnist", f"fine-tuned {side}"].accuracy == pytest.approx(wanted)
         assert fixed["fashion", "fine-tuned target"].stated

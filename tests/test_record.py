@@ -14,7 +14,7 @@ from safetensors import safe_open
 import tuneport
 from folders import Zoo, write_data
 from tuneport.arithmetic import apply, extract
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.page import report_page
 from tuneport.pipeline import port, transfer
 from tuneport.preflight import compare
@@ -50,7 +50,7 @@ class TestSchema:
 
     def test_transfer_with_verdict_and_accuracy(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
-        port(job, tmp_path / "out", test=read_data(zoo.data, "test"), verdict=compare(job).record())
+        port(job, tmp_path / "out", test=read_plain(zoo.data, "test"), verdict=compare(job).record())
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         valid(stored)
         assert {"cost", "evaluation", "verdict", "similarity"} <= set(stored)
@@ -64,7 +64,7 @@ class TestSchema:
         assert record["as"] == "task-vector"
 
     def test_transfer_in_python(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
-        data = read_data(zoo.data, "train")
+        data = read_plain(zoo.data, "train")
         result = transfer(*zoo.trio("vit"), data, samples=24)
         result.save(tmp_path / "out")
         valid(json.loads((tmp_path / "out" / "tuneport.json").read_text()))
@@ -88,7 +88,7 @@ def test_every_drawn_image_file_is_in_the_record(zoo: Zoo, tmp_path: Path) -> No
     data = tmp_path / "animals"
     for label, name in enumerate(("cat", "dog", "owl")):
         (data / name).mkdir(parents=True)
-        source = read_data(write_data(tmp_path / "d.npz"), "train")
+        source = read_plain(write_data(tmp_path / "d.npz"), "train")
         for index in range(4):
             source.inputs[3 * index + label].save(data / name / f"{index}.png")
     result = transfer(*zoo.trio("vit"), data, samples=5)

@@ -238,14 +238,14 @@ def test_many_at_once_are_what_each_is_alone(
 @pytest.mark.parametrize("cut", [1e-12, 1e-9, 1e-6, 1e-4, 1e-3, 0.03])
 def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
     """Lifted values stay on their side of the cut, and every determined one arrives at 1."""
-    plan = iteration._schedule(cut)
+    steps = iteration._steps(cut)
     values = torch.logspace(0, -16, 2000, dtype=torch.float64) / 1.05
     lifted = values.clone()
-    for a, b, c in plan.heavy:
+    for a, b, c in steps.heavy:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
     above = values > cut / 1.05
-    assert float(lifted[above].min()) >= plan.lifted > float(lifted[~above].max())
-    for a, b, c in plan.tail:
+    assert float(lifted[above].min()) >= steps.lifted > float(lifted[~above].max())
+    for a, b, c in steps.tail:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
     assert float((1 - lifted[above]).abs().max()) < 0.021
     for route in ("qdwh", "lift"):

@@ -22,9 +22,10 @@ from tuneport.cli import app
 from tuneport.crossfit import halves
 from tuneport.errors import MethodError
 from tuneport.families import describe_module, open_model
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.methods import METHODS
 from tuneport.preparation import prepare
+from tuneport.tables import load
 from twins import finetuned
 
 # --- the protocol of the paper's T5 table
@@ -60,7 +61,7 @@ def paper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
     """Encoder task vector, gradients from the seq2seq loss on label words, a probe on the same N samples."""
-    train, test = read_data(paper["data"], "train"), read_data(paper["data"], "test")
+    train, test = read_plain(paper["data"], "train"), read_plain(paper["data"], "test")
     folders = [paper[name] for name in ("source", "tuned", "target")]
     source, target = open_model(paper["source"]), open_model(paper["target"])
     table: dict[str, list[float]] = {}
@@ -102,7 +103,7 @@ def test_the_t5_protocol_on_the_command_line(paper: dict[str, Path], tmp_path: P
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {layer["target"] for layer in record["layers"]}
     found = run("evaluate", tmp_path / "out", *common, "--protocol", "linear-probe")
-    train, test = read_data(paper["data"], "train"), read_data(paper["data"], "test")
+    train, test = read_plain(paper["data"], "train"), read_plain(paper["data"], "test")
     few = train.subset(record["data"]["indices"])
     wanted = evaluation.linear_probe(open_model(tmp_path / "out"), few, test)
     assert (found["accuracy"], found["samples"], found["protocol"]) == (wanted.accuracy, 24, "linear-probe")
@@ -285,7 +286,7 @@ def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path]
     text = recipe.read_text(encoding="utf-8").replace("samples = [50, 100, 200]", "samples = [6, 12]", 1)
     (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
     bench.run_recipe(tmp_path / "recipe.toml", tmp_path / "out", root=tmp_path)
-    found = bench.load(tmp_path / "out")
+    found = load(tmp_path / "out")
     assert {row.task for row in found.rows} == set(columns)
     assert {(row.method, row.budget) for row in found.rows} == {
         ("fine-tuned source", 0),

@@ -18,7 +18,7 @@ from tuneport.checkpoint import open_checkpoint
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import choose_head, open_model
 from tuneport.finetuning import Schedule, finetune
-from tuneport.formats import read_data
+from tuneport.formats import read_plain
 from tuneport.training import PROTOCOL, prepare_training, run_training
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
@@ -38,7 +38,7 @@ def test_the_folder_holds_what_was_trained(zoo: Zoo, tmp_path: Path) -> None:
         prepare_training(base, zoo.data, SCHEDULE, device="cpu"), tmp_path / "out", checkpoint_every=2
     )
     model = open_model(base)
-    data = read_data(zoo.data, "train")
+    data = read_plain(zoo.data, "train")
     wanted = dict(finetune(model, choose_head(model, None, data.name, data.classes), data, SCHEDULE, at=(2, 4)))
     module = wanted[6]
     for name, tensor in load(tmp_path / "out").state_dict().items():
@@ -72,7 +72,7 @@ def test_a_task_has_a_validation_split(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_sets_too_large_to_keep_train_the_same(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = open_model(zoo["clip_vision-base"]), read_data(zoo.data, "train")
+    model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
     head = choose_head(model, None, data.name, data.classes)
     *_, (_, kept) = finetune(model, head, data, SCHEDULE)
     monkeypatch.setattr(finetuning, "KEPT_BYTES", 0)
@@ -83,7 +83,7 @@ def test_sets_too_large_to_keep_train_the_same(zoo: Zoo, monkeypatch: pytest.Mon
 
 
 def test_a_batch_may_take_several_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = open_model(zoo["clip_vision-base"]), read_data(zoo.data, "train").subset(range(22))
+    model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train").subset(range(22))
     head = choose_head(model, None, data.name, data.classes)
     schedule = Schedule(steps=2, batch_size=22, learning_rate=1e-3)
     logged: list[list[float]] = [[], []]

@@ -24,7 +24,8 @@ from record import in_own_process, now, peak_memory, publish, table
 
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
-    from tuneport.budget import parse_bytes, plan_passes
+    from tuneport.budget import plan_passes
+    from tuneport.memory import parse_bytes
     from tuneport.pipeline import run
     from tuneport.preparation import prepare
     from tuneport.task_vector import TaskVector

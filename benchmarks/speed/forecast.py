@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, required=True, help="folder with the results of llama.py")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from tuneport.cost import work_of
+    from tuneport.cost import flops_of
     from tuneport.division import Sums, result_bytes
     from tuneport.forecast import foretell
     from tuneport.offload import Placement, bytes_of
@@ -45,9 +45,9 @@ def main() -> None:
     forecast = foretell(job)
     sums, pairs = Sums(job, forecast.sums, forecast.size), job.plan.pairs
     live = forecast.peak(pairs, (Placement(device), Placement(device)))
-    work = work_of(job, job.samples)
-    assert work is not None
-    seconds = seconds_of(work, Rates(**H200))
+    flops = flops_of(job, job.samples)
+    assert flops is not None
+    seconds = seconds_of(flops, Rates(**H200))
     models = sum(bytes_of(model.module.parameters()) for model in (job.source, job.target))
     sizes = {layer.name: 2 * layer.in_features * layer.out_features for layer in job.source.layers}
     changes = {

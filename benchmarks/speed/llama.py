@@ -113,7 +113,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    from tuneport.budget import format_bytes, parse_bytes, plan_passes
+    from tuneport.budget import plan_passes
+    from tuneport.memory import format_bytes, parse_bytes
     from tuneport.preparation import prepare
     from tuneport.task_vector import TaskVector
 

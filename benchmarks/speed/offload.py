@@ -56,8 +56,9 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device(options.device)
-    from tuneport.budget import format_bytes, parse_bytes, plan_passes
-    from tuneport.cost import work_of
+    from tuneport.budget import plan_passes
+    from tuneport.cost import flops_of
+    from tuneport.memory import format_bytes, parse_bytes
     from tuneport.pipeline import run
     from tuneport.preparation import prepare
     from tuneport.rates import probe, seconds_of
@@ -105,8 +106,8 @@ def main() -> None:
         started = now(device)
         passes = plan_passes(job, budget)
         planning = now(device) - started
-        work = work_of(job, options.samples)
-        assert work is not None
+        flops = flops_of(job, options.samples)
+        assert flops is not None
         anew = passes.placements is not None and any(placement.blocks for placement in passes.placements)
         returned = 4 * sum(
             entry.numel()
@@ -114,7 +115,7 @@ def main() -> None:
             if name in {pair.target.weight for pair in job.plan.pairs}
         )
         expected = seconds_of(
-            work,
+            flops,
             rates,
             runs=len(passes.groups),
             anew=anew,
@@ -126,7 +127,7 @@ def main() -> None:
             for placement in passes.placements or ()
         ]
         say(f"planned in {planning:.1f} s: {len(passes.groups)} runs, peak {format_bytes(passes.peak_bytes)}, {stay}, ")
-        say(f"{format_bytes(passes.fetched_bytes)} fetched, expected seconds {expected}, {work}")
+        say(f"{format_bytes(passes.fetched_bytes)} fetched, expected seconds {expected}, {flops}")
         started = now(device)
         result = run(job, passes=passes)
         seconds = now(device) - started
@@ -169,7 +170,7 @@ def main() -> None:
     data = {
         "options": {key: str(value) for key, value in vars(options).items()},
         "rates": vars(rates),
-        "work": vars(work),
+        "work": vars(flops),
         "planned": {"peak_bytes": passes.peak_bytes, "seconds": expected, "fetched_bytes": passes.fetched_bytes},
         "measured": {"peak_bytes": measured, "seconds": seconds, **stages},
         "without_budget": before,

@@ -73,7 +73,7 @@ def _resident() -> int:
 def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.alignment import Statistics
-    from tuneport.budget import in_groups
+    from tuneport.division import in_groups
     from tuneport.measuring import measure_job, problem_of
 
     spent = [0.0]

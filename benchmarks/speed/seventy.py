@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from tuneport.budget import format_bytes, parse_bytes
+    from tuneport.memory import format_bytes, parse_bytes
     from tuneport.rates import Rates
     from tuneport.shapes import plan_devices, prepare_shapes
 

@@ -16,22 +16,10 @@ import torch
 from torch import Tensor
 
 from .certificate import Certificate
-from .completion import CoordinateMap, complete, complete_thin, rectangular_identity
+from .completion import CoordinateMap, complete, complete_thin
 from .errors import MethodError, TuneportError
 from .products import add_product, energy
 from .solver import Polar, polar, polar_of_factors, polar_together, together_bytes
-
-__all__ = [
-    "COMPLETIONS",
-    "Alignment",
-    "Completion",
-    "CrossCovariance",
-    "Statistics",
-    "WeightGradient",
-    "procrustes",
-    "rank_cut",
-    "rectangular_identity",
-]
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")

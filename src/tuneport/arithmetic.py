@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from .adapter import Adapter, is_adapter, open_adapter
-from .checkpoint import file_digests, open_checkpoint
+from .checkpoint import open_checkpoint
+from .companions import copy_companions
 from .errors import CheckpointError
 from .families import Model, ModelLike, describe_module, open_model, open_stored, place_of
 from .hub import local
 from .lora import task_vector_of, transposed_weights
 from .output import check_new_folder, new_folder
-from .provenance import package_version, versions
-from .report import copy_companions, write_record
+from .provenance import files_identity, package_version, versions
+from .report import write_record
 from .soundness import check_finite
-from .task_vector import TaskVector, load_task_vector
+from .task_vector import FORMAT, TaskVector, load_task_vector
 from .tensors import LazyTensors, describe
 
 Finetuned = ModelLike | Adapter | TaskVector
@@ -50,9 +50,8 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
 
 
 def _adapter_change(source: Model, adapter: Adapter, exclude: Sequence[str]) -> TaskVector:
-    names = source.file_names
-    base = LazyTensors(names, lambda n: source.tensors[names[n]], lambda n: describe(source.tensors, names[n]))
-    stored = {file: name for name, file in names.items()}
+    stored = {file: name for name, file in source.file_names.items()}
+    base = source.stored_parameters()
     vector = task_vector_of(adapter, base, other_names=stored, transposed=transposed_weights(source.module))
     return vector.subset(name for name in vector if not source.matches(name, exclude))
 
@@ -75,7 +74,7 @@ def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Se
 
 
 def _is_task_vector(path: Path) -> bool:
-    return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == "tuneport-task-vector"
+    return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == FORMAT
 
 
 def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -157,14 +156,9 @@ def apply(
             "out": str(out),
             "scale": scale,
             "tensors": len(vector),
-            "base": _place(base, getattr(stored.tensors, "files", ())),
-            "vector": _place(file, [file]) if file is not None else {"name": "TaskVector"},
+            "base": files_identity(base, getattr(stored.tensors, "files", ())),
+            "vector": files_identity(file, [file]) if file is not None else {"name": "TaskVector"},
             "versions": versions(),
         }
         write_record(folder / "tuneport.json", record)
     return Path(out)
-
-
-def _place(path: Path, files: Iterable[Path]) -> dict[str, Any]:
-    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
-    return {"name": path.absolute().name, "path": str(path), "sha256": digests}

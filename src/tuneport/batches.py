@@ -1,4 +1,9 @@
-"""Batches as two models get them: the same samples for both, counted, and divided where they are too many at once."""
+"""Batches as two models get them: the same samples for both, counted, and divided where they are too many at once.
+
+A batch is any nest of tensors that a loss understands; its first tensor's first dimension tells how many samples it
+has. Two models that want different inputs get a PairedBatch; one with a match of its own is divided only where it says
+how.
+"""
 
 from __future__ import annotations
 

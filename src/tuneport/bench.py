@@ -27,39 +27,20 @@ from .cells import run_cell
 from .data import align_labels
 from .errors import CheckpointError, DataError, TuneportError, first_of
 from .families import Model, choose_head, open_model
-from .figures import FIGURES, figure_cell, write_figure
+from .figures import figure_cell, write_figure
 from .methods import get_method
 from .opening import pick_device
 from .output import check_new_folder, claimed, new_folder
 from .preparation import prepare
+from .progress import Stage
 from .provenance import package_version
-from .recipe import Comparison, Recipe, make_comparison, make_recipe, read_recipe, there
+from .recipe import FIGURES, Comparison, Recipe, read_recipe, there
 from .report import to_json
 from .resume import fingerprint
-from .tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows, write_tables
+from .tables import Comparing, Row, write_tables
 from .tasks import read_data
 from .training import prepare_training, run_training
 
-__all__ = [
-    "Comparing",
-    "Comparison",
-    "Recipe",
-    "Row",
-    "auto_scale_summary",
-    "compare",
-    "load",
-    "make_comparison",
-    "make_recipe",
-    "markdown",
-    "merge",
-    "plan_lines",
-    "read_recipe",
-    "run_recipe",
-    "save",
-    "table_rows",
-]
-
-Stage = Callable[[str, int, int], None]
 Note = Callable[[str], None]
 
 
@@ -249,7 +230,7 @@ def _machine(device: torch.device) -> str:
     return f"{name}, {device}, torch {torch.__version__}"
 
 
-def compare(comparison: Comparison, *, stage: Stage | None = None) -> Comparing:
+def run_comparison(comparison: Comparison, *, stage: Stage | None = None) -> Comparing:
     """Run a comparison: every task, sampler, seed, budget and method."""
     recipe = Recipe({"1": comparison})
     _check_models(recipe)

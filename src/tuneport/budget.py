@@ -22,27 +22,19 @@ from .capture import measure
 from .division import (
     Passes,
     Sums,
-    at_home,
     check_by_layer,
-    format_bytes,
     grouped,
-    in_blocks,
-    in_groups,
-    parse_bytes,
     result_bytes,
     result_device,
-    runs_on,
     units,
 )
 from .errors import TuneportError
 from .forecast import Forecast, foretell
-from .job import Job, PairedBatches
+from .job import Job, PairedBatches, at_home, runs_on
+from .memory import format_bytes, free_memory
 from .offload import Placement, block_paths, bytes_of, is_hollow, sizes
-from .opening import free_memory
 from .pairing import LayerPair
 from .signals import NEEDS_BACKWARD, Loss
-
-__all__ = ["Passes", "format_bytes", "in_blocks", "in_groups", "parse_bytes", "plan_passes", "result_device", "runs_on"]
 
 SLACK = 0.08  # of a GPU's budget: what its libraries take for themselves, and what a forecast may miss
 

@@ -18,13 +18,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Generator, Tensor
 
-from tuneport.data import Dataset
-from tuneport.errors import DataError, first_of, unknown_name
+from .data import UNLABELLED, Dataset
+from .errors import DataError, first_of, unknown_name
 
 DEFAULT_SAMPLES = 100
-UNLABELLED = -100  # torch.nn.functional.cross_entropy ignores this label
 
-Rule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tensor]
+SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Sampler:
     """
 
     description: str
-    rule: Rule
+    rule: SamplingRule
     needs_labels: bool = True
     needs_features: bool = False
     balanced: bool = False

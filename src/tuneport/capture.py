@@ -22,6 +22,7 @@ from .errors import CaptureError, first_of
 from .layers import Layer
 from .pairing import LayerPair
 from .products import are_half
+from .progress import Progress
 from .signals import (
     INPUT,
     INPUT_GRADIENT,
@@ -36,7 +37,6 @@ from .signals import (
 )
 from .tokens import Match, TokenLimit, match_tokens
 
-Progress = Callable[[int], None]
 OnBatch = Callable[[Statistics], None]
 MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
 

@@ -30,7 +30,7 @@ from .tables import Row
 from .task_vector import TaskVector
 from .tasks import read_data
 
-Score = Callable[[nn.Module], float]
+Scorer = Callable[[nn.Module], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ def _probed_rows(comparison: Comparison, models: Sequence[Model], judges: dict[s
     yield from (replace(row, seed=blank.seed) for row in judges["fixed"])
 
 
-def _probe(job: Job, model: Model, test: Dataset) -> Score:
+def _probe(job: Job, model: Model, test: Dataset) -> Scorer:
     """Accuracy of a linear probe that is trained on the samples that made the maps, and no others."""
     assert isinstance(job.batches, PairedBatches)
     train = job.batches.dataset.subset(job.batches.indices)
@@ -274,7 +274,7 @@ def _method_rows(
     job: Job,
     solve: Callable[[Statistics], Transfer],
     found: tuple[Statistics, Statistics, Statistics],
-    accuracy: Score,
+    accuracy: Scorer,
 ) -> Iterator[tuple[Row, TaskVector]]:
     """A method at every scale rule."""
     *parts, whole = found
@@ -298,7 +298,7 @@ def _finetuning_rows(
     head: Head,
     blank: Row,
     warm: TaskVector | None,
-    accuracy: Score,
+    accuracy: Scorer,
 ) -> Iterator[Row]:
     """Few-shot fine-tuning of the target on the same samples, from its own weights and from the ported ones."""
     assert isinstance(job.batches, PairedBatches)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError, first_of
+from .memory import size_in
 from .output import PathLike, sync
 from .tensors import TensorSpec, UnknownTensorError, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
@@ -182,11 +183,10 @@ def parse_size(size: int | str) -> int:
     >>> parse_size("20KB"), parse_size("1.5 GiB"), parse_size(7)
     (20000, 1610612736, 7)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?\s*", str(size).upper())
-    if match is None or float(match[1]) == 0:
+    found = size_in(str(size))
+    if found < 1:
         raise CheckpointError(f"size {size!r} is not a number of bytes. Expected something like 5GB or 8GiB.")
-    power = "KMGT".find(match[2]) + 1 if match[2] else 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return found
 
 
 def write_checkpoint(

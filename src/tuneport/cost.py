@@ -32,7 +32,7 @@ SVD = 20  # FLOPs of a thin SVD with both factors, per min(d)^2 max(d); an estim
 
 
 @dataclass(frozen=True)
-class Passes:
+class BatchCost:
     """One batch on the meta device: FLOPs, samples, tokens of each model, and what each pair adds to its sums.
 
     `matched` counts the tokens by (target layer, signal); of layers that read the same tensors only the first is there.
@@ -54,21 +54,21 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
     does; None where the models do not run without data. A search for the scale is not counted.
     """
     samples = job.samples if samples is None else samples
-    passes = _passes(job) if job.method.signals and samples else None
-    scale = samples / passes.samples if passes is not None else 0.0
-    tokens = [round(count * scale) for count in passes.tokens] if passes is not None else _likely_tokens(job, samples)
+    once = _batch_cost(job) if job.method.signals and samples else None
+    scale = samples / once.samples if once is not None else 0.0
+    tokens = [round(count * scale) for count in once.tokens] if once is not None else _likely_tokens(job, samples)
     sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
     return {
         "parameters": dict(zip(("source", "target"), sizes, strict=True)),
         "tokens": dict(zip(("source", "target"), tokens, strict=True)),
         "paper": _paper(job, sizes, tokens),
-        "statistics_bytes": sum(8 * ours * theirs for _, _, ours, theirs in _maps(job, passes)),
-        "counted": _counted(job, passes, scale) if passes is not None or not job.method.signals else None,
+        "statistics_bytes": sum(8 * ours * theirs for _, _, ours, theirs in _maps(job, once)),
+        "counted": _counted(job, once, scale) if once is not None or not job.method.signals else None,
     }
 
 
 @dataclass(frozen=True)
-class Work:
+class Flops:
     """The FLOPs of a transfer by kind, as it is really done: few tokens are kept, not summed, and solved as factors."""
 
     forward: int
@@ -79,15 +79,15 @@ class Work:
     transport: int
 
 
-def work_of(job: Job, samples: int) -> Work | None:
-    """The work of a job on so many samples; None where the models do not run without data."""
-    passes = _passes(job)
-    if passes is None:
+def flops_of(job: Job, samples: int) -> Flops | None:
+    """The FLOPs of a job on so many samples; None where the models do not run without data."""
+    once = _batch_cost(job)
+    if once is None:
         return None
-    scale = samples / passes.samples
+    scale = samples / once.samples
     sums = dense = thin = 0
-    for pair, signal, ours, theirs in _maps(job, passes):
-        tokens = round(passes.matched[pair.target.name, signal] * scale)
+    for pair, signal, ours, theirs in _maps(job, once):
+        tokens = round(once.matched[pair.target.name, signal] * scale)
         tokens = min(tokens, job.max_tokens or tokens)
         short, long = sorted((ours, theirs))
         if 5 * tokens <= 4 * short:
@@ -96,7 +96,7 @@ def work_of(job: Job, samples: int) -> Work | None:
             dense += SVD * short**2 * long
             sums += 2 * tokens * short * long
     moving = sum(_transport(job, pair) for pair in job.plan.pairs)
-    return Work(round(passes.forward * scale), round(passes.backward * scale), sums, dense, thin, moving)
+    return Flops(round(once.forward * scale), round(once.backward * scale), sums, dense, thin, moving)
 
 
 def thin_flops(short: int, long: int, tokens: int) -> int:
@@ -121,15 +121,15 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
     }
 
 
-def _counted(job: Job, passes: Passes | None, scale: float) -> dict[str, int]:
+def _counted(job: Job, once: BatchCost | None, scale: float) -> dict[str, int]:
     statistics = solves = 0
-    for pair, signal, ours, theirs in _maps(job, passes):
-        matched = passes.matched[pair.target.name, signal] if passes is not None else 0
+    for pair, signal, ours, theirs in _maps(job, once):
+        matched = once.matched[pair.target.name, signal] if once is not None else 0
         statistics += round(2 * matched * scale * ours * theirs)
         solves += SVD * min(ours, theirs) ** 2 * max(ours, theirs) if signal != WEIGHT_GRADIENT else 0
     found = {
-        "forward": round(passes.forward * scale) if passes is not None else 0,
-        "backward": round(passes.backward * scale) if passes is not None else 0,
+        "forward": round(once.forward * scale) if once is not None else 0,
+        "backward": round(once.backward * scale) if once is not None else 0,
         "statistics": statistics,
         "solves": solves,
         "transport": sum(_transport(job, pair) for pair in job.plan.pairs),
@@ -137,15 +137,15 @@ def _counted(job: Job, passes: Passes | None, scale: float) -> dict[str, int]:
     return {**found, "total": sum(found.values())}
 
 
-def _maps(job: Job, passes: Passes | None) -> Iterator[tuple[LayerPair, str, int, int]]:
-    """Every sum that is kept, once: pair, signal and the two widths; without passes, as if no two layers shared one."""
+def _maps(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, int, int]]:
+    """Every sum that is kept, once: pair, signal and the two widths; without `once`, as if no two layers shared one."""
     for pair in job.plan.pairs:
         source, target = pair.source, pair.target
         for signal in sorted(job.method.signals):
             fixed = pair.input_map if signal.startswith("input") else pair.output_map
             if fixed is not None and signal != WEIGHT_GRADIENT:
                 continue
-            if passes is not None and (target.name, signal) not in passes.matched:
+            if once is not None and (target.name, signal) not in once.matched:
                 continue
             if signal == WEIGHT_GRADIENT:
                 yield pair, signal, target.out_features, target.in_features
@@ -165,7 +165,7 @@ def _transport(job: Job, pair: LayerPair) -> int:
     return 2 * out_B * out_A * in_A + 2 * out_B * in_A * in_B
 
 
-def _passes(job: Job) -> Passes | None:
+def _batch_cost(job: Job) -> BatchCost | None:
     batch = first_batch(job)
     if batch is None or job.source_loss is None or job.target_loss is None:
         return None
@@ -200,7 +200,7 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
     return [samples * (found.prefix + found.grid[0] * found.grid[1] if found else 1) for found in layouts]
 
 
-def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -> Passes:
+def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -> BatchCost:
     backward = bool(NEEDS_BACKWARD & job.method.signals)
     forward_flops = backward_flops = 0
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
@@ -245,7 +245,7 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
         max((sum(tensor.shape[0] * tensor.shape[1] for tensor in calls) for calls in seen.values()), default=0)
         for seen in signals
     ]
-    return Passes(forward_flops, backward_flops, size, (tokens[0], tokens[1]), matched)
+    return BatchCost(forward_flops, backward_flops, size, (tokens[0], tokens[1]), matched)
 
 
 def _wanted(job: Job) -> tuple[dict[Layer, frozenset[str]], dict[Layer, frozenset[str]]]:

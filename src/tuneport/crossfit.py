@@ -1,4 +1,8 @@
-"""A scale chosen by two halves of the samples, each judging the maps of the other, by forward passes only."""
+"""A scale chosen by two halves of the samples, each judging the maps of the other, by forward passes only.
+
+No map is judged on samples that it has seen, unless there are too few to divide, which the choice then says. The
+maps that ship come from all samples. The rules of the choice are in `scaling`.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ from .pictures import check_images, open_array, open_file
 Kind = Literal["image", "text"]
 Split = Literal["train", "test"]
 
+UNLABELLED = -100  # the label of a sample without one, which torch's cross_entropy ignores
+
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".jsonl.gz", ".csv.gz", ".tsv.gz", ".parquet")
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {

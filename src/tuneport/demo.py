@@ -8,7 +8,6 @@ one with 100 labelled images, and compares with what else could be done.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,23 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
+from .companions import copy_companions
 from .cost import cost_of
 from .data import Dataset
 from .errors import TuneportError
 from .evaluation import before_and_after, zero_shot
 from .families import Head, Model, choose_head, open_model
 from .finetuning import Schedule, finetune
-from .formats import read_data
+from .formats import read_plain
 from .measuring import measure_job, problem_of
 from .methods import METHODS
 from .output import check_new_folder, new_folder
 from .pipeline import run
 from .preparation import prepare
-from .report import copy_companions, write_record
+from .progress import Stage
+from .report import write_record
 from .result import Result
 
-Stage = Callable[[str, int, int], None]
 MODELS = Path(__file__).parent / "demo_models"
 SAMPLES = 100
 STEPS = 100
@@ -50,7 +50,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
     with new_folder(out, overwrite=overwrite) as folder:
         data = folder / "mirrored-digits.npz"
         np.savez_compressed(data, allow_pickle=False, **mirrored_digits())
-        train, test = read_data(data, "train"), read_data(data, "test")
+        train, test = read_plain(data, "train"), read_plain(data, "test")
         heads = {id(model): choose_head(model, "digits", "digits", test.classes) for model in (small, large)}
 
         def accuracy(module: nn.Module) -> float:

@@ -18,29 +18,16 @@ from torch import Tensor, nn
 
 from .alignment import Completion, Statistics
 from .batches import PairedBatch
-from .capture import Progress, measure
+from .capture import measure
 from .data import Dataset
 from .errors import TuneportError, first_of
 from .evaluation import encoded
 from .families import Model
 from .pairing import LayerPair
+from .progress import Progress
 from .signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, Loss
-from .similarity import NAN, Similarity, TokenAgreement, cka, token_cosine
+from .similarity import NAN, Similarity, TokenAgreement
 from .tokens import Match, match_tokens
-
-__all__ = [
-    "COMPARED",
-    "Drift",
-    "LayerSimilarity",
-    "Similarity",
-    "TokenAgreement",
-    "activation_drift",
-    "by_block",
-    "cka",
-    "layer_similarity",
-    "output_similarity",
-    "token_cosine",
-]
 
 COMPARED = (INPUT, OUTPUT, OUTPUT_GRADIENT)
 

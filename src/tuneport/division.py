@@ -6,7 +6,6 @@ What sums, kept signals, maps and results take follows from shapes and from the 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,41 +16,14 @@ from .alignment import CrossCovariance, held_bytes
 from .batches import count_samples
 from .errors import TuneportError
 from .forecast import ShapeSum
-from .job import Job, PairedBatches
+from .job import Job, PairedBatches, runs_on
 from .low_rank import LowRank
-from .offload import Placement, is_hollow
+from .memory import format_bytes
+from .offload import Placement
 from .pairing import LayerPair
 from .products import work_bytes
 from .signals import INPUT, OUTPUT
 from .solver import together_bytes, within
-
-UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
-UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes as people write it.
-
-    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
-    (8589934592, 1500000, 512)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = float(found[1]) * UNITS.get(found[2].upper(), 0) if found else 0.0
-    if size < 1:
-        raise TuneportError(f"the memory budget must be a size such as 8GiB or 500MB, got {text!r}.")
-    return int(size)
-
-
-def format_bytes(size: float) -> str:
-    """
-    >>> format_bytes(8589934592)
-    '8.00 GiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +51,7 @@ class Passes:
 
 def in_blocks(job: Job) -> list[Job]:
     """A job for each block of the target; tensors outside layers go with the first."""
-    blocks = by_block(job.plan.pairs)
+    blocks = blocks_of(job.plan.pairs)
     plans = [
         replace(job.plan, pairs=tuple(pairs), loose=job.plan.loose if pairs is blocks[0] else ()) for pairs in blocks
     ]
@@ -97,7 +69,7 @@ def check_by_layer(job: Job, needed: int) -> None:
 def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool]) -> list[list[LayerPair]]:
     """Pairs in groups that fit, as long as they can be: whole blocks, or weights where a block does not fit."""
     groups: list[list[LayerPair]] = []
-    for block in by_block(pairs):
+    for block in blocks_of(pairs):
         for unit in [block] if fits(block) else _by_weight(block):
             if groups and fits([*groups[-1], *unit]):
                 groups[-1].extend(unit)
@@ -108,10 +80,11 @@ def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool])
 
 def units(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     """The smallest groups that there are."""
-    return [unit for block in by_block(pairs) for unit in _by_weight(block)]
+    return [unit for block in blocks_of(pairs) for unit in _by_weight(block)]
 
 
-def by_block(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+    """The pairs of each block of the target, in their order."""
     return [list(group) for _, group in groupby(pairs, key=lambda p: (p.target.stack, p.target.block))]
 
 
@@ -216,13 +189,6 @@ class Sums:
         return rows if 2 * rows <= dense else dense
 
 
-def runs_on(job: Job) -> torch.device:
-    """Where a job's models run and its maps are solved."""
-    if job.device is None or not (job.placements is not None or at_home(job)):
-        return job.target.device
-    return job.device
-
-
 def result_device(job: Job) -> torch.device:
     """Where the result will be: where the source's task vector is."""
     smallest = min(
@@ -231,14 +197,6 @@ def result_device(job: Job) -> torch.device:
     entry = job.task_vector[smallest]
     found = entry.out_factor.device if isinstance(entry, LowRank) else entry.device
     return torch.device("cpu") if found.type == "meta" else found
-
-
-def at_home(job: Job) -> bool:
-    """Whether the models are elsewhere than where they are to run."""
-    return any(
-        is_hollow(model.module) or (job.device is not None and model.device.type != job.device.type)
-        for model in (job.source, job.target)
-    )
 
 
 def _solving(shape: tuple[int, int], tokens: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .calibration import batches
-from .data import Dataset, align_labels, worded
+from .data import UNLABELLED, Dataset, align_labels, worded
 from .errors import DataError, TuneportError, unknown_name
 from .families import Head, Model
-from .objectives import UNLABELLED, batch_for, next_tokens, objective_of, token_cross_entropy
+from .objectives import batch_for, next_tokens, objective_of, token_cross_entropy
+from .progress import Progress
 from .tasks import read_data
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity"]
 PROTOCOLS: tuple[Protocol, ...] = ("zero-shot", "linear-probe", "perplexity")
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)

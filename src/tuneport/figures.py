@@ -27,7 +27,7 @@ from .objectives import OBJECTIVES, forward_only
 from .pairing import pair_layers
 from .pipeline import run
 from .preparation import prepare
-from .recipe import FIGURES, Comparison, Recipe
+from .recipe import Comparison, Recipe
 from .report import to_json
 from .scaling import Scaled
 from .signals import INPUT
@@ -35,13 +35,11 @@ from .tables import grid, write_csv
 from .tasks import read_data
 from .training import CHECKPOINTS
 
-__all__ = ["FIGURES", "figure_cell", "write_figure"]
-
 Point = dict[str, Any]
 
 SHOWN = 256  # test images that outputs are compared on, unless the recipe says otherwise
 TIMED_STEPS = 6
-LABELS = {
+AXES = {
     "similarity": ("block", "similarity"),
     "output-similarity": ("block", "cosine to the fine-tuned target"),
     "direction": ("step", "1 - cosine to the base's input"),
@@ -221,7 +219,7 @@ def _mean(points: Sequence[Point], like: Point, tick: float) -> float:
 def _table(plot: str, means: Mapping[str, Mapping[float, float]], ticks: Sequence[float]) -> list[str]:
     if plot == "cost":
         return grid(["", "value"], [[name, f"{next(iter(values.values())):.4g}"] for name, values in means.items()])
-    label = LABELS[plot][0]
+    label = AXES[plot][0]
     rows = [
         [f"{tick:g}", *(f"{values[tick]:.3f}" if tick in values else "–" for values in means.values())]
         for tick in ticks
@@ -241,7 +239,7 @@ def _drawn(title: str, plot: str, means: Mapping[str, Mapping[float, float]]) ->
         seconds = {name: next(iter(values.values())) for name, values in means.items() if "seconds" in name}
         named = {name.removeprefix("seconds of "): value for name, value in seconds.items()}
         return bars(named, title=title, x_label="seconds on this machine")
-    x_label, y_label = LABELS[plot]
+    x_label, y_label = AXES[plot]
     ticks = sorted({tick for values in means.values() for tick in values})
     lines = {name: [values.get(tick, math.nan) for tick in ticks] for name, values in means.items()}
     first = next(iter(lines)).partition(": ")[0]

@@ -16,8 +16,8 @@ from .data import Dataset, align_labels
 from .errors import TuneportError
 from .evaluation import encoded
 from .families import Head, Model
+from .progress import Progress
 
-Progress = Callable[[int], None]
 Log = Callable[[int, Tensor], None]  # step and loss
 
 PASS = 128  # samples in one pass; a larger batch takes several

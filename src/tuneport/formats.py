@@ -28,7 +28,7 @@ _LARGEST_ARCHIVE = 16 * 2**30
 _MOST_CLASSES = 10**6
 
 
-def read_data(path: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
+def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
     """Read one split of an image folder, an `.npz`, a table or a saved HF dataset.
 
     A source without splits serves both, and its `Dataset.split` is "all". Without a test split, the

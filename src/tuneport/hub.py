@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from tuneport.errors import CheckpointError, DataError, TuneportError
+from .errors import CheckpointError, DataError, TuneportError
 
-Kind = Literal["model", "dataset"]
+RepoKind = Literal["model", "dataset"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -30,7 +30,7 @@ def looks_like_hub_id(reference: str | os.PathLike[str]) -> bool:
     return _ID.fullmatch(text) is not None and ".." not in text and not os.path.lexists(text)
 
 
-def local(reference: str | os.PathLike[str], kind: Kind = "model") -> Path:
+def local(reference: str | os.PathLike[str], kind: RepoKind = "model") -> Path:
     """The path of a model or data set: itself, or for a hub id the folder that it was fetched to."""
     if not looks_like_hub_id(reference):
         return Path(reference)
@@ -53,7 +53,7 @@ def hub_name(path: Path) -> tuple[str, str] | None:
     return owner[2].replace("--", "/", 1), path.name
 
 
-def _fetch(name: str, kind: Kind, ignored: tuple[str, ...]) -> Path:
+def _fetch(name: str, kind: RepoKind, ignored: tuple[str, ...]) -> Path:
     wrong: type[TuneportError] = CheckpointError if kind == "model" else DataError
     try:
         from huggingface_hub import snapshot_download

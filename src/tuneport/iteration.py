@@ -56,22 +56,22 @@ def iterate(
     two go on as in `iterate_split`. Without `look`, full rank is taken for granted, which saves an inverse; where
     that is wrong, the result is None or not certified.
     """
-    plan, size = _schedule(cut), largest_values(C)
-    X = _lifted(C, size, plan)
+    steps, size = _steps(cut), largest_values(C)
+    X = _lifted(C, size, steps)
     if not look:
-        return _finished(C, cut, size, _finish(X, plan.tail), None, fill)
-    null, unclear = _null_directions(X, plan)
+        return _finished(C, cut, size, _finish(X, steps.tail), None, fill)
+    null, unclear = _null_directions(X, steps)
     results: list[Iterated | None] = [None] * len(C)
     clear = (~unclear).nonzero()[:, 0]
     if len(clear):
         here, lifted, known, largest = (_some(part, clear) for part in (C, X, null, size))
-        found = _finish(lifted - known @ (known.mT @ lifted), plan.tail)
+        found = _finish(lifted - known @ (known.mT @ lifted), steps.tail)
         for index, one in zip(clear.tolist(), _finished(here, cut, largest, found, known, fill), strict=True):
             results[index] = one
     many = unclear.nonzero()[:, 0]
     if split and len(many):
         here, lifted, largest = (_some(part, many) for part in (C, X, size))
-        for index, one in zip(many.tolist(), _split(here, lifted, largest, cut, plan, fill), strict=True):
+        for index, one in zip(many.tolist(), _split(here, lifted, largest, cut, steps, fill), strict=True):
             results[index] = one
     return results
 
@@ -82,13 +82,13 @@ def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated
     That gives the projector onto what lies below the cut, without eigenvectors, of which an accelerator makes few at a
     time. A value at the cut itself, to one in 10^4, leaves no projector, and the result is not certified.
     """
-    plan, size = _schedule(cut), largest_values(C)
-    return _split(C, _lifted(C, size, plan), size, cut, plan, fill)
+    steps, size = _steps(cut), largest_values(C)
+    return _split(C, _lifted(C, size, steps), size, cut, steps, fill)
 
 
-def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, plan: Schedule, fill: bool) -> list[Iterated | None]:
-    below = _projector_below(X @ X.mT, plan.lifted**2)
-    X = _finish(X - below @ X, plan.tail)
+def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Iterated | None]:
+    below = _projector_below(X @ X.mT, steps.lifted**2)
+    X = _finish(X - below @ X, steps.tail)
     found = _finished(C, cut, size, X - below @ X, below, fill)
     return [None if one is None else one._replace(split=True) for one in found]
 
@@ -113,7 +113,7 @@ def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Steps:
     """The weights of all steps for one rank cut."""
 
     heavy: tuple[Weights, ...]
@@ -122,12 +122,12 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def _schedule(cut: float) -> Schedule:
+def _steps(cut: float) -> Steps:
     heavy, lifted = [], cut / _MARGIN
     while lifted < 1e-3:  # small values in order, and below what the others sink to
         heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / lifted)))
         lifted = _value(heavy[-1], lifted)
-    return Schedule(tuple(heavy), lifted, _tail(0.9 * lifted))
+    return Steps(tuple(heavy), lifted, _tail(0.9 * lifted))
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +141,7 @@ def _tail(low: float) -> tuple[Weights, ...]:
 
 
 @lru_cache(maxsize=64)
-def _sign_schedule(limit: float) -> tuple[Weights, ...]:
+def _sign_steps(limit: float) -> tuple[Weights, ...]:
     """The steps to the sign of eigenvalues in [-1, 1] that are no nearer to zero than one in 10^4 of `limit`."""
     heavy, low = [], 1e-4 * limit
     while low < 1e-3:  # the weights are capped here too
@@ -172,9 +172,9 @@ def _image(weights: Weights, low: float) -> float:
     return min(_value(weights, float(spot)) for spot in spots)
 
 
-def _lifted(C: Tensor, size: Tensor, plan: Schedule) -> Tensor:
+def _lifted(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
     X = C / (_MARGIN * size[:, None, None])
-    for weights in plan.heavy:
+    for weights in steps.heavy:
         X = _step(X, weights)
     return X
 
@@ -202,18 +202,18 @@ def _projector_below(gram: Tensor, limit: float) -> Tensor:
     """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
     sign = -gram
     sign.diagonal(dim1=-2, dim2=-1).add_(limit)
-    projector = _finish(sign, _sign_schedule(limit)).div_(2)
+    projector = _finish(sign, _sign_steps(limit)).div_(2)
     projector.diagonal(dim1=-2, dim2=-1).add_(0.5)
     return (projector + projector.mT).div_(2)
 
 
-def _null_directions(X: Tensor, plan: Schedule) -> tuple[Tensor, Tensor]:
+def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     """Orthonormal left directions in which nothing above the cut is left, zero columns beside; and where that failed.
 
     Inverse iteration with corrections by the residual, so that the error of the inverse does not stay. Rayleigh
     quotients are bounds from above, so never too many directions are taken out.
     """
-    shift = 1e4 / plan.lifted**2
+    shift = 1e4 / steps.lifted**2
     gram = _lower_gram(X).mul_(shift)
     gram.diagonal(dim1=-2, dim2=-1).add_(1.0)
     inverse = _inverse(gram)
@@ -226,7 +226,7 @@ def _null_directions(X: Tensor, plan: Schedule) -> tuple[Tensor, Tensor]:
         found = _orthonormal(found - shift * (inverse @ residual))
     seen = X.mT @ found
     squares, turn = _small_eigh(seen.mT @ seen)
-    found, limit = found @ turn, plan.lifted**2
+    found, limit = found @ turn, steps.lifted**2
     unclear = ((squares > limit / 9) & (squares < limit * _SURE**2)).any(-1) | ~squares.isfinite().all(-1)
     null = squares < limit
     return found * null[:, None], unclear | null.all(-1)

@@ -1,4 +1,8 @@
-"""A transfer that has been checked whole, and the samples that it is measured on."""
+"""A transfer that has been checked whole, and the samples that it is measured on.
+
+What runs after preparation takes a Job. It is frozen: a part of it, such as some of its layers or samples, is a Job of
+its own, made by `replace`. Samples are read and encoded anew each time they are gone through.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from .data import Dataset, align_labels, worded
 from .families import Encoded, Head, Model
 from .methods import Method
 from .objectives import Objective, batch_for
-from .offload import Placement
+from .offload import Placement, is_hollow
 from .pairing import Plan
 from .signals import Loss
 from .task_vector import TaskVector
@@ -44,6 +48,21 @@ class Job:
     record: Mapping[str, Any] = field(default_factory=dict)
     device: torch.device | None = None  # where it is to run; None: where the models are
     placements: tuple[Placement, Placement] | None = None  # of both models while they run
+
+
+def runs_on(job: Job) -> torch.device:
+    """Where a job's models run and its maps are solved."""
+    if job.device is None or not (job.placements is not None or at_home(job)):
+        return job.target.device
+    return job.device
+
+
+def at_home(job: Job) -> bool:
+    """Whether the models are elsewhere than where they are to run."""
+    return any(
+        is_hollow(model.module) or (job.device is not None and model.device.type != job.device.type)
+        for model in (job.source, job.target)
+    )
 
 
 @dataclass(frozen=True, eq=False)

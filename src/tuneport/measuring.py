@@ -1,4 +1,8 @@
-"""The statistics of a job: measured where its models run, on its samples and on what its method rehearses."""
+"""The statistics of a job: measured where its models run, on its samples and on what its method rehearses.
+
+`capture.measure` knows modules and batches; here the limits of a job come in: tokens, memory, processes, and what an
+earlier run has measured already.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from typing import Any
 
 from .alignment import Statistics
 from .batches import count_samples, samples_at_once
-from .budget import runs_on
-from .capture import Progress, measure
+from .capture import measure
 from .distributed import reduced, share_of
 from .errors import TuneportError
-from .job import Job, PairedBatches
+from .job import Job, PairedBatches, runs_on
 from .methods import Problem
 from .offload import is_hollow, nested_to, placed
+from .progress import Progress
 from .rehearsal import views_of
 from .resume import Work
 from .signals import INPUT

@@ -12,18 +12,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .data import Dataset
+from .data import UNLABELLED, Dataset
 from .errors import DataError, TuneportError, unknown_name
 from .families import Encoded, Head, Model, Reader, widened
-
-Loss = Callable[[nn.Module, Any], Tensor]
-UNLABELLED = -100  # which cross-entropy ignores
+from .signals import Loss
 
 
 @dataclass(frozen=True)

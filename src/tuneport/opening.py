@@ -15,6 +15,7 @@ from torch import nn
 from .errors import TuneportError
 from .families import Model, ModelLike, can_outline, describe_module, open_model, open_stored, outline_model
 from .hub import local
+from .memory import free_memory
 from .offload import Placement, block_paths, is_hollow, placed
 from .tensors import describe
 
@@ -81,16 +82,6 @@ class Opening:
         if outlines and not self.trust_remote_code and can_outline(local(model)):
             return outline_model(model, dtype=self.dtype)
         return open_model(model, device=home, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
-
-
-def free_memory() -> float:
-    """Bytes of RAM that are free for use; infinite where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return math.inf
 
 
 def at_hand(model: Model, device: torch.device) -> AbstractContextManager[None]:

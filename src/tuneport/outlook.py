@@ -1,4 +1,8 @@
-"""What a transfer would do and cost, from shapes alone: no forward pass."""
+"""What a transfer would do and cost, before it runs.
+
+From shapes alone: FLOPs are those of `cost`, and seconds follow from one small product, so they are a rough guide. Only
+a memory budget for models in place makes one small batch run through them (`budget`).
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from tuneport.errors import CheckpointError
+from .errors import CheckpointError
 
 fcntl: Any
 try:

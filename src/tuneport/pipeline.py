@@ -13,12 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from .budget import Passes, plan_passes
-from .capture import Progress
+from .budget import plan_passes
 from .checkpoint import open_checkpoint, read_json
 from .cost import cost_of
 from .data import Dataset
 from .distributed import ranks
+from .division import Passes
 from .errors import TuneportError
 from .evaluation import before_and_after
 from .families import ModelLike
@@ -28,6 +28,7 @@ from .offload import is_hollow
 from .output import check_new_file, check_new_folder, claimed
 from .planning import left_behind, not_transported_by
 from .preparation import prepare
+from .progress import Progress
 from .report import to_json
 from .result import Result
 from .resume import SAVE_EVERY, Work, fingerprint

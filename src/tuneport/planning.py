@@ -1,4 +1,8 @@
-"""Which layers a task vector moves, and of every tensor that stays or is left behind, why."""
+"""Which layers a task vector moves, and of every tensor that stays or is left behind, why.
+
+`pairing` knows layers alone; here the fine-tune, exclusions and classes of two models come in. Nothing is silent: a
+tensor of the target is moved or listed with a reason, and so is what the fine-tune changed and no layer takes.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from .alignment import Statistics
-from .capture import Progress
 from .diagnostics import COMPARED, LayerSimilarity, layer_similarity
 from .errors import DataError
 from .families import ModelLike, open_model
@@ -31,6 +30,7 @@ from .job import Job, PairedBatches
 from .measuring import measure_job, problem_of
 from .opening import pick_device
 from .preparation import prepare
+from .progress import Progress
 from .scaling import Scaled
 from .signals import frozen
 from .task_vector import TaskVector
@@ -213,7 +213,7 @@ def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]
     }
 
 
-LAYER_COLUMNS = (
+SIMILARITY_COLUMNS = (
     "target layer",
     "signal",
     "CKA",
@@ -226,7 +226,7 @@ LAYER_COLUMNS = (
 )
 
 
-def layer_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
+def similarity_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
     """One row of text per layer and signal."""
     return [
         [

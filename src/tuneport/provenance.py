@@ -1,4 +1,8 @@
-"""Where things come from, for run records: names, places, SHA-256 of the files, licences, versions."""
+"""Where things come from, for run records: names, places, SHA-256 of the files, licences, versions.
+
+Plain JSON values. Models and data in files are known by the SHA-256 of what was used of them, since places change with
+the machine; a live module has a name and no more.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ from torch import nn
 
 from .adapter import Adapter
 from .checkpoint import file_digests
+from .companions import README, companions
 from .data import Dataset, files_of
 from .families import Head, Model, ModelLike, open_stored
 from .hub import hub_name, local
-from .report import README, companions
 from .task_vector import TaskVector
 
 
@@ -37,8 +41,7 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
     path = Path(reference)
     kind, mark, place = reference.rpartition(":")
     if mark and not path.exists() and Path(place).exists():  # NAME:FILE
-        digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
-        return {"name": f"{kind}:{Path(place).name}", "path": reference, "sha256": digests}
+        return {"name": f"{kind}:{Path(place).name}", "path": reference, "sha256": _by_name(files)}
     path = local(path)
     beside = companions(path, README) if path.is_dir() else []
     home = path if path.is_dir() else path.parent
@@ -53,11 +56,17 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
     }
 
 
+def files_identity(path: str | Path, files: Iterable[Path]) -> dict[str, Any]:
+    """What the folder or file at a path is called, and the SHA-256 of these files of it by their bare names."""
+    return {"name": Path(path).absolute().name, "path": str(path), "sha256": _by_name(files)}
+
+
+def _by_name(files: Iterable[Path]) -> dict[str, str]:
+    return {Path(name).name: digest for name, digest in file_digests(files).items()}
+
+
 def _adapter_identity(adapter: Adapter) -> dict[str, Any]:
-    identity: dict[str, Any] = {"name": Path(adapter.name).absolute().name if adapter.files else adapter.name}
-    if adapter.files:
-        digests = file_digests(adapter.files)
-        identity |= {"path": adapter.name, "sha256": {Path(name).name: digest for name, digest in digests.items()}}
+    identity = files_identity(adapter.name, adapter.files) if adapter.files else {"name": adapter.name}
     task = adapter.config.get("task_type")
     return {
         **identity,

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from .alignment import CrossCovariance, procrustes_together
-from .cost import SVD, Work, thin_flops
+from .cost import SVD, Flops, thin_flops
 from .errors import TuneportError
 
 
 @dataclass(frozen=True)
 class Rates:
     """FLOP per second of model passes, of float64 `products` (sums and transport), of `dense` and `thin` maps (in the
-    FLOPs of `work_of`), and bytes per second of the `link` from where the models are at home and of the way `back`.
+    FLOPs of `flops_of`), and bytes per second of the `link` from where the models are at home and of the way `back`.
     """
 
     passes: float
@@ -101,7 +101,7 @@ def _wait(device: torch.device) -> None:
 
 
 def seconds_of(
-    work: Work,
+    flops: Flops,
     rates: Rates,
     *,
     runs: int = 1,
@@ -114,12 +114,12 @@ def seconds_of(
 
     Every run takes all passes; that later groups need shorter backward passes is left out.
     """
-    passes = runs * (work.forward * (2 if anew else 1) + work.backward)
+    passes = runs * (flops.forward * (2 if anew else 1) + flops.backward)
     found = {
         "passes": passes / rates.passes / devices,
         "fetch": fetched / rates.link / devices,
-        "sums": work.sums / rates.products / devices,
-        "solve": (work.dense / rates.dense + work.thin / rates.thin) / devices,
-        "transport": (work.transport / rates.products + returned / rates.back) / devices,
+        "sums": flops.sums / rates.products / devices,
+        "solve": (flops.dense / rates.dense + flops.thin / rates.thin) / devices,
+        "transport": (flops.transport / rates.products + returned / rates.back) / devices,
     }
     return {**found, "total": sum(found.values())}

@@ -227,16 +227,16 @@ def _comparison(settings: Mapping[str, Any], root: Path | None) -> Comparison:
             plain[key] = {task: value[task] for task in tasks if task in value}
     for key in ("source", "target"):
         if key in plain:
-            plain[key] = placed(plain[key], root)
+            plain[key] = under_root(plain[key], root)
     for key in ("finetuned", "reference", "data"):
         if key in plain:
-            plain[key] = {task: placed(path, root, data=key == "data") for task, path in plain[key].items()}
+            plain[key] = {task: under_root(path, root, data=key == "data") for task, path in plain[key].items()}
     plain.setdefault("source", "")
     plain["finetune"] = Schedule(**plain["finetune"]) if plain.get("finetune") else None
     return Comparison(**plain)
 
 
-def placed(reference: str, root: Path | None, *, data: bool = False) -> str:
+def under_root(reference: str, root: Path | None, *, data: bool = False) -> str:
     """A reference under the root: a path, `TASK:PATH`, or `NAME:FILE`; names that a library knows stay as they are."""
     if root is None or Path(reference).is_absolute():
         return reference

@@ -10,19 +10,12 @@ import json
 import math
 import re
 import shlex
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
-
 Record = Mapping[str, Any]
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
-README = "README.md"
-OUR_FILES = (README, "tuneport.json", "report.html")
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -33,51 +26,6 @@ def write_record(path: Path, record: Record) -> None:
 def to_json(record: Any) -> str:
     """JSON text of a record; numbers that JSON has no word for become null."""
     return json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
-
-
-def copy_companions(source: Path | None, folder: Path) -> None:
-    """Carry over what stands beside the weights: configuration, tokenizer, processor, heads.
-
-    Weights, our own files and hidden files stay behind.
-    """
-    if source is None:
-        return
-    for file in companions(source):
-        place = folder / file.relative_to(source)
-        place.parent.mkdir(exist_ok=True)
-        shutil.copy(_inside(file, source), place)
-
-
-def companions(folder: Path, *more: str) -> list[Path]:
-    """The files beside a model's weights that belong to it, and those of our own that are named."""
-    found = [
-        item
-        for item in sorted(folder.iterdir())
-        if not item.name.startswith(".")
-        and (item.name not in OUR_FILES or item.name in more)
-        and not _is_weight(item.name)
-        and item.is_file()
-    ]
-    return [*found, *sorted(file for file in (folder / "heads").glob("[!.]*.safetensors") if file.is_file())]
-
-
-def _inside(file: Path, folder: Path) -> Path:
-    """The file, unless it is a link to something that is neither in its folder nor in the hub's cache around it.
-
-    Files are copied into an output that may be published; a folder from elsewhere must not choose which.
-    """
-    real, home = file.resolve(), folder.resolve()
-    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(place in real.parents for place in places):
-        raise CheckpointError(
-            f"{file} is a link to {real}, outside its folder, and is not copied to the output. "
-            "Put the file itself there."
-        )
-    return file
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json")
 
 
 def summary_rows(record: Record) -> list[tuple[str, str]]:
@@ -291,10 +239,6 @@ REPEATED_DEFAULTS = {
 
 def _number(value: float | int | None) -> str:
     return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
-
-
-def _e(text: Any) -> str:
-    return html.escape(str(text), quote=True)
 
 
 def _plain(value: Any) -> Any:

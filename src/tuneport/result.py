@@ -1,4 +1,8 @@
-"""A finished transfer, and what it can become: a live module, a model folder, a LoRA adapter, a task-vector file."""
+"""A finished transfer, and what it can become: a live module, a model folder, a LoRA adapter, a task-vector file.
+
+The target is never changed: `apply` works on a copy, and a model's tensors are computed one by one as they are written.
+A folder appears when it is complete, with the run record, the model card and the report beside the weights.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapter import write_adapter
+from .companions import copy_companions
 from .errors import TuneportError, first_of
 from .families import Model
 from .job import Job
@@ -22,9 +27,8 @@ from .output import new_folder
 from .packing import Packed, no_place, pack
 from .page import report_page
 from .pairing import Kept
-from .report import copy_companions, model_card, to_json, write_record
+from .report import model_card, to_json, write_record
 from .task_vector import TaskVector, save_task_vector
-from .tensors import LazyTensors, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +97,7 @@ class Result:
         return out
 
     def _packed(self, rank: int | None, energy: float | None) -> Packed:
-        names = self.target.file_names
-        base = LazyTensors(
-            names, lambda n: self.target.tensors[names[n]], lambda n: describe(self.target.tensors, names[n])
-        )
+        base = self.target.stored_parameters()
         source = self.record.get("finetuned", {}).get("adapter", {})
         about = {
             "base_model_name_or_path": self.target.name if self.target.folder is not None else None,

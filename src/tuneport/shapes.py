@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from .batches import PairedBatch
-from .budget import Passes, format_bytes, plan_passes
-from .cost import work_of
-from .division import Sums
+from .budget import plan_passes
+from .cost import flops_of
+from .division import Passes, Sums
 from .errors import TuneportError
 from .families import outline_model
 from .forecast import foretell
 from .job import Job
+from .memory import format_bytes
 from .methods import get_method
 from .objectives import forward_only, token_loss
 from .offload import bytes_of
@@ -102,8 +103,8 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
     """
     if job.memory_budget is None:
         raise TuneportError("pass --memory-budget: the memory of one device, such as 80GiB.")
-    work = work_of(job, job.samples)
-    assert work is not None
+    flops = flops_of(job, job.samples)
+    assert flops is not None
     forecast = foretell(job)
     sums = Sums(job, forecast.sums, forecast.size)
     lines: list[dict[str, Any]] = []
@@ -115,7 +116,7 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
             continue
         anew = bool(passes.placements and any(placement.blocks for placement in passes.placements))
         returned = passes.home_bytes - _models_bytes(job) if passes.placements else 0
-        found = seconds_of(work, rates, runs=len(passes.groups), anew=anew, returned=returned, devices=count)
+        found = seconds_of(flops, rates, runs=len(passes.groups), anew=anew, returned=returned, devices=count)
         found["fetch"] = passes.fetched_bytes / rates.link
         found["total"] = sum(seconds for stage, seconds in found.items() if stage != "total")
         line = {"devices": count, **line_of(passes, part), "seconds": found}

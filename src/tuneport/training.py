@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .companions import copy_companions
 from .data import Dataset, align_labels
 from .errors import DataError
 from .evaluation import zero_shot
 from .families import Head, Model, choose_head, open_model
-from .finetuning import Progress, Schedule, finetune
+from .finetuning import Schedule, finetune
 from .hub import looks_like_hub_id
 from .opening import pick_device
 from .output import check_new_folder, claimed, new_folder
+from .progress import Progress
 from .provenance import data_identity, identity_of, package_version, versions
-from .report import copy_companions, write_record
+from .report import write_record
 from .tasks import read_data, split_reference
 from .tensors import describe
 

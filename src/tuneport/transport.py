@@ -1,4 +1,9 @@
-"""The middle of a transfer: measure a job's layers, group by group, and move what the fine-tune changed in them."""
+"""The middle of a transfer: measure a job's layers, group by group, and move what the fine-tune changed in them.
+
+A group's statistics are gone before the next group's are made, so that memory does not grow with their number. In
+several processes each measures its share of the samples and solves its share of the layers. How a job is divided
+changes nothing in the result but rounding.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,15 @@ import torch
 from torch import Tensor
 
 from .alignment import Statistics
-from .budget import Passes, in_blocks, in_groups, runs_on
-from .capture import Progress
 from .crossfit import halves, transfer_auto
 from .distributed import moved_by_all, ranks
+from .division import Passes, in_blocks, in_groups
 from .errors import TuneportError
-from .job import Job
+from .job import Job, runs_on
 from .measuring import measure_job, problem_of
 from .methods import Transfer
 from .offload import pinned, shelved
+from .progress import Progress
 from .resume import Work
 from .scaling import Rule, ScaleChoice
 from .solver import within

@@ -1,4 +1,7 @@
-"""One model at a time: its task vector out and in, its accuracy, its fine-tune."""
+"""One model at a time: its task vector out and in, its accuracy, its fine-tune.
+
+The place of an output is checked before anything is opened.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options that several commands share, each declared once."""
+"""The options that several commands share, each declared once.
+
+An option of one command alone is declared there. Defaults stand with the commands, help and limits here.
+"""
 
 from __future__ import annotations
 

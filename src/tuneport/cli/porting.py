@@ -1,4 +1,8 @@
-"""From an old base to a new one: transfer, plan, compare."""
+"""From an old base to a new one: transfer, plan, compare.
+
+`transfer` and `plan` take the same options, by name, to one job (`_prepare`), so that a plan is of the very transfer.
+All that can be refused is refused before a model runs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ from .options import (
 from .terminal import emit, note, progress, say, show
 
 if TYPE_CHECKING:
-    from ..budget import Passes
+    from ..division import Passes
     from ..job import Job
     from ..preflight import Preflight
 
@@ -156,7 +160,7 @@ def transfer(
 
 
 def _note_passes(passes: Passes) -> None:
-    from ..budget import format_bytes
+    from ..memory import format_bytes
 
     runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
     note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
@@ -246,7 +250,7 @@ def _print_plan(outlook: dict[str, Any]) -> None:
 
 def _plan_shapes(options: dict[str, Any]) -> None:
     """Plans for several devices, from the options of `plan` by name."""
-    from ..budget import parse_bytes
+    from ..memory import parse_bytes
     from ..rates import parse_rates
     from ..report import to_json
     from ..shapes import COLUMNS, describe_line, plan_devices, prepare_shapes, rates_for
@@ -312,8 +316,8 @@ def compare(
     if json:
         emit(to_json({"source": source, "target": target, "samples": job.samples, "summary": means, **found.record()}))
         return
-    table = Table(*preflight.LAYER_COLUMNS)
-    for row in preflight.layer_rows(found.similarity):
+    table = Table(*preflight.SIMILARITY_COLUMNS)
+    for row in preflight.similarity_rows(found.similarity):
         table.add_row(*map(escape, row))
     show(table)
     say(f"verdict: {found.verdict.verdict}")
@@ -330,7 +334,7 @@ def _compared(job: Job, *, trial: bool = True) -> Preflight:
 
 def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True) -> Job:
     """The job of the options of `transfer` or `plan` by name; says whose labels the samples have."""
-    from ..budget import parse_bytes
+    from ..memory import parse_bytes
     from ..preparation import prepare
     from ..report import label_words
 

@@ -1,4 +1,7 @@
-"""Many transfers at once: a recipe from a file or from options, and its tables."""
+"""Many transfers at once: a recipe from a file or from options, and its tables.
+
+Options become the content of a recipe, so that both are checked by the same code and told of in the same words.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ def bench(
     json: Json = False,
 ) -> None:
     """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
-    from ..bench import read_recipe, run_recipe
+    from ..bench import run_recipe
     from ..output import check_new_folder
-    from ..recipe import make_recipe
+    from ..recipe import make_recipe, read_recipe
 
     check_new_folder(out, overwrite)
     if recipe is not None:

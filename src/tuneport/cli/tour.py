@@ -1,4 +1,7 @@
-"""What can be seen without a model of one's own: the methods, the samplers, the demo."""
+"""What can be seen without a model of one's own: the methods, the samplers, the demo.
+
+Nothing is fetched.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ..checkpoint import Checkpoint, open_checkpoint, read_json
 from ..errors import CheckpointError, first_of
 from ..soundness import check_finite
 from .base import Family, Model, Stored, write_weights, writer_with_config
-from .huggingface_text import HEADS, KINDS, complete_text, refuse_experts, text_class
+from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 from .libraries import first_line as _line
 from .libraries import quiet
@@ -117,7 +117,7 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
     if name is None or kind is None or not (is_text or name in ARCHITECTURES):
         raise CheckpointError(
             f"{folder} holds a {name or config.get('model_type', 'model without architecture')}, which tuneport does "
-            f"not know. Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(KINDS)}, as "
+            f"not know. Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(TEXT_KINDS)}, as "
             f"{', '.join(HEADS)}. See docs/add-a-family.md."
         )
     if stored is not None:

@@ -22,7 +22,7 @@ from .base import Batch, Model, class_embeddings, config_classes, outside_of
 from .reader import TOKENIZER_FILES, Reader, open_tokenizer
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
-KINDS: Mapping[str, str] = {
+TEXT_KINDS: Mapping[str, str] = {
     "bert": ENCODER,
     "roberta": ENCODER,
     "xlm-roberta": ENCODER,
@@ -68,9 +68,9 @@ class Parts:
 def text_class(name: str, model_type: str) -> Parts | None:
     """What a class of that name and model type is; None where it is not known."""
     head = next((head for head in HEADS if name.endswith(head)), None)
-    if head is None or model_type not in KINDS or (head in WRITERS and KINDS[model_type] == ENCODER):
+    if head is None or model_type not in TEXT_KINDS or (head in WRITERS and TEXT_KINDS[model_type] == ENCODER):
         return None
-    return Parts(KINDS[model_type], head)
+    return Parts(TEXT_KINDS[model_type], head)
 
 
 def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str) -> None:

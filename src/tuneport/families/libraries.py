@@ -18,6 +18,8 @@ import torch
 
 from ..errors import TuneportError
 
+NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
+
 # The operators whose schemas torchvision declares in compiled code, and describes in Python when it is imported.
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

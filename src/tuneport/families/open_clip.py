@@ -37,7 +37,7 @@ from .base import (
     temperature_of,
 )
 from .images import Preprocessing
-from .libraries import first_line, load_library
+from .libraries import NO_SHARDS, first_line, load_library
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -60,7 +60,6 @@ PREPROCESSING: Mapping[str, Any] = {
     "resize_mode": "shortest",
     "fill_color": 0,
 }
-NO_SHARDS = 2**62  # the library reads one file
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ from ..layers import RowRanges, TokenLayout, find_layers, find_loose
 from ..soundness import check_finite
 from .base import Batch, Family, Model, Stored, read_config
 from .images import Preprocessing, ResizeMode
-from .libraries import first_line, load_library
+from .libraries import NO_SHARDS, first_line, load_library
 
 PREFIX = "timm:"
 MODES: Mapping[str, ResizeMode] = {"center": "shortest", "border": "longest", "squash": "squash"}
-NO_SHARDS = 2**62  # the library reads one file
 
 
 @dataclass(frozen=True)

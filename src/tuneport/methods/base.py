@@ -136,8 +136,8 @@ def spectrum_of(singular_values: Tensor, width: int, points: int = 17) -> tuple[
     return tuple(float(f"{value:.4g}") for value in relative.tolist())
 
 
-def norm_of(matrix: Entry) -> float:
-    """The Frobenius norm."""
+def recorded_norm(matrix: Entry) -> float:
+    """The Frobenius norm as records have it: of a dense matrix in its own precision (`low_rank.norm_of`: float64)."""
     return matrix.norm() if isinstance(matrix, LowRank) else float(matrix.norm())
 
 

@@ -19,7 +19,7 @@ from ..alignment import Alignment
 from ..completion import CoordinateMap
 from ..low_rank import Entry, LowRank, as_dense
 from ..pairing import Kept, LayerPair, LoosePair
-from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, norm_of, spectrum_of
+from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, recorded_norm, spectrum_of
 
 Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop
 
@@ -88,8 +88,8 @@ class BilinearAlignment(Method):
                     rank_out=align_out.rank if align_out else None,
                     residual_in=align_in.residual if align_in else None,
                     residual_out=align_out.residual if align_out else None,
-                    norm_source=norm_of(tau),
-                    norm_target=norm_of(moved),
+                    norm_source=recorded_norm(tau),
+                    norm_target=recorded_norm(moved),
                     rank=moved.rank if isinstance(moved, LowRank) else None,
                     spectrum_in=_spectrum(align_in, pair.source.in_features, pair.target.in_features),
                     spectrum_out=_spectrum(align_out, pair.source.out_features, pair.target.out_features),

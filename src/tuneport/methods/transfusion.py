@@ -20,7 +20,7 @@ from ..errors import MethodError
 from ..layers import Layer, LooseTensor
 from ..low_rank import Entry, LowRank, as_dense
 from ..pairing import Plan
-from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes, matrix_of, norm_of
+from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes, matrix_of, recorded_norm
 
 # role -> (space of the output axis, space of the input axis); "next" is the stream of the following block.
 SPACES: Mapping[str, tuple[str | None, str | None]] = {
@@ -118,8 +118,8 @@ class TransFusion(Method):
                 LayerRecord(
                     target=pair.target.name,
                     source=pair.source.name,
-                    norm_source=norm_of(tau),
-                    norm_target=norm_of(moved),
+                    norm_source=recorded_norm(tau),
+                    norm_target=recorded_norm(moved),
                     rank=moved.rank if isinstance(moved, LowRank) else None,
                 )
             )

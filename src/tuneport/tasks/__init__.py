@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..data import Dataset, Split
 from ..errors import DataError, unknown_name
-from ..formats import read_data as read_plain
+from ..formats import read_plain
 from ..hub import local
 from .base import Layout, Task, TaskSplit, plain_name
 from .text import AGNEWS, CUSTREV, MNLI, QNLI, QQP, RTE, SNLI, SST2, SUBJ, TREC6

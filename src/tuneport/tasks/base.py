@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from ..data import Dataset, Kind
 from ..errors import DataError
-from ..formats import read_data as read_plain
+from ..formats import read_plain
 
 TaskSplit = Literal["train", "validation", "test"]
-Reader: TypeAlias = Callable[[Path, Literal["train", "test"]], Dataset | None]
+TaskReader: TypeAlias = Callable[[Path, Literal["train", "test"]], Dataset | None]
 
 VALIDATION_SHARE = 0.1
 TEST_SHARE = 0.1
@@ -38,7 +38,7 @@ class Layout:
     """
 
     words: str
-    read: Reader
+    read: TaskReader
 
 
 @dataclass(frozen=True)

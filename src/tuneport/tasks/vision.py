@@ -14,14 +14,14 @@ import numpy as np
 
 from ..data import Dataset, Split, of_arrays, of_files
 from ..errors import DataError
-from ..formats import read_data as read_plain
-from .base import Layout, Reader, Task, plain_name
+from ..formats import read_plain
+from .base import Layout, Task, TaskReader, plain_name
 from .files import IMAGES, find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
 
 DIGITS = tuple("0123456789")
 
 
-def class_folders(folders: Sequence[str], names: Sequence[str]) -> Reader:
+def class_folders(folders: Sequence[str], names: Sequence[str]) -> TaskReader:
     """A reader of one folder per class, whose names (in any letters) become the class names."""
     known = {plain_name(folder): index for index, folder in enumerate(folders)}
 
