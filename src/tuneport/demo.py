@@ -77,7 +77,11 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             rows.append((f"target, ported by {name}", accuracy(ported.apply())))
             report("porting", index + 1, len(PORTED))
         best = run(job)
-        more = {"cost": cost_of(job), "evaluation": before_and_after(large, best.apply(), heads[id(large)], test)}
+        more = {
+            "out": str(out / "large-mirrored"),
+            "cost": cost_of(job),
+            "evaluation": before_and_after(large, best.apply(), heads[id(large)], test),
+        }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         reference = _finetuned(large, heads[id(large)], train, "fine-tuning the target", report)
         rows.append((f"target, fine-tuned on all {len(train)} images", accuracy(reference)))

@@ -74,7 +74,7 @@ class Result:
         by SVD to that rank, or to the least rank that keeps this share of |tau|^2.
         """
         out = Path(out)
-        record = {**self.record, "out": str(out), "as": kind}
+        record = {"out": str(out), **self.record, "as": kind}  # a record may know where the folder will be moved to
         if kind == "task-vector":
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
