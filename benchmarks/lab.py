@@ -15,9 +15,7 @@ there.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -26,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lab_study import Row, begin, keep, study_parser
 from torch import Tensor
 
 from tuneport.crossfit import halves, transfer_auto
@@ -55,8 +54,6 @@ FULL = {  # accuracy of the fine-tuned targets, as the zoo states it; c was not 
     ("minilm-l3", "trec6"): 90.0, ("minilm-l3", "subj"): 92.2,  # results/text.md
     ("gte-small", "trec6"): 97.4, ("gte-small", "subj"): 95.2, ("mpnet", "trec6"): 97.2, ("mpnet", "subj"): 95.6,
 }  # fmt: skip
-
-Row = dict[str, Any]
 
 
 class Places:
@@ -210,10 +207,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/")
+    parser = study_parser(__doc__)
     parser.add_argument("--encoders", type=Path, help="the folder with text encoders")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, nargs="+", default=[20, 100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cells", nargs="+", help="source:target:task; all of the zoo without")
@@ -222,14 +217,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=32, help="samples per pass")
     parser.add_argument("--losses", action="store_true", help="keep the held-out losses of every sample")
-    parser.add_argument("--table", action="store_true", help="only print the table of --out")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    if options.table:
-        print(table([rechosen(row) for row in rows]))
-        return
-    if options.root is None or not (options.root / "zoo").is_dir():
-        sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    options, rows = begin(parser, lambda rows: table([rechosen(row) for row in rows]))
     torch.set_num_threads(1)
     cells = [tuple(cell.split(":")) for cell in options.cells] if options.cells else CELLS
     done = {(r["source"], r["target"], r["task"], r["samples"], r["seed"]) for r in rows}
@@ -240,8 +228,7 @@ def main() -> None:
                 if (*cell, samples, seed) in done:
                     continue
                 found = run_cell(places, cell, samples, seed, options)  # type: ignore[arg-type]
-                with options.out.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in found)
+                keep(options.out, found)
                 words = [
                     f"{r['method']}@1 {gain(r, '1.0'):+.1f} auto {gain(r, 'auto'):+.1f} safe {gain(r, 'safe'):+.1f}"
                     for r in found

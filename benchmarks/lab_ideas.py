@@ -11,8 +11,6 @@ by `tuneport.scaling`, from maps of one half judged on the other. Made for a GPU
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from lab import CELLS, FULL, Places
 from lab_cell import BICO, Bench, Idea
+from lab_study import begin, keep, study_parser
 
 from tuneport.scaling import Score, choose_scale
 
@@ -121,24 +120,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/")
+    parser = study_parser(__doc__)
     parser.add_argument("--encoders", type=Path, help="the folder with text encoders")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, nargs="+", default=[20, 100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cells", nargs="+", default=[":".join(cell) for cell in CELLS], help="source:target:task")
     parser.add_argument("--ideas", nargs="+", default=[], help="only those with one of these words in their names")
     parser.add_argument("--test", type=int, default=1000, help="test samples at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--table", action="store_true", help="only print the table of --out")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    if options.table:
-        print(table(rows))
-        return
-    if options.root is None or not (options.root / "zoo").is_dir():
-        sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    options, rows = begin(parser, table)
     places = Places(options.root, options.encoders)
     wanted = [idea for idea in IDEAS if not options.ideas or any(word in idea.name for word in options.ideas)]
     done = {(r["cell"], r["samples"], r["seed"], r["idea"]) for r in rows}
@@ -151,8 +141,7 @@ def main() -> None:
                 about = {"cell": cell, "samples": samples, "seed": seed}
                 bench = Bench(places, cell, samples, seed, options.device, options.test)
                 found = [{**about, **row} for row in bench.rows(left)]
-                with options.out.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in found)
+                keep(options.out, found)
                 print(*about.values(), file=sys.stderr, flush=True)
 
 

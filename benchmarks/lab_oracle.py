@@ -12,8 +12,6 @@ best on test images, scored in bfloat16: a study of limits. Says so where the zo
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from lab import Places, tested
+from lab_study import begin, keep, study_parser
 from torch import Tensor
 
 from tuneport import TaskVector
@@ -119,26 +118,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test", type=int, default=500, help="test images at most")
-    parser.add_argument("--table", action="store_true", help="only print the table of --out")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    if options.table:
-        print(table(rows))
-        return
-    if options.root is None or not (options.root / "zoo").is_dir():
-        sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    options, rows = begin(parser, table)
     done = {row["cell"] for row in rows}
     for cell in CELLS:
         if ":".join(cell) not in done:
             row = run_cell(Places(options.root, None), cell, options.samples, options.seed, options.test)
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            keep(options.out, [row])
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ each chooses by `auto`; then half of each change is added. Accuracy on test imag
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lab import Places
+from lab_study import begin, keep, study_parser
 
 import tuneport
 from tuneport.data import Dataset
@@ -69,27 +67,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--table", action="store_true", help="only print the table of --out")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    if options.table:
-        print(table(rows))
-        return
-    if options.root is None or not (options.root / "zoo").is_dir():
-        sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    options, rows = begin(parser, table)
     places, done = Places(options.root, None), {(r["target"], r["task"], r["samples"], r["seed"]) for r in rows}
     for seed in options.seeds:
         for target, task in CELLS:
             if (target, task, options.samples, seed) not in done:
                 row = run_cell(places, target, task, options.samples, seed, options.device)
-                with options.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                keep(options.out, [row])
                 print(json.dumps(row), flush=True)
 
 

@@ -10,14 +10,13 @@ batches. Accuracy on test images is written down along the way. Needs the shared
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lab_study import begin, keep, study_parser
 
 from tuneport.data import align_labels
 from tuneport.evaluation import zero_shot
@@ -72,29 +71,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder with zoo/ and data/images/")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=CELLS, help="source:target:task")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--test", type=int, default=500, help="test images at most")
-    parser.add_argument("--table", action="store_true", help="only print the table of --out")
-    options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    if options.table:
-        print(table(rows))
-        return
-    if options.root is None or not (options.root / "zoo").is_dir():
-        sys.exit(f"there is no zoo in {options.root}; give the shared folder with --root.")
+    options, rows = begin(parser, table)
     torch.set_num_threads(1)
     for cell in options.cells:
         if any(row["cell"] == cell for row in rows):
             continue
         found = run_cell(options.root, cell, options.samples, options.steps, options.batch_size, options.test)
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in found)
+        keep(options.out, found)
         print(*[f"{row['start']}@{row['step']} {row['accuracy']:.1f}" for row in found], file=sys.stderr, flush=True)
 
 
