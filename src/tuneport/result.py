@@ -74,7 +74,8 @@ class Result:
         by SVD to that rank, or to the least rank that keeps this share of |tau|^2.
         """
         out = Path(out)
-        record = {"out": str(out), **self.record, "as": kind}  # a record may know where the folder will be moved to
+        place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
+        record = {**self.record, "out": place, "as": kind}
         if kind == "task-vector":
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
