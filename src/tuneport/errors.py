@@ -65,4 +65,4 @@ def brief(error: BaseException) -> str:
     'no such thing'
     """
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__

@@ -125,6 +125,16 @@ class TokenLayout:
     prefix: int
     grid: tuple[int, int]
 
+    @classmethod
+    def of_patches(cls, prefix: int, patch: tuple[int, int], pixels: Tensor) -> TokenLayout:
+        """That of images (N, channels, height, width) cut into patches.
+
+        >>> TokenLayout.of_patches(1, (16, 16), torch.zeros(1, 3, 32, 64))
+        TokenLayout(prefix=1, grid=(2, 4))
+        """
+        height, width = pixels.shape[-2:]
+        return cls(prefix, (height // patch[0], width // patch[1]))
+
 
 def find_layers(
     module: nn.Module,

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checkpoint import open_checkpoint, read_json, write_checkpoint
-from ..errors import CheckpointError, DataError, first_of
+from ..errors import CheckpointError, DataError, brief, first_of
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from ..offload import is_hollow
 from ..tensors import LazyTensors, describe
-from .libraries import first_line
 from .reader import Reader
 
 Batch = Mapping[str, Tensor]
@@ -224,7 +223,7 @@ def config_classes(config: Any) -> tuple[str, ...]:
         labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     except (ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"config.json names its classes by something else than numbers: {first_line(error)}"
+            f"config.json names its classes by something else than numbers: {brief(error)}."
         ) from error
     return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 

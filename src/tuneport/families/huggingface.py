@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint, open_checkpoint, read_json
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, brief, first_of
 from ..soundness import check_finite
 from .base import Family, Model, Stored, write_weights, writer_with_config
 from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
-from .libraries import first_line as _line
 from .libraries import quiet
 from .outline import check_config, outline_of, oversized, unread
 
@@ -202,9 +201,9 @@ def _build(
     except TypeError as error:
         if options:
             return None, [str(error)], []
-        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {_line(error)}") from error
+        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {brief(error)}.") from error
     except Exception as error:
-        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {_line(error)}") from error
+        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {brief(error)}.") from error
     misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
     return module, sorted(info["missing_keys"]), sorted(misshapen)
 
@@ -238,7 +237,7 @@ def _check_size(kind: Any, folder: Path, stored: Checkpoint) -> None:
             model = kind(kind.config_class.from_pretrained(folder, local_files_only=True))
         described = sum(parameter.numel() for parameter in model.parameters())
     except Exception as error:
-        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {_line(error)}") from error
+        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
     if described > 2 * weights + 10**7:
         raise CheckpointError(
             f"{folder / 'config.json'} is refused: it describes {described} parameters, but the weights beside it hold "

@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint import read_json
-from ..errors import CheckpointError
+from ..errors import CheckpointError, brief
 from ..layers import TokenLayout, find_layers, find_loose
 from .base import Batch, Model, TextHead, class_embeddings, config_classes, outside_of, temperature_of
-from .libraries import first_line as _line
 from .libraries import quiet
 from .reader import open_tokenizer
 
@@ -64,12 +63,8 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     tower = getattr(config, "vision_config", config)
     layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
     loose = find_loose(module, layers, within=architecture.tower)
-    patch = int(tower.patch_size)
+    patch, special = int(tower.patch_size), architecture.special_tokens
     projected = [layer.out_features for layer in layers if layer.role == "projection"]
-
-    def layout(batch: Batch) -> TokenLayout:
-        height, width = batch["pixel_values"].shape[-2:]
-        return TokenLayout(architecture.special_tokens, (height // patch, width // patch))
 
     scale: Any = getattr(module, "logit_scale", None)
     has_text = hasattr(module, "text_model") and hasattr(module, "vision_model")
@@ -82,7 +77,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
         encode=_image_encoder(folder, trust_remote_code) if folder is not None else None,
         features=architecture.features,
         logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
-        layout=layout,
+        layout=lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
         text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
         logit_scale=temperature_of(scale, model.tensors, model.file_names["logit_scale"]) if scale is not None else 1.0,
         width=projected[0] if projected else int(tower.hidden_size),
@@ -105,7 +100,7 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
         except Exception as error:
-            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
+            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {brief(error)}.") from error
     sizes = [getattr(processor, name, None) or {} for name in ("size", "crop_size", "pad_size")]
     sides = [side for size in sizes for side in dict(size).values() if isinstance(side, (int, float))]
     if any(not 0 < side <= LARGEST_IMAGE for side in sides):
@@ -118,7 +113,7 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
         try:
             return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
         except Exception as error:
-            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {_line(error)}") from error
+            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {brief(error)}.") from error
 
     return encode
 

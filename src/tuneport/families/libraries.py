@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TuneportError
+from ..errors import TuneportError, brief
 
 NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
 
@@ -37,7 +37,7 @@ def load_library(module: str, extra: str) -> Any:
         return import_module(module)
     except Exception as error:
         raise TuneportError(
-            f"{module} is installed but cannot be imported ({first_line(error)}). Install versions that fit together, "
+            f"{module} is installed but cannot be imported ({brief(error)}). Install versions that fit together, "
             "as in constraints-families.txt."
         ) from error
 
@@ -64,12 +64,6 @@ def mend_torchvision() -> None:
             library.define(schema)
     except Exception:
         return
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, on one line."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:200]
 
 
 @contextmanager

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint, open_checkpoint, write_checkpoint
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, brief, first_of
 from ..layers import TokenLayout, find_layers, find_loose
 from ..soundness import check_finite
 from .base import (
-    Batch,
     Family,
     Model,
     Stored,
@@ -37,7 +36,7 @@ from .base import (
     temperature_of,
 )
 from .images import Preprocessing
-from .libraries import NO_SHARDS, first_line, load_library
+from .libraries import NO_SHARDS, load_library
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -95,7 +94,7 @@ class OpenClip(Family):
                     place.build, pretrained=place.pretrained, load_weights=False, pretrained_text=False
                 )
             except Exception as error:
-                raise CheckpointError(f"open_clip cannot build {reference}: {first_line(error)}") from error
+                raise CheckpointError(f"open_clip cannot build {reference}: {brief(error)}.") from error
             reason = _unknown(module)
             if reason is not None:
                 raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
@@ -104,7 +103,7 @@ class OpenClip(Family):
             try:
                 library.load_checkpoint(module, str(place.weights), weights_only=True)
             except Exception as error:
-                raise CheckpointError(f"open_clip cannot load {place.weights}: {first_line(error)}") from error
+                raise CheckpointError(f"open_clip cannot load {place.weights}: {brief(error)}.") from error
         module = module.to(device=device, dtype=dtype).eval()
         return _model(
             module, reference, stored, names, place.folder, lambda: library.get_tokenizer(place.build), _writer(place)
@@ -163,7 +162,7 @@ def _find(reference: str) -> _Place:
         except Exception as error:
             raise CheckpointError(
                 f"the weights of {reference} are not in open_clip's cache and cannot be fetched "
-                f"({first_line(error)}). Fetch them where there is a network, or give {name}:FILE."
+                f"({brief(error)}). Fetch them where there is a network, or give {name}:FILE."
             ) from error
 
 
@@ -213,11 +212,6 @@ def _model(
     projection = ("visual.proj",) if tower.proj is not None else ()
     layers = find_layers(module, matrices=projection, within=TOWER, heads=int(attention.num_heads))
     loose = find_loose(module, layers, within=TOWER)
-    tall, wide = tower.patch_size
-
-    def layout(batch: Batch) -> TokenLayout:
-        height, width = batch["pixel_values"].shape[-2:]
-        return TokenLayout(1, (height // tall, width // wide))
 
     return Model(
         name=name,
@@ -230,7 +224,7 @@ def _model(
         kind="image",
         encode=_preprocessing(tower),
         features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
-        layout=layout,
+        layout=lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
         text_head=_text_head(module, name, tokenizer) if tokenizer is not None else None,
         logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
         width=int(tower.output_dim),
@@ -265,7 +259,7 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
                 tokenizer = make()
             except Exception as error:
                 raise CheckpointError(
-                    f"{name} has a text tower but no usable tokenizer ({first_line(error)}); pass --head NAME or FILE."
+                    f"{name} has a text tower but no usable tokenizer ({brief(error)}); pass --head NAME or FILE."
                 ) from error
         device = next(module.parameters()).device
         return class_embeddings(classes, prompts, lambda texts: module.encode_text(tokenizer(texts).to(device)))

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, brief, first_of
 from ..offload import hollow
 from ..tensors import LazyTensors, TensorSpec
-from .libraries import first_line
 
 MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out
 LARGEST = 10**7
@@ -32,7 +31,7 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
         with _parameters_on_meta():
             module: nn.Module = kind(config, **options)
     except Exception as error:
-        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {first_line(error)}") from error
+        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
     finally:
         torch.set_default_dtype(before)
     hollow(module)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, brief
 from ..tokens import PADDING
-from .libraries import first_line, quiet
+from .libraries import quiet
 
 IGNORED = -100  # label of a token that is not to be predicted
 BLANK = 0.01  # of a character
@@ -112,7 +112,7 @@ class Reader:
                 return_tensors="pt",
             )
         except Exception as error:
-            raise CheckpointError(f"the tokenizer cannot read the texts: {first_line(error)}") from error
+            raise CheckpointError(f"the tokenizer cannot read the texts: {brief(error)}.") from error
         bare = [row for row, count in enumerate(found["attention_mask"].sum(1).tolist()) if count == 0]
         if bare:
             raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
@@ -145,7 +145,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise CheckpointError(
-                f"{folder} has {part} but no usable tokenizer ({first_line(error)}); pass --head NAME or FILE."
+                f"{folder} has {part} but no usable tokenizer ({brief(error)}); pass --head NAME or FILE."
             ) from error
 
 

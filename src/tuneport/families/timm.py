@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import Checkpoint, open_checkpoint, write_checkpoint
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, brief, first_of
 from ..layers import RowRanges, TokenLayout, find_layers, find_loose
 from ..soundness import check_finite
 from .base import Batch, Family, Model, Stored, read_config
 from .images import Preprocessing, ResizeMode
-from .libraries import NO_SHARDS, first_line, load_library
+from .libraries import NO_SHARDS, load_library
 
 PREFIX = "timm:"
 MODES: Mapping[str, ResizeMode] = {"center": "shortest", "border": "longest", "squash": "squash"}
@@ -119,10 +119,10 @@ def _build(library: Any, place: _Place, stored: Checkpoint | None, reference: st
     except Exception as error:
         if stored is None:
             raise CheckpointError(
-                f"the weights of {reference} are not in timm's cache and cannot be fetched ({first_line(error)}). "
+                f"the weights of {reference} are not in timm's cache and cannot be fetched ({brief(error)}). "
                 f"Fetch them where there is a network, or give {reference}:FILE."
             ) from error
-        raise CheckpointError(f"timm cannot build {reference}: {first_line(error)}") from error
+        raise CheckpointError(f"timm cannot build {reference}: {brief(error)}.") from error
 
 
 def _load(module: nn.Module, stored: Checkpoint, reference: str) -> None:
@@ -155,16 +155,11 @@ def _unknown(module: Any) -> str | None:
 
 
 def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | None) -> Model:
-    width = int(module.embed_dim)
+    width, prefix = int(module.embed_dim), int(module.num_prefix_tokens)
     pool: Mapping[str, Mapping[str, RowRanges]] = {
         "attn_pool.kv.weight": {"k": ((0, width),), "v": ((width, 2 * width),)}
     }
     layers = find_layers(module, fused=pool, heads=int(module.blocks[0].attn.num_heads))
-    tall, wide = module.patch_embed.patch_size
-
-    def layout(batch: Batch) -> TokenLayout:
-        height, width = batch["pixel_values"].shape[-2:]
-        return TokenLayout(int(module.num_prefix_tokens), (height // tall, width // wide))
 
     def features(live: Any, batch: Batch) -> Tensor:
         pooled: Tensor = live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
@@ -184,7 +179,7 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         encode=_preprocessing(module),
         features=features,
         logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
-        layout=layout,
+        layout=lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
         width=width,
         write=_write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module),
     )
