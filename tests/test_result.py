@@ -35,6 +35,9 @@ def laden(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (target / "README.md").write_text("the old card")
     (target / ".hidden").write_text("")
     (target / "LICENSE").write_text("a licence")
+    for name in ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/.hidden", "other/notes.txt"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(name)
     return trio
 
 
@@ -55,6 +58,8 @@ class TestSaved:
             "tokenizer_config.json",
             "LICENSE",
             "heads/plants.safetensors",
+            "1_Pooling/config.json",
+            "2_Dense/model.safetensors",
         }
         found = {str(file.relative_to(saved)) for file in saved.rglob("*") if file.is_file()}
         assert found == ours | companions

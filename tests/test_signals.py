@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -155,3 +156,23 @@ def test_only_named_matrices_are_watched() -> None:
     signals = watch(model, with_proj, batches(4)[0], loss, BICO)
     assert {name for name, _ in signals} == {layer.name for layer in with_proj}
     assert {name for name, _ in watch(model, without, batches(4)[0], loss, BICO)} == {layer.name for layer in without}
+
+
+def test_threads_that_watch_attention_leave_torch_as_it_was() -> None:
+    linear, found = F.linear, []
+
+    def look() -> None:
+        model = nn.MultiheadAttention(6, 2, batch_first=True)
+        layers = find_layers(model)
+        for _ in range(40):
+            seen = watch(model, layers, torch.randn(3, 5, 6), lambda m, x: m(x, x, x)[0].square().sum(), BICO)
+            found.append(len(seen))
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.linear is linear
+    assert len(found) == 120
+    assert len(set(found)) == 1

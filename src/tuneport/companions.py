@@ -1,6 +1,6 @@
-"""What stands beside a model's weights and belongs to it: configuration, tokenizer, processor, heads.
+"""What stands beside a model's weights and belongs to it: configuration, tokenizer, processor, heads, pooling.
 
-Rules kept here: weights, our own files and hidden files stay behind; a link that leads out of its folder is refused,
+Rules kept here: the model's weights, our own files and hidden files stay behind; a link that leads out of its folder is refused,
 since an output may be published.
 """
 
@@ -13,14 +13,12 @@ from .errors import CheckpointError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 README = "README.md"
+MODULES = "[1-9]_*"  # folders of what comes after the transformer in a sentence encoder: 1_Pooling, 2_Dense
 OUR_FILES = (README, "tuneport.json", "report.html")
 
 
 def copy_companions(source: Path | None, folder: Path) -> None:
-    """Carry over what stands beside the weights: configuration, tokenizer, processor, heads.
-
-    Weights, our own files and hidden files stay behind.
-    """
+    """Carry over what stands beside the weights."""
     if source is None:
         return
     for file in companions(source):
@@ -39,7 +37,8 @@ def companions(folder: Path, *more: str) -> list[Path]:
         and not _is_weight(item.name)
         and item.is_file()
     ]
-    return [*found, *sorted(file for file in (folder / "heads").glob("[!.]*.safetensors") if file.is_file())]
+    parts = (*folder.glob("heads/[!.]*.safetensors"), *folder.glob(f"{MODULES}/[!.]*"))
+    return [*found, *sorted(file for file in parts if file.is_file())]
 
 
 def _inside(file: Path, folder: Path) -> Path:

@@ -8,6 +8,7 @@ an error.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -37,6 +38,7 @@ Sink = Callable[..., None]
 
 _MATMUL = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _ADDMM = (torch.addmm, Tensor.addmm)
+_attending = threading.RLock()  # F.linear belongs to the whole process: one thread at a time stands in for it
 
 
 def watch(
@@ -153,16 +155,17 @@ class Recorder(TorchFunctionMode):
         """nn.MultiheadAttention computes its projections inside one function, on (L, N, E) tensors."""
         query = _argument(args, kwargs, 0, "query")
         samples = query.shape[1] if query.ndim == 3 else 1
-        linear = F.linear
+        with _attending:
+            linear = F.linear
 
-        def seen(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-            return self._see(input, weight, linear(input, weight, bias), sequence_first=samples)
+            def seen(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+                return self._see(input, weight, linear(input, weight, bias), sequence_first=samples)
 
-        F.linear = seen
-        try:
-            return func(*args, **kwargs)
-        finally:
-            F.linear = linear
+            F.linear = seen
+            try:
+                return func(*args, **kwargs)
+            finally:
+                F.linear = linear
 
     def _see(
         self, x: Any, weight: Any, result: Any, *, in_by_out: bool = False, sequence_first: int | None = None

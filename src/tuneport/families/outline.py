@@ -6,6 +6,7 @@ weights are not there at all.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,32 +21,37 @@ from ..tensors import LazyTensors, TensorSpec
 
 MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out
 LARGEST = 10**7
+_building = threading.RLock()  # defaults of torch belong to the whole process: one thread at a time changes them
 
 
 def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
     """A hollow module of the folder's configuration."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        with _parameters_on_meta():
-            module: nn.Module = kind(config, **options)
-    except Exception as error:
-        raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
-    finally:
-        torch.set_default_dtype(before)
+    with _building:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            config = kind.config_class.from_pretrained(folder, local_files_only=True)
+            with _parameters_on_meta():
+                module: nn.Module = kind(config, **options)
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
+        finally:
+            torch.set_default_dtype(before)
     hollow(module)
     return module.eval()
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as soon as a module has them; buffers keep theirs, since no file holds them."""
-    register = nn.Module.register_parameter
+    """Parameters lose their memory as soon as a module has them; buffers keep theirs, since no file holds them.
+
+    Of modules that other threads build meanwhile, nothing is lost.
+    """
+    register, own = nn.Module.register_parameter, threading.get_ident()
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None:
+        if parameter is not None and threading.get_ident() == own:
             flag = parameter.requires_grad
             module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=flag)
 
