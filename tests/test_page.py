@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import browser
-from folders import Zoo, load
+from folders import Zoo, load, write_data
+from tuneport.cli import app
 from tuneport.formats import read_plain
 from tuneport.page import report_page
 from tuneport.pipeline import port, transfer
@@ -20,6 +22,7 @@ from tuneport.plots import curves, heat_map
 from tuneport.preflight import compare
 from tuneport.preparation import prepare
 from tuneport.report import repeat_command, to_json
+from tuneport.tasks import TASKS
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
 VOID = {"meta", "br", "line", "polyline"}
@@ -186,6 +189,35 @@ class TestRepeat:
         assert given["--scale"] == "auto"
         assert given["--samples"] == "24"
         assert "--seed" not in given, "the default"
+
+    def test_a_task_and_an_own_loss_do_the_same(
+        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The command is run, and writes the same weights."""
+        (tmp_path / "some_loss.py").write_text(
+            "def loss(module, side):\n    batch, labels = side\n"
+            "    return module(**batch).image_embeds[:, 0].square().sum()\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        mnist = write_data(tmp_path / "mnist.npz", tuple(TASKS["mnist"].classes))
+        models = dict(zip(("source", "finetuned", "target"), zoo.trio("clip_vision"), strict=True))
+        words = [word for name, path in models.items() for word in (f"--{name}", str(path))]
+        words += ["--data", f"mnist:{mnist}", "--samples", "12", "--loss", "some_loss:loss"]
+        first = CliRunner().invoke(app, ["transfer", *words, "--out", "first", "--json"])
+        assert first.exit_code == 0, first.output
+        record = json.loads(first.stdout)
+        again = shlex.split(repeat_command({**record, "out": "again"}) or "")
+        second = CliRunner().invoke(app, [*again[1:], "--json"])
+        assert second.exit_code == 0, second.output
+        assert json.loads(second.stdout)["fingerprint"] == record["fingerprint"]
+        written = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("first", "again")]
+        assert written[0] == written[1]
+
+    @pytest.mark.parametrize("given", [{"loss": lambda m, s: m(**s[0]).image_embeds.sum()}, {"depth_rule": min}])
+    def test_there_is_none_for_what_only_python_can_say(self, zoo: Zoo, given: dict[str, Any]) -> None:
+        job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=8, **given)
+        assert job.record["options"]["python"] == list(given)
+        assert repeat_command({**job.record, "scale": 1.0}) is None
 
     def test_shots_and_excluded_tensors(self, zoo: Zoo) -> None:
         made = transfer(*zoo.trio("vit"), zoo.data, shots=3, seed=4, exclude=["*.bias", "classifier*"], scale=0.5)

@@ -228,16 +228,16 @@ class TestPort:
         assert "is dropped; --resume would have gone on from it" in notes[0]
         assert names(tmp_path) == ["out"]
 
-    @pytest.mark.parametrize("kind", ["model", "task-vector"])
+    @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])
     def test_what_is_complete_is_not_done_again(
-        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, given: dict[str, Any]
     ) -> None:
-        out = tmp_path / ("out" if kind == "model" else "tau.safetensors")
-        first = port(job_of(zoo), out, kind=kind)
+        out = tmp_path / ("tau.safetensors" if kind == "task-vector" else "out")
+        first = port(job_of(zoo), out, kind=kind, **given)
         notes: list[str] = []
         with monkeypatch.context() as patched:
             patched.setattr("tuneport.pipeline.run", lambda *_, **__: pytest.fail("work was done"))
-            again = port(job_of(zoo), out, kind=kind, resume=True, note=notes.append)
+            again = port(job_of(zoo), out, kind=kind, resume=True, note=notes.append, **given)
         assert json.dumps(again) == json.dumps(first)
         assert notes == [f"{out} was complete already"]
         with pytest.raises(CheckpointError, match="exists already"):

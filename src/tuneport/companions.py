@@ -1,7 +1,7 @@
 """What stands beside a model's weights and belongs to it: configuration, tokenizer, processor, heads, pooling.
 
-Rules kept here: the model's weights, our own files and hidden files stay behind; a link that leads out of its folder is refused,
-since an output may be published.
+Rules kept here: the model's weights, our own files and hidden files stay behind; a link that leads out of its folder is
+refused, since an output may be published.
 """
 
 from __future__ import annotations

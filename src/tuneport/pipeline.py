@@ -204,7 +204,8 @@ def port(
             if work.exists():
                 say("what was measured is kept; the same command with --resume goes on from it")
             raise
-        more: dict[str, Any] = {"cost": cost_of(job, result.record["samples"])}
+        more: dict[str, Any] = {"fingerprint": fingerprint(conditions)}
+        more["cost"] = cost_of(job, result.record["samples"])
         if test is not None:
             assert job.target_head is not None
             more["evaluation"] = before_and_after(job.target, result.apply(), job.target_head, test)

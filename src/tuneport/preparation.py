@@ -88,7 +88,7 @@ def prepare(
     _check_limits(max_tokens, memory_budget)
     if isinstance(finetuned, (str, Path)):
         finetuned = local(finetuned)
-    named = data  # TASK:PATH, of which the rest of the house sees the path
+    task, named = None, data  # TASK:PATH, of which the rest of the house sees the path
     if isinstance(data, (str, Path)):
         task, data = split_reference(data)
         named = data if task is None else named
@@ -143,6 +143,8 @@ def prepare(
         batches = data
 
     usual = asked.objective.name if asked is not None and gradients and loss is None else None
+    own = {"loss": loss_name is None and loss is not None, "match": match is not None, "pairs": pairs is not None}
+    own["depth_rule"] = depth_rule is not nearest_block
     options = {
         "samples": count or samples,
         "shots": shots,
@@ -157,6 +159,7 @@ def prepare(
         "batch_size": batch_size,
         "exclude": list(exclude),
         "roles": dict(roles or {}),
+        "python": [name for name, given in own.items() if given],
         "device": str(where),
         "dtype": dtype,
     }
@@ -177,7 +180,8 @@ def prepare(
         memory_budget=memory_budget,
         device=where if memory_budget is not None else None,
     )
-    return replace(job, record=_record(job, name, options, tuned, about or data_identity(data)))
+    about = (about or data_identity(data)) | ({"task": task.name} if task is not None else {})
+    return replace(job, record=_record(job, name, options, tuned, about))
 
 
 def _named(method: str | Method) -> tuple[Method, str]:

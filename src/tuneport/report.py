@@ -183,12 +183,13 @@ def _span(text: Any) -> str:
 
 
 def repeat_command(record: Record) -> str | None:
-    """The command line that does the same again; None for a run from Python on objects that have no path."""
+    """The command line that does the same again; None for a run from Python on what no command line can say."""
     places = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
     if record.get("data", {}).get("name"):
-        places["data"] = record["data"].get("path")
+        task, path = record["data"].get("task"), record["data"].get("path")
+        places["data"] = f"{task}:{path}" if task and path else path
     options = record.get("options", {})
-    if not all(places.values()) or options.get("roles"):
+    if not all(places.values()) or options.get("roles") or options.get("python"):
         return None
     words: list[Any] = ["tuneport", "transfer"]
     for key, path in places.items():
@@ -201,6 +202,7 @@ def repeat_command(record: Record) -> str | None:
         "seed",
         "head",
         "labels",
+        "loss",
         "completion",
         "max_tokens",
         "batch_size",
