@@ -257,6 +257,15 @@ def test_weight_gradient_equals_a_loop_over_samples() -> None:
     assert gradient.samples == 37
 
 
+def test_weight_gradients_of_half_precision_neither_overflow_nor_vanish() -> None:
+    x, g = torch.full((2, 9, 1), 160.0), torch.full((2, 9, 1), 160.0)
+    large, small = WeightGradient((1, 1)), WeightGradient((1, 1))
+    large.update(x.half(), g.half())
+    assert float(large.total) == 2 * 9 * 160.0**2
+    small.update((x * 2.0**-20).half(), (g * 2.0**-20).half())
+    assert float(small.total) == 2 * 9 * 160.0**2 * 2.0**-40
+
+
 def test_statistics_solve_once_and_share() -> None:
     shared, own = streamed(*planted(6, 6, 3)), streamed(randn(50, 6), randn(50, 6, seed=1))
     statistics = Statistics({("q", "input"): shared, ("k", "input"): shared, ("o", "input"): own})

@@ -31,6 +31,7 @@ from tuneport.measuring import measure_job
 from tuneport.offload import Placement, block_paths, is_hollow, nested_to, placed, shelved, sizes
 from tuneport.pairing import pair_layers
 from tuneport.pipeline import run
+from tuneport.preflight import compare
 from tuneport.preparation import prepare
 from tuneport.rates import Rates, parse_rates, probe, seconds_of
 from tuneport.result import Result
@@ -289,6 +290,15 @@ def test_live_bytes_count_what_is_held_once() -> None:
     assert torch.equal(kept, two)
 
 
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(TuneportError, match=r"no room for 3.91 KiB of the result.*TMPDIR"):
+        shelved(torch.zeros(1000))
+
+
 def test_batches_of_any_nest_move() -> None:
     batch = PairedBatch({"x": torch.zeros(2)}, (torch.zeros(3), [torch.zeros(1)]), size=2)
     moved = nested_to(batch, torch.device("meta"))
@@ -437,6 +447,11 @@ def test_towers_with_text_give_the_same_within_a_budget(zoo: Zoo, family: str, b
     trio, told = zoo.trio(family), {"samples": 8, "device": "cpu"}
     tight = prepare(*trio, zoo.data, memory_budget=budget, **told)
     assert is_hollow(tight.target.module)
+    with pytest.raises(TuneportError, match="leave out --compare"):
+        compare(tight, trial=False)
+    plain = prepare(*trio, zoo.data, method="naive", memory_budget=budget, scored=True, **told)
+    with pytest.raises(TuneportError, match="a scale is chosen on whole models"):
+        run(plain, scale="auto")
     found, wanted = run(tight), run(prepare(*trio, zoo.data, **told))
     assert all(
         torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector

@@ -65,6 +65,18 @@ class TestTrial:
         assert found.accuracy_after == pytest.approx(100 * np.mean([right for _, right in after]), abs=5)
         assert found.gain == pytest.approx(100 * (found.turned_right - found.turned_wrong) / 24)
 
+    def test_a_token_limit_is_shared_by_the_folds(self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+        limits: list[int | None] = []
+
+        def seen(fold: Any, **given: Any) -> Any:
+            limits.append(fold.max_tokens)
+            return measure_job(fold, **given)
+
+        monkeypatch.setattr("tuneport.preflight.measure_job", seen)
+        source, tuned, target = zoo.trio("clip_vision")
+        try_transfer(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, max_tokens=40))
+        assert limits == [10] * 4
+
     def test_a_transfer_that_must_help_and_one_that_must_harm(self, zoo: Zoo) -> None:
         """Between equal models the trial is the fine-tune itself: the loss falls where the fine-tune is good."""
         base = zoo["clip_vision-base"]

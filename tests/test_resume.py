@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from folders import Zoo
 from tuneport.alignment import CrossCovariance, Statistics, WeightGradient
+from tuneport.division import Passes
 from tuneport.errors import CheckpointError
 from tuneport.job import Job
 from tuneport.methods import METHODS
@@ -185,6 +186,24 @@ class TestPort:
         assert sum(done) == SAMPLES
         assert names(tmp_path) == ["out", "whole"]
         assert_same_output(out, tmp_path / "whole")
+
+    def test_layers_that_were_divided_otherwise_are_measured_anew(self, zoo: Zoo, tmp_path: Path) -> None:
+        pairs = job_of(zoo).plan.pairs
+        port(job_of(zoo), tmp_path / "whole")
+
+        def at(cut: int) -> Passes:
+            return Passes((pairs[:cut], pairs[cut:]), 0, (0, 0))
+
+        def stop(_: int, left: list[int] = [8]) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        out = tmp_path / "out"
+        with pytest.raises(Killed):
+            port(job_of(zoo), out, save_every=0, progress=stop, passes=at(5))
+        port(job_of(zoo), out, resume=True, passes=at(3))
+        assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
     @pytest.mark.parametrize("method", sorted(METHODS))
     def test_every_method(self, zoo: Zoo, tmp_path: Path, method: str) -> None:

@@ -182,6 +182,15 @@ def test_scaled_weights_are_restored_after_an_exception() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
+def test_a_change_too_small_for_half_precision_counts_when_it_is_scaled() -> None:
+    module = nn.Linear(1, 1, bias=False).half()
+    with torch.no_grad():
+        module.weight.zero_()
+    with Scaled(module, TaskVector({"weight": torch.full((1, 1), 2e-8)})) as scaled:
+        scaled.set(4.0)
+        assert float(module.weight.detach()) == float(torch.tensor(8e-8).half()) > 0
+
+
 def test_a_float16_module_is_scaled_in_its_own_dtype() -> None:
     module, _, delta = toy()
     module = module.half()

@@ -259,12 +259,16 @@ class WeightGradient:
         self.samples = 0
 
     def update(self, inputs: Tensor, gradients: Tensor, chunk: int = 16) -> None:
-        """Add samples: layer inputs (N, T, d_in) and output gradients (N, T, d_out)."""
+        """Add samples: layer inputs (N, T, d_in) and output gradients (N, T, d_out).
+
+        A sample's gradient is a product in float32 at least, for half precision would overflow; sums are in float64.
+        """
         for x, g in zip(inputs.split(chunk), gradients.split(chunk), strict=True):
+            x, g = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, g))
             weight, bias = torch.einsum("nto,nti->noi", g, x), g.sum(1)
-            self.total += weight.sum(0).to(self.total.dtype)
+            self.total += weight.sum(0, dtype=self.total.dtype)
             self.votes += weight.sign().sum(0).to(self.votes.dtype)
-            self.bias_total += bias.sum(0).to(self.total.dtype)
+            self.bias_total += bias.sum(0, dtype=self.total.dtype)
             self.bias_votes += bias.sign().sum(0).to(self.votes.dtype)
         self.samples += len(inputs)
 

@@ -34,7 +34,7 @@ def halves(job: Job) -> tuple[Job, Job]:
                 job,
                 batches=replace(job.batches, indices=side),
                 samples=len(side),
-                max_tokens=_share_of(job, len(side), job.samples),
+                max_tokens=token_share(job, len(side), job.samples),
             )
             for side in np.split(job.batches.indices, [count])
         )
@@ -46,13 +46,13 @@ def halves(job: Job) -> tuple[Job, Job]:
         return (whole := replace(job, batches=batches)), whole
     count = (len(batches) + 1) // 2
     first, second = (
-        replace(job, batches=side, samples=count_samples(side), max_tokens=_share_of(job, len(side), len(batches)))
+        replace(job, batches=side, samples=count_samples(side), max_tokens=token_share(job, len(side), len(batches)))
         for side in (batches[:count], batches[count:])
     )
     return first, second
 
 
-def _share_of(job: Job, part: int, whole: int) -> int | None:
+def token_share(job: Job, part: int, whole: int) -> int | None:
     """The part of the token limit that goes to a part of the samples."""
     return None if job.max_tokens is None else max(job.max_tokens * part // whole, 1)
 

@@ -8,6 +8,7 @@ by running it; outside it is as it was.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .errors import TuneportError
 from .layers import Layer
+from .memory import format_bytes
 
 PINNED_FROM = 2**20  # bytes from which a tensor is worth pinning
 
@@ -361,7 +364,18 @@ def nested_to(value: Any, device: torch.device) -> Any:
 
 
 def shelved(tensor: Tensor) -> Tensor:
-    """The tensor in a file of its own, gone when the tensor is; the system keeps in RAM what it has room for."""
+    """The tensor in a file of its own, gone when the tensor is; the system keeps in RAM what it has room for.
+
+    The file gets all its room first: a disk that is full when memory mapped to it is written kills the process.
+    """
     with tempfile.NamedTemporaryFile(prefix="tuneport-") as file:
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(tensor.nbytes, 1))
+            except OSError as error:
+                raise TuneportError(
+                    f"no room for {format_bytes(tensor.nbytes)} of the result in {tempfile.gettempdir()} "
+                    f"({error.strerror}): make room, or set TMPDIR to a folder on another disk."
+                ) from error
         there = torch.from_file(file.name, shared=True, size=max(tensor.numel(), 1), dtype=tensor.dtype)
     return there[: tensor.numel()].view(tensor.shape).copy_(tensor)

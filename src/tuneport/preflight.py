@@ -23,11 +23,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from .alignment import Statistics
+from .crossfit import token_share
 from .diagnostics import COMPARED, LayerSimilarity, layer_similarity
-from .errors import DataError
+from .errors import DataError, TuneportError
 from .families import ModelLike, open_model
 from .job import Job, PairedBatches
 from .measuring import measure_job, problem_of
+from .offload import is_hollow
 from .opening import pick_device
 from .preparation import prepare
 from .progress import Progress
@@ -254,12 +256,25 @@ def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
 
 def _folds(job: Job) -> list[Job]:
     """The job in parts, each with some of its samples, in the order of the draw."""
+    if any(is_hollow(model.module) for model in (job.source, job.target)):
+        raise TuneportError(
+            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
+            "give a larger --memory-budget."
+        )
     if not isinstance(job.batches, PairedBatches):
         raise DataError("a comparison draws its own samples: pass a data set or a path, not batches.")
     if len(job.batches.indices) < LEAST_SAMPLES:
         raise DataError(f"a comparison needs at least {LEAST_SAMPLES} samples, got {len(job.batches.indices)}.")
     parts = np.array_split(job.batches.indices, FOLDS)
-    return [replace(job, batches=replace(job.batches, indices=part), samples=len(part)) for part in parts]
+    return [
+        replace(
+            job,
+            batches=replace(job.batches, indices=part),
+            samples=len(part),
+            max_tokens=token_share(job, len(part), job.samples),
+        )
+        for part in parts
+    ]
 
 
 def _together(folds: list[Job]) -> Job:

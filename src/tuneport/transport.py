@@ -22,9 +22,9 @@ from .errors import TuneportError
 from .job import Job, runs_on
 from .measuring import measure_job, problem_of
 from .methods import Transfer
-from .offload import pinned, shelved
+from .offload import is_hollow, pinned, shelved
 from .progress import Progress
-from .resume import Work
+from .resume import Work, fingerprint
 from .scaling import Rule, ScaleChoice
 from .solver import within
 from .task_vector import TaskVector
@@ -54,7 +54,7 @@ def move(
     if not isinstance(scale, str):
         moved, counted = _move(job, passes, meter)
         return Moved(moved, scale, None, counted, meter.seconds)
-    if passes is not None and passes.placements is not None:
+    if is_hollow(job.target.module) or (passes is not None and passes.placements is not None):
         raise TuneportError(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as the "
             "scale, or a larger --memory-budget."
@@ -141,7 +141,11 @@ def _move_auto(
 
 
 def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
-    return name if len(groups) == 1 else f"{name}-{index}"
+    """A name for what is measured of a group; another division into groups gives other names."""
+    if len(groups) == 1:
+        return name
+    layers = fingerprint({"layers": [pair.target.name for pair in groups[index].plan.pairs]})
+    return f"{name}-{index}-{layers[:12]}"
 
 
 def _count(counted: Statistics, more: Statistics) -> Statistics:
