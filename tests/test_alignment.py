@@ -128,6 +128,21 @@ def test_the_rank_cut_finds_the_planted_rank_of_coarse_signals(dtype: torch.dtyp
     assert procrustes(streamed(x.to(dtype), y)).rank == 20  # the coarser of the two decides
 
 
+@pytest.mark.parametrize("tokens", [300, 3000, 30000])
+@pytest.mark.parametrize(("source", "target"), [(16, 24), (24, 16), (48, 64)])
+def test_rounding_of_one_signal_is_no_direction(source: int, target: int, tokens: int) -> None:
+    """The gradients behind a LayerNorm have no mean, but for rounding; the wider signal has directions to spare."""
+    x, y = randn(tokens, source), randn(tokens, target, seed=1)
+    narrow, wide = (x, y) if source < target else (y, x)
+    wide[:, : narrow.shape[1]] += 3 * narrow
+    narrow -= narrow.mean(1, keepdim=True)
+    exact, rounded = streamed(x, y), streamed(x.float(), y.float())
+    most = min(source, target)
+    assert procrustes(exact).rank == procrustes(rounded).rank == most - 1
+    assert close(procrustes(rounded, completion="none").matrix, procrustes(exact, completion="none").matrix, 1e-5)
+    assert close(procrustes(rounded).matrix, procrustes(exact).matrix, 1e-5)
+
+
 def test_the_rank_cut_is_the_larger_of_two_floors() -> None:
     assert rank_cut(torch.float64, torch.float64, 100) == 100 * 2.0**-52
     assert rank_cut(torch.float32, torch.float32, 100) == 100 * 2.0**-23

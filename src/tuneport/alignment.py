@@ -7,6 +7,7 @@ signals: `products`). Every map says how much of it the data determine (rank) an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -161,10 +162,24 @@ def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> f
     relative amplitude a in both signals shows as a^2 in C, and is trustworthy while a stays above the signals'
     own error. Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of
     float32, in a direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once,
-    from sums in float32: (4 eps)^2.
+    from sums in float32: (4 eps)^2. Where the widths differ, `noise_of` may lie higher.
     """
     eps = torch.finfo(signal_dtype).eps
-    return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < 1e-6 else 4) * eps) ** 2)
+    return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
+
+
+def noise_of(covariance: CrossCovariance, size: float) -> float:
+    """What the rounding of one signal leaves in C, of norm `size`, as a share of that norm.
+
+    A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding, of
+    eps |X_A| / sqrt(M d) in each token, and meets whatever the other signal has left: over all tokens, out of step,
+    eps |X_A| |X_B| / sqrt(M d). With equal widths the other is empty there as well, and nothing shows.
+    """
+    if not size > 0 or not covariance.tokens:
+        return 0.0
+    both = float(covariance.source_energy * covariance.target_energy) ** 0.5
+    spread = (covariance.tokens * min(covariance.shape)) ** 0.5
+    return float(torch.finfo(covariance.signal_dtype).eps * both / (spread * size))
 
 
 def procrustes(
@@ -193,7 +208,8 @@ def procrustes(
     if not all(bool(torch.isfinite(part).all()) for part in C):
         raise TuneportError(_NOT_FINITE)
     if rtol is None:
-        rtol = _cut_of(streamed) if streamed is not None else rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
+        size = 0.0 if few else float(C[0].norm())  # of few tokens, all directions are seen
+        rtol = _cut_of(streamed, size) if streamed else rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
     most = streamed.most if streamed is not None else None
     found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=most)
     return _alignment(found, streamed, completion, thin=few is not None)
@@ -202,16 +218,20 @@ def procrustes(
 def procrustes_together(covariances: Sequence[CrossCovariance], completion: Completion = "svd") -> list[Alignment]:
     """`procrustes` of each; on an accelerator, those of one shape all at once."""
     alignments: dict[int, Alignment] = {}
-    alike: dict[tuple[tuple[int, int], float], list[int]] = {}
+    together: list[int] = []
     for index, covariance in enumerate(covariances):
         if covariance.device.type == "cpu" or covariance.few_tokens() is not None:
             alignments[index] = procrustes(covariance, completion=completion)
         else:
-            alike.setdefault((covariance.shape, _cut_of(covariance)), []).append(index)
+            together.append(index)
+    sizes = torch.stack([covariances[index].matrix.norm() for index in together]).tolist() if together else []
+    if not all(map(math.isfinite, sizes)):
+        raise TuneportError(_NOT_FINITE)
+    alike: dict[tuple[tuple[int, int], float], list[int]] = {}
+    for index, size in zip(together, sizes, strict=True):
+        alike.setdefault((covariances[index].shape, _cut_of(covariances[index], size)), []).append(index)
     for (_, cut), indices in alike.items():
         chosen = [covariances[index] for index in indices]
-        if not bool(torch.stack([one.matrix.sum() for one in chosen]).isfinite().all()):
-            raise TuneportError(_NOT_FINITE)
         found = polar_together([one.matrix.double() for one in chosen], cut, fill=completion == "svd")
         for index, one, solved in zip(indices, chosen, found, strict=True):
             alignments[index] = _alignment(solved, one, completion)
@@ -221,8 +241,17 @@ def procrustes_together(covariances: Sequence[CrossCovariance], completion: Comp
 _NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
-def _cut_of(covariance: CrossCovariance) -> float:
-    return rank_cut(covariance.signal_dtype, covariance.dtype, max(covariance.shape))
+_FINE = 1e-6  # eps of signals that a model rounds at every step, not once
+_ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
+
+
+def _cut_of(covariance: CrossCovariance, size: float) -> float:
+    """The rank cut of C, of norm `size`: above all noise, in steps of four, so that many maps have one in common."""
+    cut = rank_cut(covariance.signal_dtype, covariance.dtype, max(covariance.shape))
+    if torch.finfo(covariance.signal_dtype).eps >= _FINE:
+        return cut
+    above = _ABOVE_NOISE * noise_of(covariance, size) / cut
+    return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut
 
 
 def _alignment(found: Polar, streamed: CrossCovariance | None, completion: Completion, thin: bool = False) -> Alignment:
