@@ -15,8 +15,9 @@ import numpy as np
 from ..data import Dataset, Split, of_arrays, of_files
 from ..errors import DataError
 from ..formats import read_plain
+from ..pictures import IMAGE_SUFFIXES
 from .base import Layout, Task, TaskReader, plain_name
-from .files import IMAGES, find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
+from .files import find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
 
 DIGITS = tuple("0123456789")
 
@@ -175,7 +176,7 @@ def _sun(place: Path, split: Split) -> Dataset | None:
 
 def _pictures(folder: Path, *, deep: bool = True) -> list[Path]:
     found = folder.rglob("*") if deep else folder.glob("*")
-    return sorted(file for file in found if file.suffix.lower() in IMAGES and file.is_file())
+    return sorted(file for file in found if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
 
 
 def scene_name(folder: str) -> str:
