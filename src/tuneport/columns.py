@@ -42,10 +42,11 @@ def read_table(path: Path, split: Split) -> Dataset:
     return _from_table(_columns(path), path, split)
 
 
-def read_columns(path: Path, split: Split, columns: Mapping[str, str]) -> Dataset | None:
+def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
     """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
 
-    `columns` leads from their names to ours. Rows without a label (-1, or a dash) are dropped.
+    `columns` leads from their names to ours, and `also` are further names of the split. Rows without a label (-1, or a
+    dash) are dropped.
     """
     if not is_table(path):
         return None
@@ -59,7 +60,7 @@ def read_columns(path: Path, split: Split, columns: Mapping[str, str]) -> Datase
         return None
     if rows:
         named = {key: [column[row] for row in rows] for key, column in named.items() if key in _PLAIN_COLUMNS}
-    return _from_table(_Table(named, table.classes), path, split)
+    return _from_table(_Table(named, table.classes), path, split, also)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _optional(module: str, path: Path) -> Any:
         raise DataError(f"reading {path} needs {package}, which is not installed. {hint}") from error
 
 
-def _from_table(table: _Table, path: Path, split: Split) -> Dataset:
+def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
     columns = table.columns
     size = max(map(len, columns.values()), default=0)
     if size == 0:
@@ -203,7 +204,7 @@ def _from_table(table: _Table, path: Path, split: Split) -> Dataset:
     if keys is None:
         raise DataError(f"{path} has columns {first_of(columns)}; expected {_COLUMNS}.")
     splits = [str(name or "").lower() for name in columns.get("split", [""] * size)]
-    found = choose_split(sorted(set(splits)), split, path)
+    found = choose_split(sorted(set(splits)), split, path, also)
     chosen = [row for row, name in enumerate(splits) if found in (None, name)]
     rows = np.array(chosen, dtype=np.int64)
     labels, classes = _read_labels(columns.get("label", [None] * size), table.classes, rows, path)

@@ -198,15 +198,19 @@ def dataset_name(path: Path) -> str:
     return name[: len(name) - len(suffix)] if path.is_file() else name
 
 
-def choose_split(found: Sequence[str], split: Split, path: Path) -> str | None:
-    """The name under which the source keeps `split`; None where it has no splits at all."""
+def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[str] = ()) -> str | None:
+    """The name under which the source keeps `split`; None where it has no splits at all.
+
+    `also` are names of its own that a data set has for the split, beside the usual ones.
+    """
     by_name = {name.lower(): name for name in found}
-    for name in SPLIT_NAMES[split]:
+    names = (*SPLIT_NAMES[split], *also)
+    for name in names:
         if name in by_name:
             return by_name[name]
     if set(by_name) <= {"all", ""}:
         return None
     raise DataError(
         f"{path} has no {split} split; found: {first_of(sorted(by_name))}. "
-        f"Add one named {' or '.join(SPLIT_NAMES[split])}, or drop the splits to use all samples for both."
+        f"Add one named {' or '.join(names)}, or drop the splits to use all samples for both."
     )
