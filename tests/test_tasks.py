@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -307,6 +308,46 @@ class TestErrors:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(DataError, match="is not an idx file"):
             read_idx(tmp_path / "x", 3 if content[3:4] == b"\x03" else 1)
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("validation.csv", b"sentence1,sentence2,label\ncaf\xe9,b,0\n"),
+            ("validation.csv.gz", gzip.compress(b"sentence1,sentence2,label\na,b,0\n")[:-9]),
+        ],
+        ids=["latin-1", "cut"],
+    )
+    def test_tables_that_cannot_be_read_are_named(self, tmp_path: Path, name: str, content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        for place in (tmp_path, tmp_path / name):
+            with pytest.raises(DataError, match=rf"^cannot read \S*{name}: [^\n]+\.$"):
+                read_data(f"rte:{place}", "test")
+
+    def test_whatever_a_layout_meets_on_disk_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def closed(place: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(place))
+
+        monkeypatch.setattr(Path, "iterdir", closed)
+        with pytest.raises(DataError, match=r"^cannot read \S+: .*Permission denied"):
+            read_data(f"eurosat:{tmp_path}", "test")
+
+    def test_a_data_set_of_its_test_split_only(self, tmp_path: Path) -> None:
+        place = gtsrb(tmp_path / "gtsrb")
+        shutil.rmtree(place / "GTSRB" / "Training")
+        assert len(read_data(f"gtsrb:{place}", "test")) == 3
+        with pytest.raises(DataError, match="has no folder Training, which holds its training images"):
+            read_data(f"gtsrb:{place}", "train")
+
+    def test_one_sample_of_each_class_cannot_be_divided(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "few.npz", x=np.zeros((10, 8, 8), dtype=np.uint8), y=np.arange(10))
+        reference = f"mnist:{tmp_path / 'few.npz'}"
+        assert len(read_data(reference, "train")) == 10
+        with pytest.raises(
+            DataError, match=r"no samples for a test split of MNIST: no class has two\. Add samples, or"
+        ):
+            read_data(reference, "test")
+        with pytest.raises(DataError, match=r"no samples for a validation split of MNIST: .* Add samples\.$"):
+            get_task("mnist").read(tmp_path / "few.npz", "validation")
 
     def test_broken_files_end_in_one_line(self, tmp_path: Path) -> None:
         place = svhn(tmp_path / "svhn")

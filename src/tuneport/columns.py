@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .data import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name
+from .data import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name, reading
 from .errors import DataError, brief, first_of
 from .pictures import open_cell, open_file
 
@@ -72,7 +72,8 @@ class _Table:
 
 
 def _columns(path: Path) -> _Table:
-    return _read_saved(path) if path.is_dir() else _read_file(path)
+    with reading(path):
+        return _read_saved(path) if path.is_dir() else _read_file(path)
 
 
 def _read_file(path: Path) -> _Table:

@@ -6,8 +6,10 @@ A data set copies no sample and opens no file: its inputs are made each time the
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import DataError, first_of
+from .errors import DataError, brief, first_of
 from .pictures import check_images, open_array, open_file
 
 Kind = Literal["image", "text"]
@@ -189,6 +191,15 @@ def _positions(names: Sequence[str]) -> list[int]:
     """The names as numbers, or nothing if they are not distinct numbers."""
     numbers = [int(name) for name in names if name.isdecimal() and len(name) < 20]
     return numbers if len(set(numbers)) == len(names) else []
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What is raised for a file that is gone, closed to us, cut off or no text becomes a DataError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
 
 
 def dataset_name(path: Path) -> str:

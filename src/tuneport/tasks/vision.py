@@ -72,6 +72,8 @@ def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
         rows = read_rows(found, ";")
         paths = [test / name for name in find_column(rows, found, "Filename")]
         labels = find_numbers(rows, found, "ClassId")
+    elif not training.is_dir():
+        raise DataError(f"{place} has no folder Training, which holds its training images.")
     else:
         for folder in sorted(child for child in training.iterdir() if child.is_dir() and child.name.isdecimal()):
             table = folder / f"GT-{folder.name}.csv"
