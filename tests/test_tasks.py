@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import shutil
 import sys
@@ -19,6 +20,7 @@ from tuneport import cli, prepare
 from tuneport.data import files_of
 from tuneport.errors import DataError
 from tuneport.families.base import PROMPTS, class_embeddings
+from tuneport.provenance import data_identity
 from tuneport.tasks import TASKS, get_task, read_data, split_reference
 from tuneport.tasks.base import VALIDATION_SHARE
 from tuneport.tasks.files import read_idx
@@ -198,6 +200,59 @@ class TestLayouts:
         place = make(tmp_path / "data")
         data = read_data(f"{name.upper()}:{place}", "test")
         assert (len(data), data.name) == (tested, name)
+
+
+USED: dict[str, set[str]] = {  # what a reader looks at for the training split, beside the images
+    "eurosat": set(),
+    "resisc45": {"resisc45-train.txt"},
+    "gtsrb": {f"GTSRB/Training/{label:05}/GT-{label:05}.csv" for label in (0, 14, 42)},
+    "gtsrb tables": {"Train.csv"},
+    "svhn": {"train_32x32.mat"},
+    "mnist": {"raw/train-images-idx3-ubyte", "raw/train-labels-idx1-ubyte"},
+    "dtd": {"labels/train1.txt", "labels/val1.txt"},
+    "cars": {"devkit/cars_meta.mat", "devkit/cars_train_annos.mat"},
+    "sun397": {"ClassName.txt"},
+    "sun397 parted": {"ClassName.txt", "Training_01.txt"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_record_has_the_files_that_were_read_and_no_others(layout: str, tmp_path: Path) -> None:
+    name, make, *_ = LAYOUTS[layout]
+    place = make(tmp_path / "data")
+    for folder in (place, *(child for child in place.iterdir() if child.is_dir())):
+        (folder / "diary.md").write_text("not of the data set")
+    train = read_data(f"{name}:{place}", "train")
+    digests = data_identity(place, train, np.array([2, 0]))["sha256"]
+    drawn = {str(file.relative_to(place)) for file in files_of(train.subset([2, 0]))}
+    assert set(digests) == USED[layout] | drawn
+    assert all(hashlib.sha256((place / file).read_bytes()).hexdigest() == digest for file, digest in digests.items())
+
+
+def test_tables_inside_a_folder_are_the_files_that_were_read(tmp_path: Path) -> None:
+    rows = [{"sentence1": f"a {i}", "sentence2": "b", "label": i % 2, "text": f"a {i}"} for i in range(20)]
+    for file in ("RTE/train.jsonl", "RTE/validation.jsonl", "notes.jsonl", "sst2_stsa.jsonl.gz"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (tmp_path / file).write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
+    for name, used in (("rte", "RTE/train.jsonl"), ("sst2", "sst2_stsa.jsonl.gz")):
+        train = read_data(f"{name}:{tmp_path}", "train")
+        assert list(data_identity(tmp_path, train, np.arange(3))["sha256"]) == [used]
+
+
+def test_a_saved_data_set_is_all_its_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).save_to_disk(str(tmp_path / "SST-2"))
+    (tmp_path / "diary.md").write_text("not of the data set")
+    train = read_data(f"sst2:{tmp_path}", "train")
+    files = {f"SST-2/{file.name}" for file in (tmp_path / "SST-2").iterdir()}
+    assert set(data_identity(tmp_path, train, np.arange(2))["sha256"]) == files
+    assert any(file.endswith(".arrow") for file in files)
+
+
+def test_data_that_are_not_read_have_no_files(tmp_path: Path) -> None:
+    (tmp_path / "diary.md").write_text("not of the data set")
+    assert data_identity(tmp_path)["sha256"] == {}
 
 
 class TestContent:

@@ -218,6 +218,7 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
         kind="image" if images else "text",
         split=found or "all",
         targets=_texts(columns, ("target",), rows, path) if "target" in columns else None,
+        files=tuple(sorted(filter(Path.is_file, path.rglob("*")))) if path.is_dir() else (path,),
     )
 
 

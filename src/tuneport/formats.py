@@ -121,6 +121,7 @@ def _read_npz(path: Path, split: Split) -> Dataset:
         name=dataset_name(path),
         kind="image",
         split=found or "all",
+        files=(path,),
     )
 
 
