@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from folders import Zoo, edit_weights, images, write_data, write_head
 from tuneport import __version__, capture, cli
 from tuneport.evaluation import Evaluation
+from tuneport.memory import format_bytes
 from tuneport.methods import METHODS
 from tuneport.output import claimed
 
@@ -236,6 +237,10 @@ class TestPlan:
     def test_names_are_not_cut_in_a_narrow_window(self, run: Run, zoo: Zoo) -> None:
         done = run("plan", *options(zoo))
         assert "…" not in done.out
+
+    def test_sizes_are_shown_as_everywhere(self, run: Run, zoo: Zoo) -> None:
+        size = run("plan", *options(zoo), "--json").json["expected"]["statistics_bytes"]
+        assert f"expected: {format_bytes(size)} of statistics," in run("plan", *options(zoo)).out
 
 
 class TestCompare:
