@@ -34,7 +34,8 @@ class Layout:
     """One way in which a data set lies on disk, in words for the error message, and how it is read.
 
     `read(place, split)` returns None where the place is laid out otherwise. A data set whose `split` is "all"
-    has no splits of its own; its test split is then drawn from it.
+    has no splits of its own; its test split is then drawn from it. What was read beside images is in its `files`: the
+    run record has their digests.
     """
 
     words: str
