@@ -23,11 +23,12 @@ def test_samples_are_counted_in_any_nest() -> None:
         {"pixels": x},
         (x, 1),
         [{"a": None, "b": x}],
+        ({}, torch.tensor(0.5), Named(x, 1)),
         PairedBatch(None, x),
         PairedBatch(x, x, size=7),
     ]
-    assert [count_samples([nest]) for nest in nests] == [3, 3, 3, 3, 3, 7]
-    assert count_samples(nests) == 22
+    assert [count_samples([nest]) for nest in nests] == [3, 3, 3, 3, 3, 3, 7]
+    assert count_samples(nests) == 25
     with pytest.raises(CaptureError, match=r"cannot tell the size of a batch of type str; use PairedBatch\(size=...\)"):
         count_samples(["text"])
 

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 
 from folders import Zoo, edit_weights, images, write_data, write_head
 from tuneport import __version__, capture, cli
+from tuneport.evaluation import Evaluation
+from tuneport.memory import format_bytes
 from tuneport.methods import METHODS
 from tuneport.output import claimed
 
@@ -36,7 +38,7 @@ class Done:
 
     @property
     def json(self) -> dict[str, Any]:
-        content = json.loads(self.out)
+        content = json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert isinstance(content, dict)
         return content
 
@@ -236,6 +238,10 @@ class TestPlan:
         done = run("plan", *options(zoo))
         assert "…" not in done.out
 
+    def test_sizes_are_shown_as_everywhere(self, run: Run, zoo: Zoo) -> None:
+        size = run("plan", *options(zoo), "--json").json["expected"]["statistics_bytes"]
+        assert f"expected: {format_bytes(size)} of statistics," in run("plan", *options(zoo)).out
+
 
 class TestCompare:
     def test_json(self, run: Run, zoo: Zoo, place: Path) -> None:
@@ -355,6 +361,17 @@ class TestEvaluate:
         done = run("evaluate", zoo[f"{family}-base"], "--data", zoo.data)
         assert done.code == 0
         assert re.fullmatch(r"\d+\.\d\d % of 30 samples right \(zero-shot\)\n", done.out)
+
+    def test_numbers_that_json_has_no_word_for(
+        self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        endless = Evaluation(0.0, 30, "perplexity", float("inf"), 60)
+        monkeypatch.setattr("tuneport.evaluation.zero_shot", lambda *_, **__: endless)
+        done = run("evaluate", zoo["vit-base"], "--data", zoo.data, "--json")
+        assert (done.code, done.json["perplexity"], done.json["tokens"]) == (0, None, 60)
+        monkeypatch.setattr("tuneport.task_vector.save_task_vector", lambda *_, **__: float("nan"))
+        done = run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / "tau.safetensors", "--json")
+        assert (done.code, done.json["norm"]) == (0, None)
 
     def test_linear_probe(self, run: Run, zoo: Zoo) -> None:
         common = ["evaluate", zoo["clip_vision-base"], "--data", zoo.data, "--protocol", "linear-probe", "--json"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import toy
 from folders import Zoo, load
 from tuneport.cost import cost_of
 from tuneport.families import open_model
+from tuneport.forecast import foretell
 from tuneport.job import Job
 from tuneport.low_rank import LowRank
 from tuneport.measuring import measure_job, problem_of
@@ -119,6 +120,24 @@ def test_models_that_look_at_numbers_are_left_uncounted() -> None:
     once = prepare(source, toy.finetuned(source), target, iter(batches), **{**options, "loss": toy.loss})
     assert cost_of(once, 64)["counted"] is None, "batches that are read once are left alone"
     assert len(list(once.batches)) == len(batches)
+
+
+def test_batches_in_named_tuples() -> None:
+    class Batch(NamedTuple):
+        pixels: torch.Tensor
+        labels: torch.Tensor
+
+    source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
+    options = {"loss": toy.loss, "pairs": toy.plan(source, target).pairs}
+    batches = toy.batches(64)
+    jobs = [
+        prepare(source, toy.finetuned(source), target, given, **options)
+        for given in (batches, [Batch(*batch) for batch in batches])
+    ]
+    plain, named = (cost_of(job, 64)["counted"] for job in jobs)
+    assert named is not None
+    assert named == plain
+    assert isinstance(foretell(jobs[1]).batch.source, Batch)
 
 
 def test_the_paper_needs_no_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

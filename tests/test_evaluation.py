@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import toy
 from folders import CLASSES, HEAD_CLASSES, Zoo, load
 from tuneport.data import Dataset
 from tuneport.errors import DataError, TuneportError
-from tuneport.evaluation import check_protocol, features, linear_probe, zero_shot
+from tuneport.evaluation import check_protocol, features, linear_probe, perplexity, zero_shot
 from tuneport.families import Head, Model, choose_head, describe_any, open_model
 from tuneport.formats import read_plain
 
@@ -157,6 +158,19 @@ def test_texts_for_an_image_model(zoo: Zoo, tmp_path: Path) -> None:
     for attempt in (lambda: zero_shot(model, head, data), lambda: linear_probe(model, data, data)):
         with pytest.raises(DataError, match=r"texts holds texts, but .*vit-base reads images"):
             attempt()
+
+
+def test_nothing_to_score() -> None:
+    model, some = points_model(), points(6, 2, 0)
+    none = some.subset([])
+    head = Head("points", some.classes, torch.eye(2), 1.0)
+    for score in (
+        lambda: zero_shot(model, head, none),
+        lambda: linear_probe(model, some, none),
+        lambda: perplexity(replace(model, token_logits=lambda m, b: m(**b)), none),
+    ):
+        with pytest.raises(DataError, match=r"points has no samples: give data with some\."):
+            score()
 
 
 def test_a_module_that_no_family_knows() -> None:

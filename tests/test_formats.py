@@ -70,6 +70,14 @@ def test_folder_images_are_opened_only_on_access(tmp_path: Path) -> None:
         data.inputs[2]
 
 
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".bmp", ".gif", ".webp", ".tiff", ".ppm"])
+def test_every_format_that_is_opened_is_found(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "cat").mkdir()
+    picture(1).save(tmp_path / "cat" / f"x{suffix}")
+    data = read_plain(tmp_path, "train")
+    assert (len(data), data.inputs[0].mode) == (1, "RGB")
+
+
 def test_folder_errors(tmp_path: Path) -> None:
     with raises("no data at", "nowhere", "no such file or folder. Pass an image folder"):
         read_plain(tmp_path / "nowhere", "train")

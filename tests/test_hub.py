@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from folders import Zoo
+from folders import Zoo, load
 from tuneport.arithmetic import extract
 from tuneport.bench import run_comparison
 from tuneport.errors import CheckpointError, DataError
@@ -55,6 +55,17 @@ def test_a_transfer_between_ids(zoo: Zoo, hub: list[tuple[str, dict[str, Any]]])
     assert {name for name, _ in hub} == {"org/base", "org/tuned", "org/target"}
     assert all("*.bin" in options["ignore_patterns"] for _, options in hub), "pickles stay where they are"
     assert len(extract("org/base", "org/tuned")) == 40
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_adapter_of_an_id(zoo: Zoo, tmp_path: Path) -> None:
+    """The names in an adapter are those of the live model, which is opened where the files have others."""
+    pytest.importorskip("peft")
+    from loras import adapted, saved
+
+    tuned = adapted(load(zoo["vit-base"]), target_modules=["q_proj"])
+    folder = saved(tuned, tmp_path / "lora")
+    assert set(extract("org/base", folder)) == set(extract(zoo["vit-base"], folder))
 
 
 def test_what_is_here_is_not_asked_for(zoo: Zoo, hub: list[Any], tmp_path: Path) -> None:

@@ -9,14 +9,23 @@ from tuneport.memory import format_bytes, free_memory, parse_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("8GiB", 2**33), ("8 gib", 2**33), ("1.5MB", 1_500_000), ("700", 700), ("2TB", 2 * 10**12)]
+    ("text", "size"),
+    [
+        ("8GiB", 2**33),
+        ("8 gib", 2**33),
+        ("1.5MB", 1_500_000),
+        ("700", 700),
+        ("2TB", 2 * 10**12),
+        ("2kb", 2000),
+        (12, 12),
+    ],
 )
-def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "8 parsecs", "0", "1e9", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "8 parsecs", "5XB", "0GB", 0, "1e9", "nan"])
+def test_what_is_no_size_is_refused(text: int | str) -> None:
     with pytest.raises(TuneportError, match=r"must be a size such as 8GiB or 500MB, got "):
         parse_bytes(text)
 

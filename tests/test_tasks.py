@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from tuneport import cli, prepare
 from tuneport.data import files_of
 from tuneport.errors import DataError
 from tuneport.families.base import PROMPTS, class_embeddings
+from tuneport.provenance import data_identity
 from tuneport.tasks import TASKS, get_task, read_data, split_reference
 from tuneport.tasks.base import VALIDATION_SHARE
 from tuneport.tasks.files import read_idx
@@ -199,6 +202,59 @@ class TestLayouts:
         assert (len(data), data.name) == (tested, name)
 
 
+USED: dict[str, set[str]] = {  # what a reader looks at for the training split, beside the images
+    "eurosat": set(),
+    "resisc45": {"resisc45-train.txt"},
+    "gtsrb": {f"GTSRB/Training/{label:05}/GT-{label:05}.csv" for label in (0, 14, 42)},
+    "gtsrb tables": {"Train.csv"},
+    "svhn": {"train_32x32.mat"},
+    "mnist": {"raw/train-images-idx3-ubyte", "raw/train-labels-idx1-ubyte"},
+    "dtd": {"labels/train1.txt", "labels/val1.txt"},
+    "cars": {"devkit/cars_meta.mat", "devkit/cars_train_annos.mat"},
+    "sun397": {"ClassName.txt"},
+    "sun397 parted": {"ClassName.txt", "Training_01.txt"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_record_has_the_files_that_were_read_and_no_others(layout: str, tmp_path: Path) -> None:
+    name, make, *_ = LAYOUTS[layout]
+    place = make(tmp_path / "data")
+    for folder in (place, *(child for child in place.iterdir() if child.is_dir())):
+        (folder / "diary.md").write_text("not of the data set")
+    train = read_data(f"{name}:{place}", "train")
+    digests = data_identity(place, train, np.array([2, 0]))["sha256"]
+    drawn = {str(file.relative_to(place)) for file in files_of(train.subset([2, 0]))}
+    assert set(digests) == USED[layout] | drawn
+    assert all(hashlib.sha256((place / file).read_bytes()).hexdigest() == digest for file, digest in digests.items())
+
+
+def test_tables_inside_a_folder_are_the_files_that_were_read(tmp_path: Path) -> None:
+    rows = [{"sentence1": f"a {i}", "sentence2": "b", "label": i % 2, "text": f"a {i}"} for i in range(20)]
+    for file in ("RTE/train.jsonl", "RTE/validation.jsonl", "notes.jsonl", "sst2_stsa.jsonl.gz"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (tmp_path / file).write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
+    for name, used in (("rte", "RTE/train.jsonl"), ("sst2", "sst2_stsa.jsonl.gz")):
+        train = read_data(f"{name}:{tmp_path}", "train")
+        assert list(data_identity(tmp_path, train, np.arange(3))["sha256"]) == [used]
+
+
+def test_a_saved_data_set_is_all_its_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).save_to_disk(str(tmp_path / "SST-2"))
+    (tmp_path / "diary.md").write_text("not of the data set")
+    train = read_data(f"sst2:{tmp_path}", "train")
+    files = {f"SST-2/{file.name}" for file in (tmp_path / "SST-2").iterdir()}
+    assert set(data_identity(tmp_path, train, np.arange(2))["sha256"]) == files
+    assert any(file.endswith(".arrow") for file in files)
+
+
+def test_data_that_are_not_read_have_no_files(tmp_path: Path) -> None:
+    (tmp_path / "diary.md").write_text("not of the data set")
+    assert data_identity(tmp_path)["sha256"] == {}
+
+
 class TestContent:
     def test_labels_are_those_of_the_files(self, tmp_path: Path) -> None:
         test = get_task("gtsrb").read(gtsrb(tmp_path / "gtsrb"), "test")
@@ -307,6 +363,46 @@ class TestErrors:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(DataError, match="is not an idx file"):
             read_idx(tmp_path / "x", 3 if content[3:4] == b"\x03" else 1)
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("validation.csv", b"sentence1,sentence2,label\ncaf\xe9,b,0\n"),
+            ("validation.csv.gz", gzip.compress(b"sentence1,sentence2,label\na,b,0\n")[:-9]),
+        ],
+        ids=["latin-1", "cut"],
+    )
+    def test_tables_that_cannot_be_read_are_named(self, tmp_path: Path, name: str, content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        for place in (tmp_path, tmp_path / name):
+            with pytest.raises(DataError, match=rf"^cannot read \S*{name}: [^\n]+\.$"):
+                read_data(f"rte:{place}", "test")
+
+    def test_whatever_a_layout_meets_on_disk_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def closed(place: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(place))
+
+        monkeypatch.setattr(Path, "iterdir", closed)
+        with pytest.raises(DataError, match=r"^cannot read \S+: .*Permission denied"):
+            read_data(f"eurosat:{tmp_path}", "test")
+
+    def test_a_data_set_of_its_test_split_only(self, tmp_path: Path) -> None:
+        place = gtsrb(tmp_path / "gtsrb")
+        shutil.rmtree(place / "GTSRB" / "Training")
+        assert len(read_data(f"gtsrb:{place}", "test")) == 3
+        with pytest.raises(DataError, match="has no folder Training, which holds its training images"):
+            read_data(f"gtsrb:{place}", "train")
+
+    def test_one_sample_of_each_class_cannot_be_divided(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "few.npz", x=np.zeros((10, 8, 8), dtype=np.uint8), y=np.arange(10))
+        reference = f"mnist:{tmp_path / 'few.npz'}"
+        assert len(read_data(reference, "train")) == 10
+        with pytest.raises(
+            DataError, match=r"no samples for a test split of MNIST: no class has two\. Add samples, or"
+        ):
+            read_data(reference, "test")
+        with pytest.raises(DataError, match=r"no samples for a validation split of MNIST: .* Add samples\.$"):
+            get_task("mnist").read(tmp_path / "few.npz", "validation")
 
     def test_broken_files_end_in_one_line(self, tmp_path: Path) -> None:
         place = svhn(tmp_path / "svhn")

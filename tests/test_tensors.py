@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
-from tuneport.tensors import LazyMapping, LazyTensors, TensorSpec, UnknownTensorError, all_finite, describe, pieces
+from tuneport.tensors import (
+    LazyMapping,
+    LazyTensors,
+    TensorSpec,
+    UnknownTensorError,
+    all_finite,
+    change_tensors,
+    describe,
+    pieces,
+    tensors_in,
+)
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
@@ -43,3 +57,28 @@ def test_all_finite(dtype: torch.dtype) -> None:
     assert all_finite(torch.tensor([1.0, 2.0]).to(dtype))
     assert not all_finite(torch.tensor([1.0, torch.nan]).to(dtype))
     assert not all_finite(torch.tensor([torch.inf, 2.0]).to(dtype))
+
+
+class Named(NamedTuple):
+    pixels: torch.Tensor
+    label: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    one: Any
+    other: Any = None
+
+
+def test_nests_keep_their_shape() -> None:
+    one, two, three, four = (torch.full((2,), float(number)) for number in range(1, 5))
+    nest = Pair({"named": Named(one, 3), "list": [two, None]}, UserDict(deep=(three, Pair("text", four)), kind=Pair))
+    changed = change_tensors(nest, lambda tensor: -tensor)
+    assert changed == Pair(changed.one, {"deep": changed.other["deep"], "kind": Pair})
+    assert isinstance(changed.one["named"], Named)
+    assert changed.one["named"].label == 3
+    assert changed.one["list"][1] is None
+    assert changed.other["deep"][1].one == "text"
+    assert [float(tensor[0]) for tensor in tensors_in(nest)] == [1, 2, 3, 4]
+    assert [float(tensor[0]) for tensor in tensors_in(changed)] == [-1, -2, -3, -4]
+    assert list(tensors_in(["text", 3, None])) == []

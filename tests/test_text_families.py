@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from folders import edit_json, edit_weights, load
 from texts import FAMILIES, LABELS, LARGE, SMALL, Size, make, scatter, tokens, write
 from tuneport import transfer
+from tuneport.arithmetic import extract
 from tuneport.errors import CheckpointError, PairingError
 from tuneport.families import describe_module, open_model
 from tuneport.preparation import prepare
@@ -447,6 +448,10 @@ class TestHeads:
         for name in job.task_vector:
             wanted = moved[name.removeprefix(prefix)] - shared[name.removeprefix(prefix)]
             assert torch.equal(job.task_vector.dense(name), wanted), name
+        extracted = extract(*folders[:2], exclude=["*cls.*", "*classifier.*", "*pooler.*"])
+        stored = {job.source.file_names[name]: name for name in job.task_vector}
+        assert set(extracted) == set(stored)
+        assert all(torch.equal(extracted.dense(file), job.task_vector.dense(name)) for file, name in stored.items())
 
     @pytest.mark.parametrize("old", ["base", "tuned", "both"])
     def test_norms_of_old_files(self, old: str, tmp_path: Path) -> None:
@@ -456,6 +461,9 @@ class TestHeads:
         write(tmp_path / "tuned", finetuned(describe_module(ours)))
         for name in ("base", "tuned") if old == "both" else (old,):
             edit_weights(tmp_path / name, to_old_names)
+        assert set(extract(tmp_path / "base", tmp_path / "tuned")) == set(
+            load_file(tmp_path / "base" / "model.safetensors")
+        )
         result = transfer(tmp_path / "base", tmp_path / "tuned", tmp_path / "base", method="naive")
         stored = load_file(result.save(tmp_path / "out") / "model.safetensors")
         assert set(stored) == set(load_file(tmp_path / "base" / "model.safetensors"))

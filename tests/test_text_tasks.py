@@ -56,6 +56,23 @@ def test_a_data_set_that_the_datasets_library_saved(task: str, tmp_path: Path) -
     assert (len(test), test.classes) == (30, TASKS[task].classes)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_mnli_has_two_validation_splits(saved: bool, tmp_path: Path) -> None:
+    counts = {"train": 30, "validation_mismatched": 9, "validation_matched": 12}
+    rows = {split: rows_of("mnli", count) for split, count in counts.items()}
+    if saved:
+        datasets = pytest.importorskip("datasets")
+        hidden = [{**row, "label": -1} for row in rows_of("mnli", 6)]  # GLUE hides those of its test splits
+        parts = {split: datasets.Dataset.from_list(part) for split, part in {**rows, "test_matched": hidden}.items()}
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "mnli"))
+        place = tmp_path / "mnli"
+    else:
+        place = tmp_path / "mnli.jsonl"
+        write_rows(place, [{**row, "split": split} for split, part in rows.items() for row in part])
+    train, test = (read_data(f"mnli:{place}", split) for split in ("train", "test"))
+    assert (len(train), len(test), test.split) == (27, 12, "validation_matched")  # a tenth is kept for validation
+
+
 def test_gold_labels_in_words_and_dashes(tmp_path: Path) -> None:
     rows = [
         {

@@ -108,12 +108,12 @@ def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
 
 
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
-    """The task vector `finetuned - base` of two checkpoints, read lazily, under their names in the files."""
+    """The task vector `finetuned - base` of two checkpoints, read lazily, under the names in the base's files."""
+    base, finetuned = local(base), local(finetuned)
     ours = open_stored(base).tensors
-    finetuned = local(finetuned)
     if is_adapter(finetuned):
         return _extract_adapter(base, ours, open_adapter(finetuned), exclude)
-    theirs = open_stored(finetuned).tensors
+    theirs = _under_names_of(ours, open_stored(finetuned).tensors)
     vector = TaskVector.between(ours, theirs, exclude)
     check_finite(theirs, list(vector))
     check_finite(ours, list(vector))

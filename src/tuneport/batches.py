@@ -7,7 +7,7 @@ how.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CaptureError
+from .tensors import change_tensors, tensors_in
 from .tokens import Match
 
 
@@ -68,22 +69,17 @@ def parts_of(batch: PairedBatch, most: int | None) -> Iterator[tuple[PairedBatch
 
 def part_of(batch: Any, size: int, start: int, stop: int) -> Any:
     """Some of `size` samples, in the same nest of tensors."""
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.ndim and len(batch) == size else batch
-    if isinstance(batch, Mapping):
-        return {key: part_of(value, size, start, stop) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [part_of(value, size, start, stop) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[start:stop] if tensor.ndim and len(tensor) == size else tensor
+
+    return change_tensors(batch, cut)
 
 
 def first_dimension(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of the first tensor in it."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0])
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    for value in values:
-        if isinstance(value, (Tensor, Mapping, tuple, list)):
-            return first_dimension(value)
-    raise CaptureError(f"cannot tell the size of a batch of type {type(batch).__name__}; use PairedBatch(size=...).")
+    """The number of samples in a batch: the first dimension of the first tensor in it that has any."""
+    first = next((tensor for tensor in tensors_in(batch) if tensor.ndim), None)
+    if first is None:
+        given = f"a batch of type {type(batch).__name__}"
+        raise CaptureError(f"cannot tell the size of {given}; use PairedBatch(size=...).")
+    return len(first)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError, first_of
-from .memory import size_in
+from .memory import parse_bytes
 from .output import PathLike, sync
 from .tensors import TensorSpec, UnknownTensorError, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
@@ -177,18 +177,6 @@ def _open_index(index: Path) -> dict[str, WeightFile]:
     return {name: shards[shard] for name, shard in shard_of.items()}
 
 
-def parse_size(size: int | str) -> int:
-    """Return a size in bytes, from a number or from text such as "5GB" (decimal) or "8GiB" (binary).
-
-    >>> parse_size("20KB"), parse_size("1.5 GiB"), parse_size(7)
-    (20000, 1610612736, 7)
-    """
-    found = size_in(str(size))
-    if found < 1:
-        raise CheckpointError(f"size {size!r} is not a number of bytes. Expected something like 5GB or 8GiB.")
-    return found
-
-
 def write_checkpoint(
     folder: PathLike,
     tensors: Mapping[str, torch.Tensor],
@@ -204,7 +192,7 @@ def write_checkpoint(
     dtypes: `describe(name)`, else the mapping's own `shape` and `dtype`, else from reading each tensor once
     more. Metadata is {"format": "pt"} unless given. Use it inside `new_folder`: by itself it is not atomic.
     """
-    folder, limit = Path(folder), parse_size(max_shard_size)
+    folder, limit = Path(folder), parse_bytes(max_shard_size, "max_shard_size")
     specs = {name: (describe or _describer(tensors))(name) for name in tensors}
     shards = _shards(specs, limit)
     numbered = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .data import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name
+from .data import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name, reading
 from .errors import DataError, brief, first_of
 from .pictures import open_cell, open_file
 
@@ -42,10 +42,11 @@ def read_table(path: Path, split: Split) -> Dataset:
     return _from_table(_columns(path), path, split)
 
 
-def read_columns(path: Path, split: Split, columns: Mapping[str, str]) -> Dataset | None:
+def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
     """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
 
-    `columns` leads from their names to ours. Rows without a label (-1, or a dash) are dropped.
+    `columns` leads from their names to ours, and `also` are further names of the split. Rows without a label (-1, or a
+    dash) are dropped.
     """
     if not is_table(path):
         return None
@@ -59,7 +60,7 @@ def read_columns(path: Path, split: Split, columns: Mapping[str, str]) -> Datase
         return None
     if rows:
         named = {key: [column[row] for row in rows] for key, column in named.items() if key in _PLAIN_COLUMNS}
-    return _from_table(_Table(named, table.classes), path, split)
+    return _from_table(_Table(named, table.classes), path, split, also)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class _Table:
 
 
 def _columns(path: Path) -> _Table:
-    return _read_saved(path) if path.is_dir() else _read_file(path)
+    with reading(path):
+        return _read_saved(path) if path.is_dir() else _read_file(path)
 
 
 def _read_file(path: Path) -> _Table:
@@ -194,7 +196,7 @@ def _optional(module: str, path: Path) -> Any:
         raise DataError(f"reading {path} needs {package}, which is not installed. {hint}") from error
 
 
-def _from_table(table: _Table, path: Path, split: Split) -> Dataset:
+def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
     columns = table.columns
     size = max(map(len, columns.values()), default=0)
     if size == 0:
@@ -203,7 +205,7 @@ def _from_table(table: _Table, path: Path, split: Split) -> Dataset:
     if keys is None:
         raise DataError(f"{path} has columns {first_of(columns)}; expected {_COLUMNS}.")
     splits = [str(name or "").lower() for name in columns.get("split", [""] * size)]
-    found = choose_split(sorted(set(splits)), split, path)
+    found = choose_split(sorted(set(splits)), split, path, also)
     chosen = [row for row, name in enumerate(splits) if found in (None, name)]
     rows = np.array(chosen, dtype=np.int64)
     labels, classes = _read_labels(columns.get("label", [None] * size), table.classes, rows, path)
@@ -216,6 +218,7 @@ def _from_table(table: _Table, path: Path, split: Split) -> Dataset:
         kind="image" if images else "text",
         split=found or "all",
         targets=_texts(columns, ("target",), rows, path) if "target" in columns else None,
+        files=tuple(sorted(filter(Path.is_file, path.rglob("*")))) if path.is_dir() else (path,),
     )
 
 

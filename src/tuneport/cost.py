@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .batches import PairedBatch
+from .batches import PairedBatch, count_samples
 from .job import Job, PairedBatches
 from .layers import Layer
 from .pairing import LayerPair
 from .signals import INPUT, INPUT_GRADIENT, NEEDS_BACKWARD, OUTPUT, OUTPUT_GRADIENT, WEIGHT_GRADIENT, Loss, watch
+from .tensors import change_tensors
 from .tokens import match_tokens
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
@@ -209,7 +210,7 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
         (job.source.module, batch.source, source_loss, ours_by_layer),
         (job.target.module, batch.target, target_loss, theirs_by_layer),
     )
-    size = batch.size or len(next(_tensors(batch.target)))
+    size = count_samples([batch])
     wanted = set(job.method.signals)
     for module, inputs, loss, layers in sides:
         if not any(layers.values()):
@@ -304,16 +305,5 @@ def shapes_of(module: nn.Module) -> nn.Module:
 
 
 def to_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, Mapping):
-        return {key: to_meta(item) for key, item in value.items()}
-    return type(value)(to_meta(item) for item in value) if isinstance(value, (tuple, list)) else value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+    """A batch with shapes and no numbers."""
+    return change_tensors(value, lambda tensor: tensor.to("meta"))

@@ -6,8 +6,10 @@ A data set copies no sample and opens no file: its inputs are made each time the
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import DataError, first_of
+from .errors import DataError, brief, first_of
 from .pictures import check_images, open_array, open_file
 
 Kind = Literal["image", "text"]
@@ -59,7 +61,7 @@ class Dataset:
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
     `classes`; `label_texts` are words for the classes, where their names say too little, and `prompts` templates
     for the class names, where the data belong to a known task. `split` is the split's name as found in the source,
-    or "all" where it has none.
+    or "all" where it has none. `files` are those that it was read from, beside the image files of single samples.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -75,6 +77,7 @@ class Dataset:
     targets: Sequence[str] | None = None
     prompts: tuple[str, ...] = ()
     label_texts: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -115,26 +118,41 @@ def worded(dataset: Dataset) -> Dataset:
 
 
 def of_files(
-    paths: Sequence[Path], labels: ArrayLike, classes: Sequence[str], *, name: str = "data", split: str = "all"
+    paths: Sequence[Path],
+    labels: ArrayLike,
+    classes: Sequence[str],
+    *,
+    name: str = "data",
+    split: str = "all",
+    files: Iterable[Path] = (),
 ) -> Dataset:
-    """A data set of image files, which are opened when they are looked at; each must be there."""
+    """A data set of image files, which are opened when they are looked at; each must be there. `files` told of them."""
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         where = paths[0].parent
         raise DataError(f"{len(missing)} of {len(paths)} images of {name} are not in {where}: {first_of(missing)}.")
     images = LazySequence(np.arange(len(paths)), partial(open_file, list(paths)))
-    return _labelled(images, labels, classes, name, split)
+    return _labelled(images, labels, classes, name, split, files)
 
 
 def of_arrays(
-    images: NDArray[Any], labels: ArrayLike, classes: Sequence[str], *, name: str = "data", split: str = "all"
+    images: NDArray[Any],
+    labels: ArrayLike,
+    classes: Sequence[str],
+    *,
+    name: str = "data",
+    split: str = "all",
+    files: Iterable[Path] = (),
 ) -> Dataset:
-    """A data set of images in memory: (N, H, W) or (N, H, W, 1 or 3), uint8 or floats from 0 to 1."""
+    """A data set of images in memory: (N, H, W) or (N, H, W, 1 or 3), uint8 or floats from 0 to 1, out of `files`."""
     checked = check_images(images, "the images", Path(name))
-    return _labelled(LazySequence(np.arange(len(checked)), partial(open_array, checked)), labels, classes, name, split)
+    lazy = LazySequence(np.arange(len(checked)), partial(open_array, checked))
+    return _labelled(lazy, labels, classes, name, split, files)
 
 
-def _labelled(images: LazySequence, labels: ArrayLike, classes: Sequence[str], name: str, split: str) -> Dataset:
+def _labelled(
+    images: LazySequence, labels: ArrayLike, classes: Sequence[str], name: str, split: str, files: Iterable[Path]
+) -> Dataset:
     numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
     if len(numbers) != len(images):
         raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
@@ -145,11 +163,11 @@ def _labelled(images: LazySequence, labels: ArrayLike, classes: Sequence[str], n
             f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
             f"{len(classes)} classes."
         )
-    return Dataset(images, numbers, tuple(classes), name, "image", split)
+    return Dataset(images, numbers, tuple(classes), name, "image", split, files=tuple(files))
 
 
 def files_of(dataset: Dataset) -> list[Path]:
-    """The image files behind a data set, in its order; none where the samples lie in the source itself."""
+    """The image files of its samples, in their order; none where the samples lie in the `files` of the data set."""
     inputs = dataset.inputs
     if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
         return [inputs.load.args[0][index] for index in inputs.indices]
@@ -191,6 +209,15 @@ def _positions(names: Sequence[str]) -> list[int]:
     return numbers if len(set(numbers)) == len(names) else []
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What is raised for a file that is gone, closed to us, cut off or no text becomes a DataError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+
+
 def dataset_name(path: Path) -> str:
     """What a data set is called: its folder, or its file without the ending."""
     name = path.resolve().name
@@ -198,15 +225,19 @@ def dataset_name(path: Path) -> str:
     return name[: len(name) - len(suffix)] if path.is_file() else name
 
 
-def choose_split(found: Sequence[str], split: Split, path: Path) -> str | None:
-    """The name under which the source keeps `split`; None where it has no splits at all."""
+def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[str] = ()) -> str | None:
+    """The name under which the source keeps `split`; None where it has no splits at all.
+
+    `also` are names of its own that a data set has for the split, beside the usual ones.
+    """
     by_name = {name.lower(): name for name in found}
-    for name in SPLIT_NAMES[split]:
+    names = (*SPLIT_NAMES[split], *also)
+    for name in names:
         if name in by_name:
             return by_name[name]
     if set(by_name) <= {"all", ""}:
         return None
     raise DataError(
         f"{path} has no {split} split; found: {first_of(sorted(by_name))}. "
-        f"Add one named {' or '.join(SPLIT_NAMES[split])}, or drop the splits to use all samples for both."
+        f"Add one named {' or '.join(names)}, or drop the splits to use all samples for both."
     )

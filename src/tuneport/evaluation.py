@@ -79,6 +79,8 @@ def linear_probe(
 
     if train.labels is None or test.labels is None:
         raise DataError(f"a linear probe needs labels: {train if train.labels is None else test} has none.")
+    for data in (train, test):
+        _check_samples(data)
     test = align_labels(test, train.classes)
     if len(np.unique(train.labels)) < 2:
         raise DataError(f"a linear probe needs samples of at least two classes; {train} shows one.")
@@ -100,6 +102,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
         raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    _check_samples(data)
     objective = objective_of(data, [model])
     loss, right, tokens = 0.0, 0, 0
     for start in range(0, len(data), batch_size):
@@ -134,6 +137,7 @@ def features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Pr
 
 def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """The samples as the model wants them, on its device, batch by batch, with their labels."""
+    _check_samples(data)
     if model.encode is None:
         raise TuneportError(model.unreadable)
     if data.kind != model.kind:
@@ -142,6 +146,11 @@ def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict
         data = worded(data)
     for inputs, labels in batches(data, np.arange(len(data)), batch_size):
         yield model.inputs(model.encode(inputs)), labels
+
+
+def _check_samples(data: Dataset) -> None:
+    if not len(data):
+        raise DataError(f"{data} has no samples: give data with some.")
 
 
 def check_protocol(name: str) -> Protocol:

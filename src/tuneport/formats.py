@@ -8,7 +8,6 @@ that names the file.
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import is_table, read_table
-from .data import SPLIT_NAMES, TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name
+from .data import SPLIT_NAMES, TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name, reading
 from .errors import DataError, brief, first_of, unknown_name
 from .pictures import IMAGE_SUFFIXES, check_images, open_array, open_file
 
@@ -40,7 +39,7 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
         raise DataError(unknown_name("split", split, SPLIT_NAMES))
     if not path.exists():
         raise DataError(f"no data at {path}: no such file or folder. Pass {_FORMATS}.")
-    try:
+    with reading(path):
         if is_table(path):
             data = read_table(path, split)
         elif path.is_dir():
@@ -49,8 +48,6 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
             data = _read_npz(path, split)
         else:
             raise DataError(f"cannot tell what data {path} holds from its name. Pass {_FORMATS}.")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
     if labelled and data.labels is None and data.targets is None:
         raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
     return data
@@ -124,6 +121,7 @@ def _read_npz(path: Path, split: Split) -> Dataset:
         name=dataset_name(path),
         kind="image",
         split=found or "all",
+        files=(path,),
     )
 
 

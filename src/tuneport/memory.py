@@ -14,26 +14,17 @@ _UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
 _UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
 
 
-def size_in(text: str) -> int:
-    """A number of bytes as people write it, decimal (5GB) or binary (8GiB); 0 where it is none.
+def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
+    """A number of bytes as people write it, decimal (5GB) or binary (8GiB); `what` it is, for the error.
 
-    >>> size_in("8GiB"), size_in("1.5 MB"), size_in("512"), size_in("much")
-    (8589934592, 1500000, 512, 0)
+    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(512)
+    (8589934592, 1500000, 512)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    return int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
-
-
-def parse_bytes(text: str) -> int:
-    """A memory budget.
-
-    >>> parse_bytes("8GiB")
-    8589934592
-    """
-    size = size_in(text)
-    if size < 1:
-        raise TuneportError(f"the memory budget must be a size such as 8GiB or 500MB, got {text!r}.")
-    return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    count = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
+    if count < 1:
+        raise TuneportError(f"{what} must be a size such as 8GiB or 500MB, got {size!r}.")
+    return count
 
 
 def format_bytes(size: float) -> str:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from .errors import TuneportError
 from .layers import Layer
 from .memory import format_bytes
+from .tensors import change_tensors
 
 PINNED_FROM = 2**20  # bytes from which a tensor is worth pinning
 
@@ -350,17 +351,7 @@ def _forget_error(device: torch.device) -> None:
 
 def nested_to(value: Any, device: torch.device) -> Any:
     """A batch with its tensors on the device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: nested_to(item, device) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [nested_to(item, device) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {item.name: nested_to(getattr(value, item.name), device) for item in fields(value)}
-        return replace(value, **changed)
-    return value
+    return change_tensors(value, lambda tensor: tensor.to(device))
 
 
 def shelved(tensor: Tensor) -> Tensor:

@@ -109,11 +109,9 @@ def data_identity(
         identity["path"] = str(data)
         if known := hub_name(path):
             identity |= {"name": known[0], "revision": known[1]}
-        files = files_of(dataset.subset(indices)) if dataset is not None and indices is not None else []
+        files = [*dataset.files, *files_of(dataset.subset(indices))] if dataset is not None else []
         if path.is_file():
             files = [path, *files]
-        elif not files:
-            files = sorted(file for file in path.rglob("*") if file.is_file())
         digests = file_digests(dict.fromkeys(files))
         home = path.parent if path.is_file() else path
         identity["sha256"] = {os.path.relpath(file, home): digest for file, digest in digests.items()}

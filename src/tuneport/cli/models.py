@@ -5,7 +5,6 @@ The place of an output is checked before anything is opened.
 
 from __future__ import annotations
 
-import json as json_module
 from typing import Annotated
 
 import typer
@@ -27,6 +26,7 @@ def extract(
     from .. import arithmetic
     from ..families import place_of
     from ..output import check_new_file
+    from ..report import to_json
     from ..task_vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
@@ -34,7 +34,7 @@ def extract(
     norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:
-        emit(json_module.dumps(result))
+        emit(to_json(result))
     else:
         say(f"{len(vector)} tensors, norm {norm:.4g}, written to {out}")
 
@@ -51,6 +51,7 @@ def apply(
     from .. import arithmetic
     from ..families import place_of
     from ..output import check_new_folder
+    from ..report import to_json
     from ..task_vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
@@ -58,7 +59,7 @@ def apply(
     arithmetic.apply(vector, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
     if json:
-        emit(json_module.dumps(result))
+        emit(to_json(result))
     else:
         say(f"written to {out}")
 
@@ -85,6 +86,7 @@ def evaluate(
     from ..data import align_labels
     from ..families import choose_head, open_model
     from ..opening import pick_device
+    from ..report import to_json
     from ..tasks import read_data
 
     chosen = evaluation.check_protocol(protocol)
@@ -109,7 +111,7 @@ def evaluate(
             result = evaluation.linear_probe(opened, train, test, batch_size=size, progress=advance)
     if json:
         found = {key: value for key, value in asdict(result).items() if value is not None}
-        emit(json_module.dumps({"model": model, "data": data, "head": head, **found}))
+        emit(to_json({"model": model, "data": data, "head": head, **found}))
     elif result.perplexity is not None:
         say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples")
     else:

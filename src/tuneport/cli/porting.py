@@ -219,6 +219,8 @@ def plan(
 
 
 def _print_plan(outlook: dict[str, Any]) -> None:
+    from ..memory import format_bytes
+
     table = Table(title=f"{outlook['method']}: {len(outlook['layers'])} layers")
     for column in ("target layer", "shape", "source layer", "shape"):
         table.add_column(column, overflow="fold")
@@ -229,7 +231,8 @@ def _print_plan(outlook: dict[str, Any]) -> None:
     _print_kept(outlook)
     cost = outlook["expected"]
     say(
-        f"expected: {_bytes(cost['statistics_bytes'])} of statistics, {cost['flops'] / 1e9:.3g} GFLOP of model passes, "
+        f"expected: {format_bytes(cost['statistics_bytes'])} of statistics, "
+        f"{cost['flops'] / 1e9:.3g} GFLOP of model passes, "
         f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
     )
     paper = cost["cost"]["paper"]
@@ -240,11 +243,11 @@ def _print_plan(outlook: dict[str, Any]) -> None:
     )
     if "groups" in cost:
         runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
-        say(f"within the memory budget: {runs} over the calibration data, peak {_bytes(cost['peak_bytes'])}")
+        say(f"within the memory budget: {runs} over the calibration data, peak {format_bytes(cost['peak_bytes'])}")
         if cost["fetched_bytes"]:
             say(
-                f"the models are larger: {_bytes(cost['home_bytes'])} stay in {cost['home']}, and "
-                f"{_bytes(cost['fetched_bytes'])} of weights come from there, block by block"
+                f"the models are larger: {format_bytes(cost['home_bytes'])} stay in {cost['home']}, and "
+                f"{format_bytes(cost['fetched_bytes'])} of weights come from there, block by block"
             )
 
 
@@ -375,10 +378,6 @@ def _print_kept(record: dict[str, Any]) -> None:
 
     for reason, count in kept_rows(record):
         say(f"  kept {count}: {reason}")
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _by(shape: list[int]) -> str:

@@ -5,7 +5,6 @@ Nothing is fetched.
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +38,12 @@ def demo(
 ) -> None:
     """The main job from end to end, offline, on what the package carries: about a minute on two cores."""
     from .. import demo as demo_module
+    from ..report import to_json
 
     with stages() as stage:
         result = demo_module.run_demo(Path(out), seed=seed, overwrite=overwrite, stage=stage)
     if json:
-        emit(json_module.dumps(result))
+        emit(to_json(result))
         return
     table = Table("", "accuracy", title="mirrored digits, the larger model")
     for row in result["table"]:
@@ -54,8 +54,10 @@ def demo(
 
 
 def _print_names(names: dict[str, str], json: bool) -> None:
+    from ..report import to_json
+
     if json:
-        emit(json_module.dumps(names))
+        emit(to_json(names))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in names.items():

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data import Dataset, Kind
+from ..data import Dataset, Kind, reading
 from ..errors import DataError
 from ..formats import read_plain
 
@@ -34,7 +34,8 @@ class Layout:
     """One way in which a data set lies on disk, in words for the error message, and how it is read.
 
     `read(place, split)` returns None where the place is laid out otherwise. A data set whose `split` is "all"
-    has no splits of its own; its test split is then drawn from it.
+    has no splits of its own; its test split is then drawn from it. What was read beside images is in its `files`: the
+    run record has their digests.
     """
 
     words: str
@@ -75,17 +76,21 @@ class Task:
         if found.split == "all":
             train, test = _parted(data, TEST_SHARE)
             data = replace(data.subset(test if split == "test" else train), split=wanted)
-        if split == "test":
-            return data
-        train, validation = _parted(data, VALIDATION_SHARE)
-        return replace(data.subset(validation if split == "validation" else train), split=split)
+        if split != "test":
+            train, validation = _parted(data, VALIDATION_SHARE)
+            data = replace(data.subset(validation if split == "validation" else train), split=split)
+        if not len(data):
+            hint = "Add samples, or a test split." if split == "test" else "Add samples."
+            raise DataError(f"{place} has no samples for a {split} split of {self.title}: no class has two. {hint}")
+        return data
 
     def _find(self, place: Path, split: Literal["train", "test"], labelled: bool) -> Dataset:
         inside = [place / name for name in (self.title, self.name, *self.aliases) if (place / name).exists()]
         places = list(dict.fromkeys([place, *inside]))
         for candidate in places:
             for layout in self.layouts:
-                data = layout.read(candidate, split)
+                with reading(candidate):
+                    data = layout.read(candidate, split)
                 if data is not None:
                     return data
         reasons = []

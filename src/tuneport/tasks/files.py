@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, brief, first_of
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _LARGEST = 2**32
 
 

@@ -18,6 +18,7 @@ from .base import Layout, Task
 
 # Test labels of these sets are not public: what is called validation or dev is scored.
 SCORED = ("validation_matched", "validation", "dev_matched", "dev", "val", "test")
+MATCHED = ("validation_matched", "dev_matched")  # of MNLI, which has two: from the genres of the training split
 NLI = ("entailment", "neutral", "contradiction")
 ENTAILMENT = ("entailment", "not_entailment")
 
@@ -26,7 +27,7 @@ def _read_pairs(columns: Mapping[str, str], place: Path, split: Literal["train",
     """A saved data set, one table with a column split, or a folder with a table for each split."""
     for labels in ({}, {"gold_label": "label"}, {"is_duplicate": "label"}):
         for file in _places(place, split):
-            found = read_columns(file, split, {**columns, **labels})
+            found = read_columns(file, split, {**columns, **labels}, MATCHED if split == "test" else ())
             if found is not None and found.labels is not None:
                 return found if file == place else replace(found, split=split)  # a file of one split is all of it
     return None

@@ -15,8 +15,9 @@ import numpy as np
 from ..data import Dataset, Split, of_arrays, of_files
 from ..errors import DataError
 from ..formats import read_plain
+from ..pictures import IMAGE_SUFFIXES
 from .base import Layout, Task, TaskReader, plain_name
-from .files import IMAGES, find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
+from .files import find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
 
 DIGITS = tuple("0123456789")
 
@@ -52,7 +53,7 @@ def _resisc_lists(place: Path, split: Split) -> Dataset | None:
     if -1 in labels:
         raise DataError(f"{found} names {files[labels.index(-1)]}, which is of none of the 45 classes.")
     paths = [home / RESISC_FOLDERS[label] / file for label, file in zip(labels, files, strict=True)]
-    return of_files(paths, labels, RESISC45.classes, name="resisc45", split=split)
+    return of_files(paths, labels, RESISC45.classes, name="resisc45", split=split, files=[found])
 
 
 def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
@@ -62,6 +63,7 @@ def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
         return None
     paths: list[Path] = []
     labels: list[int] = []
+    read: list[Path] = []
     if split == "test":
         names = ("GT-final_test.csv", "GT-final_test.test.csv")
         tables = [folder / name for folder in (place, place.parent, test) for name in names]
@@ -71,6 +73,9 @@ def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
         rows = read_rows(found, ";")
         paths = [test / name for name in find_column(rows, found, "Filename")]
         labels = find_numbers(rows, found, "ClassId")
+        read = [found]
+    elif not training.is_dir():
+        raise DataError(f"{place} has no folder Training, which holds its training images.")
     else:
         for folder in sorted(child for child in training.iterdir() if child.is_dir() and child.name.isdecimal()):
             table = folder / f"GT-{folder.name}.csv"
@@ -78,7 +83,8 @@ def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
             files = [folder / name for name in listed] or sorted(folder.glob("*.ppm"))
             paths += files
             labels += [int(folder.name)] * len(files)
-    return of_files(paths, labels, GTSRB.classes, name="gtsrb", split=split)
+            read += [table] if listed else []
+    return of_files(paths, labels, GTSRB.classes, name="gtsrb", split=split, files=read)
 
 
 def _gtsrb_tables(place: Path, split: Split) -> Dataset | None:
@@ -89,7 +95,7 @@ def _gtsrb_tables(place: Path, split: Split) -> Dataset | None:
     rows = read_rows(table, ",")
     paths = [place / path for path in find_column(rows, table, "Path")]
     labels = find_numbers(rows, table, "ClassId")
-    return of_files(paths, labels, GTSRB.classes, name="gtsrb", split=split)
+    return of_files(paths, labels, GTSRB.classes, name="gtsrb", split=split, files=[table])
 
 
 def _svhn(place: Path, split: Split) -> Dataset | None:
@@ -102,7 +108,8 @@ def _svhn(place: Path, split: Split) -> Dataset | None:
     if images.ndim != 4:
         raise DataError(f"X of {file} has shape {images.shape}; expected (32, 32, 3, N).")
     images = np.ascontiguousarray(np.moveaxis(images, -1, 0))  # (N, 32, 32, 3)
-    return of_arrays(images, np.asarray(content["y"]).reshape(-1) % 10, DIGITS, name="svhn", split=split)
+    labels = np.asarray(content["y"]).reshape(-1) % 10
+    return of_arrays(images, labels, DIGITS, name="svhn", split=split, files=[file])
 
 
 def _mnist(place: Path, split: Split) -> Dataset | None:
@@ -116,7 +123,8 @@ def _mnist(place: Path, split: Split) -> Dataset | None:
     images, labels = found
     if images is None or labels is None:
         return None
-    return of_arrays(read_idx(images, 3), read_idx(labels, 1), DIGITS, name="mnist", split=split)
+    files = [images, labels]
+    return of_arrays(read_idx(images, 3), read_idx(labels, 1), DIGITS, name="mnist", split=split, files=files)
 
 
 def _dtd(place: Path, split: Split) -> Dataset | None:
@@ -124,20 +132,24 @@ def _dtd(place: Path, split: Split) -> Dataset | None:
     if not (place / "labels").is_dir() or not (place / "images").is_dir():
         return None
     names = ("test1.txt",) if split == "test" else ("train1.txt", "val1.txt")
-    lines = [line for name in names for line in read_lines(place / "labels" / name)]
+    lists = [place / "labels" / name for name in names]
+    lines = [line for file in lists for line in read_lines(file)]
     known = {name: index for index, name in enumerate(DTD.classes)}
     labels = [known.get(line.partition("/")[0], -1) for line in lines]
     if -1 in labels:
         raise DataError(f"{place / 'labels'} names {lines[labels.index(-1)]}, which is of none of the 47 classes.")
-    return of_files([place / "images" / line for line in lines], labels, DTD.classes, name="dtd", split=split)
+    paths = [place / "images" / line for line in lines]
+    return of_files(paths, labels, DTD.classes, name="dtd", split=split, files=lists)
 
 
 def _cars(place: Path, split: Split) -> Dataset | None:
     """devkit/cars_meta.mat and cars_train_annos.mat, cars_test_annos_withlabels.mat; cars_train/, cars_test/."""
-    kit = place / "devkit"
-    if not (kit / "cars_meta.mat").is_file():
+    kit, meta = place / "devkit", place / "devkit" / "cars_meta.mat"
+    if not meta.is_file():
         return None
-    names = [str(name).strip() for name in np.atleast_1d(read_mat(kit / "cars_meta.mat", "class_names")["class_names"])]
+    names = [
+        str(name).strip().replace("/", " ") for name in np.atleast_1d(read_mat(meta, "class_names")["class_names"])
+    ]
     title = "cars_test_annos_withlabels.mat" if split == "test" else "cars_train_annos.mat"
     found = next((file for file in (place / title, kit / title) if file.is_file()), None)
     if found is None:
@@ -147,7 +159,7 @@ def _cars(place: Path, split: Split) -> Dataset | None:
         raise DataError(f"annotations of {found} have no fname and class.")
     paths = [place / f"cars_{split}" / str(note["fname"]) for note in notes]
     labels = [int(note["class"]) - 1 for note in notes]
-    return of_files(paths, labels, [name.replace("/", " ") for name in names], name="cars", split=split)
+    return of_files(paths, labels, names, name="cars", split=split, files=[meta, found])
 
 
 def _sun(place: Path, split: Split) -> Dataset | None:
@@ -161,6 +173,7 @@ def _sun(place: Path, split: Split) -> Dataset | None:
     else:
         folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in _pictures(letter)})
     classes = [scene_name(folder) for folder in folders]
+    lists = [listed] if listed.is_file() else []
     partition = place / ("Testing_01.txt" if split == "test" else "Training_01.txt")
     if partition.is_file():
         files = [line.strip("/") for line in read_lines(partition)]
@@ -168,14 +181,16 @@ def _sun(place: Path, split: Split) -> Dataset | None:
         labels = [known.get(file.rpartition("/")[0], -1) for file in files]
         if -1 in labels:
             raise DataError(f"{partition} names {files[labels.index(-1)]}, which is of none of the classes.")
-        return of_files([place / file for file in files], labels, classes, name="sun397", split=split)
+        paths = [place / file for file in files]
+        return of_files(paths, labels, classes, name="sun397", split=split, files=[*lists, partition])
     found = [(file, index) for index, folder in enumerate(folders) for file in _pictures(place / folder, deep=False)]
-    return of_files([file for file, _ in found], [index for _, index in found], classes, name="sun397")
+    paths, labels = [file for file, _ in found], [index for _, index in found]
+    return of_files(paths, labels, classes, name="sun397", files=lists)
 
 
 def _pictures(folder: Path, *, deep: bool = True) -> list[Path]:
     found = folder.rglob("*") if deep else folder.glob("*")
-    return sorted(file for file in found if file.suffix.lower() in IMAGES and file.is_file())
+    return sorted(file for file in found if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
 
 
 def scene_name(folder: str) -> str:
