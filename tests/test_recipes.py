@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,32 @@ class TestRunning:
     def test_a_cell_is_a_task_a_sampler_and_a_seed(self, root: Path) -> None:
         part = self.recipe(root, samplers=["random", "class_balanced"]).comparison
         assert len(cell_names("comparison", part)) == len(set(cell_names("comparison", part))) == 8
+
+    def test_an_output_that_holds_an_input_is_refused(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bench, "run_cell", lambda *_: pytest.fail("ran"))
+        for name in ("source", "target", "finetuned", "reference", "data", "head"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "mine.txt").write_text("mine")
+        settings: dict[str, Any] = {
+            "source": shutil.copytree(root / "zoo" / "a", tmp_path / "source" / "a"),
+            "target": shutil.copytree(root / "zoo" / "a2", tmp_path / "target" / "a2"),
+            "finetuned": shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "finetuned" / "mnist"),
+            "reference": shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "reference" / "mnist"),
+            "data": shutil.copy(root / "data" / "images" / "mnist.npz", tmp_path / "data"),
+            "heads": shutil.copy(root / "zoo" / "a" / "heads" / "mnist.safetensors", tmp_path / "head"),
+        }
+        recipe = self.recipe(root, tasks=["mnist"], **{key: str(path) for key, path in settings.items()})
+        for name in ("source", "target", "finetuned", "reference", "data", "head"):
+            with pytest.raises(CheckpointError, match=f"{name} cannot be overwritten: it holds the input"):
+                run_recipe(recipe, tmp_path / name, overwrite=True)
+            assert (tmp_path / name / "mine.txt").read_text() == "mine"
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "r.toml").write_text("seeds = [0]")
+        for given, cache in ((tmp_path / "out" / "r.toml", None), (recipe, tmp_path / "out" / "models")):
+            with pytest.raises(CheckpointError, match="out cannot be overwritten: it holds the input"):
+                run_recipe(given, tmp_path / "out", cache=cache, overwrite=True)
 
     def test_without_typer_and_rich(self, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         text = """

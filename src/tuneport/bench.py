@@ -26,7 +26,7 @@ import torch
 from .cells import run_cell
 from .data import align_labels
 from .errors import CheckpointError, DataError, TuneportError, first_of
-from .families import Model, choose_head, open_model
+from .families import Model, choose_head, open_model, place_of
 from .figures import figure_cell, write_figure
 from .methods import get_method
 from .opening import pick_device
@@ -109,16 +109,18 @@ def run_recipe(
     """Run a recipe and write its tables or figure to `out`; fine-tuned models that it makes go to `cache`.
 
     Everything is checked before any work. With `resume`, cells that an unfinished run has finished are not
-    run again. The cache is a folder beside the output unless given, and is then left alone at the end.
+    run again. The cache is a folder beside the output unless given, and is then left alone at the end. An output
+    that holds what the recipe reads is refused, also with `overwrite`.
     """
     out, say = Path(out), note or (lambda _: None)
-    check_new_folder(out, overwrite)
+    check_new_folder(out, overwrite, inputs=[] if isinstance(recipe, Recipe) else [recipe])
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
     if device is not None:
         parts = {name: replace(part, device=device) for name, part in recipe.comparisons.items()}
         recipe = replace(recipe, comparisons=parts)
     kept = Path(cache) if cache is not None else out.parent / f".{out.name}.tuneport-models"
+    check_new_folder(out, overwrite, inputs=[kept, *_inputs(recipe)])
     for line in plan_lines(recipe, kept):
         say(line)
     _check_models(recipe)
@@ -137,6 +139,15 @@ def run_recipe(
         if cache is None:
             shutil.rmtree(kept, ignore_errors=True)
     return out
+
+
+def _inputs(recipe: Recipe) -> Iterator[Path]:
+    """Where the models, the data and the heads of a recipe lie; most heads are names and lie in a model's folder."""
+    for part in recipe.comparisons.values():
+        tables = (part.finetuned, part.reference, part.data)
+        given = (part.source, part.target, *(path for table in tables for path in table.values()))
+        yield from (place_of(path) for path in given if path)
+        yield from (Path(head) for head in part.heads.values() if Path(head).is_file())
 
 
 def _conditions(recipe: Recipe) -> dict[str, Any]:

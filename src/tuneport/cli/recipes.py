@@ -53,7 +53,7 @@ def bench(
     from ..output import check_new_folder
     from ..recipe import make_recipe, read_recipe
 
-    check_new_folder(out, overwrite)
+    check_new_folder(out, overwrite, inputs=[] if recipe is None else [recipe])
     if recipe is not None:
         wanted = read_recipe(recipe, small=small, root=root)
     else:
