@@ -238,6 +238,29 @@ class TestReading:
         recipe = make_recipe(self.content(pairs=[pairs[0], {"name": "z", "target": "zoo/b"}]), root=root)
         assert [Path(part.target).name for part in recipe.comparisons.values()] == ["a2", "b"]
 
+    @pytest.mark.parametrize("name", ["/x", "B/16 to L/14", "..", "", "a\\b", "a\x1b[2J", "a\n", "x" * 101])
+    def test_names_that_cannot_be_those_of_folders(self, root: Path, name: str) -> None:
+        pairs = [{"name": "x"}, {"name": name, "target": "zoo/b"}]
+        words = f"pair 2: {name!r} cannot name a folder: take up to 100 plain characters"
+        for content in (self.content(pairs=pairs, sedes=[0]), self.content(small={"pairs": pairs}, sedes=[0])):
+            with pytest.raises(DataError) as told:
+                make_recipe(content, root=root)
+            assert words in str(told.value)
+            assert "unknown key 'sedes'" in str(told.value)
+
+    def test_tasks_whose_models_are_made_name_folders_too(self, root: Path) -> None:
+        content = self.content(tasks=["../mnist"], finetuned="made/{task}", data={"../mnist": "data/images/mnist.npz"})
+        with pytest.raises(DataError, match=r"task '\.\./mnist' cannot name a folder"):
+            make_recipe(content | {"finetune": {"steps": 1}}, root=root)
+        part = make_recipe(content, on_disk=False).comparison  # a mere label where nothing is made
+        assert list(part.data) == ["../mnist"]
+
+    @pytest.mark.parametrize("names", [("x", "x"), ("2", None)])
+    def test_pairs_of_one_name(self, root: Path, names: tuple[str, str | None]) -> None:
+        pairs = [{"name": name, "target": "zoo/b"} if name else {"target": "zoo/a2"} for name in names]
+        with pytest.raises(DataError, match=f"pair 2: another pair is called '{names[0]}' too"):
+            make_recipe(self.content(pairs=pairs), root=root)
+
     def test_keys_that_a_kind_needs(self, root: Path) -> None:
         with pytest.raises(DataError, match="'target' is missing"):
             make_recipe({"kind": "similarity", "source": "zoo/a", "data": {"mnist": "x.npz"}, "samples": [4]})
