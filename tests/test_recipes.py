@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport import bench, cells, figures
-from tuneport.bench import cell_names, main, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
@@ -329,6 +329,45 @@ class TestRunning:
         with pytest.raises(CheckpointError, match="out cannot be resumed: its cells were measured with other settings"):
             run_recipe(self.recipe(root), tmp_path / "out", resume=True)
         run_recipe(self.recipe(root, seeds=[0], scales=["1"], methods=["naive"]), tmp_path / "out")
+
+    def test_a_cut_line_does_not_swallow_the_next_cell(self, tmp_path: Path) -> None:
+        cells = Cells(tmp_path / "out", "conditions")
+        assert cells.load() == {}
+        cells.add("one", {"rows": [1]})
+        whole = cells.path.read_bytes()
+        second = b'{"cell": "two", "rows": [2]}\n'
+        for length in range(len(second)):
+            cells.path.write_bytes(whole + second[:length])
+            assert list(cells.load()) == ["one"]
+            cells.add("two", {"rows": [2]})
+            assert cells.path.read_bytes() == whole + second
+        assert list(cells.load()) == ["one", "two"]
+        for length in range(len(whole.splitlines()[0]) + 1):  # the fingerprint is cut off: nothing was finished
+            cells.path.write_bytes(whole[:length])
+            assert cells.load() == {}
+            cells.add("one", {"rows": [1]})
+            assert cells.path.read_bytes() == whole
+
+    @pytest.mark.parametrize("first", ['{"fingerpr{"cell": "0"}', '{"cell": "1"}', "[]", "3", "", "\x00"])
+    def test_cells_of_unknown_settings_are_refused(self, tmp_path: Path, first: str) -> None:
+        cells = Cells(tmp_path / "out", "conditions")
+        cells.path.write_text(f'{first}\n{{"cell": "1/mnist/random/0", "rows": []}}\n')
+        with pytest.raises(CheckpointError, match=r"out\.tuneport-cells is damaged\. Start over without --resume\."):
+            cells.load()
+
+    def test_cells_are_not_kept_through_a_link(self, root: Path, tmp_path: Path) -> None:
+        mine = tmp_path / "mine.txt"
+        mine.write_text("mine")
+        cells = Cells(tmp_path / "out", "conditions")
+        cells.path.symlink_to(mine)
+        for use in (cells.load, lambda: cells.add("one", {})):
+            with pytest.raises(CheckpointError, match="is a link and is not written to"):
+                use()
+        recipe = self.recipe(root, seeds=[0], scales=["1"], methods=["naive"])
+        with pytest.raises(CheckpointError, match="is a link and is not written to"):
+            run_recipe(recipe, tmp_path / "out", resume=True)
+        run_recipe(recipe, tmp_path / "out")
+        assert mine.read_text() == "mine"
 
     def test_a_linear_probe_learns_from_the_calibration_samples_only(self, root: Path, tmp_path: Path) -> None:
         from tuneport.calibration import select

@@ -60,34 +60,38 @@ class Cells:
 
     def load(self) -> dict[str, dict[str, Any]]:
         """Finished cells by name; a line that was cut off by a kill is left out."""
-        try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return {}
         found: dict[str, dict[str, Any]] = {}
-        for number, line in enumerate(lines):
+        for number, line in enumerate(self._whole_lines().splitlines()):
             try:
                 content = json.loads(line)
-                if number == 0 and content["fingerprint"] != self.conditions:
+                if number:
+                    found[content["cell"]] = content
+                elif content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
                         "the same recipe again, or start over without --resume."
                     )
-                if number:
-                    found[content["cell"]] = content
-            except (ValueError, KeyError, TypeError):
-                continue
+            except (ValueError, KeyError, TypeError) as error:
+                if not number:  # whatever follows may be of other settings
+                    raise CheckpointError(f"{self.path} is damaged. Start over without --resume.") from error
         return found
 
     def add(self, name: str, content: Mapping[str, Any]) -> None:
-        """Keep a finished cell; it is on disk when this returns."""
-        fresh = not self.path.exists()
-        with self.path.open("a", encoding="utf-8") as file:
-            if fresh:
-                file.write(json.dumps({"fingerprint": self.conditions}) + "\n")
-            file.write(json.dumps({"cell": name, **content}) + "\n")
+        """Keep a finished cell in place of a line that was cut off; it is on disk when this returns."""
+        whole = self._whole_lines()
+        fresh = [] if whole else [{"fingerprint": self.conditions}]
+        with self.path.open("ab") as file:
+            file.truncate(len(whole))
+            file.writelines(json.dumps(line).encode() + b"\n" for line in (*fresh, {"cell": name, **content}))
             file.flush()
             os.fsync(file.fileno())
+
+    def _whole_lines(self) -> bytes:
+        """The file as far as its lines are complete."""
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path} is a link and is not written to. Remove it.")
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        return content[: content.rfind(b"\n") + 1]
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
