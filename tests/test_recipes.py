@@ -431,6 +431,24 @@ class TestRunning:
         methods = {row["method"] for row in json.loads((out / "results.json").read_text())["rows"]}
         assert "fine-tuned target" in methods
 
+    def test_a_path_that_reads_like_a_name_is_made_too(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("tuneport.hub._fetch", lambda *_: pytest.fail("fetched"))
+        places = {"source": "zoo/a", "target": "zoo/a2", "data": "data/images/{task}.npz"}
+        content = TestReading().content(**{key: str(root / path) for key, path in places.items()})
+        content |= {"finetune": {"steps": 1}, "methods": ["naive"], "scales": ["1"]}
+        for reference in ("tuned/{task}", "ViT-B-32:{task}"):
+            recipe = make_recipe(content | {"finetuned": reference})
+            wanted = [path for path, _, _ in wanted_finetunes("comparison", recipe.comparison, tmp_path)]
+            assert wanted == [reference.replace("{task}", "mnist")]
+        run_recipe(make_recipe(content | {"finetuned": "tuned/{task}"}), "out", cache="models")
+        assert [path.name.rpartition("-")[0] for path in Path("models").iterdir()] == ["a-mnist"]
+        shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "tuned" / "mnist")
+        part = make_recipe(content | {"finetuned": "tuned/{task}"}).comparison
+        assert not list(wanted_finetunes("comparison", part, tmp_path))
+
     def test_other_settings_make_other_models(self, root: Path, tmp_path: Path) -> None:
         part = self.recipe(root, finetuned="made/{task}", finetune={"steps": 2}).comparison
         longer = replace(part, finetune=Schedule(3))

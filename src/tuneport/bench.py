@@ -266,7 +266,7 @@ def _check_models(recipe: Recipe) -> None:
             problems.append(str(error))
             continue
         for task, path in part.finetuned.items():
-            if not there(path):
+            if not there(path, made=part.finetune is not None):
                 continue
             try:
                 job = prepare(models[0], path, models[1], part.data[task], method="naive", device=part.device)
@@ -295,7 +295,7 @@ def wanted_finetunes(
         roles = [("finetuned", comparison.source, dict.fromkeys(comparison.data, ""))]
     for role, base, paths in roles:
         for task, path in paths.items():
-            if path and there(path):
+            if path and there(path, made=True):
                 continue
             schedule = asdict(comparison.finetune)
             identity = [base, comparison.data[task], comparison.heads.get(task), schedule, comparison.checkpoint_every]

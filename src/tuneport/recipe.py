@@ -19,6 +19,7 @@ from .calibration import SAMPLERS, select
 from .data import Dataset
 from .errors import DataError, TuneportError, first_of, unknown_name
 from .evaluation import PROTOCOLS
+from .families import place_of
 from .finetuning import Schedule
 from .hub import looks_like_hub_id
 from .methods import get_method
@@ -42,7 +43,7 @@ class Comparison:
     `finetuned`, `data` and (optionally) `reference`, a fine-tuned target, are paths by task name. Budgets are
     `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples, with `full_batch`
     on all of them at each step; `warm_start` names the method whose result the same runs also start from. With
-    `finetune`, fine-tuned models that are not there are made by that schedule. `stated` holds accuracies of the
+    `finetune`, fine-tuned models that do not exist are made by that schedule. `stated` holds accuracies of the
     fine-tuned target that were measured elsewhere.
     """
 
@@ -376,9 +377,12 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
         yield from (f"{task}: {text}" for text in _too_few(comparison, data))
 
 
-def there(path: str) -> bool:
-    """Whether a model can be looked for: it exists, is a hub id, or NAME:TAG, which is its library's to find."""
-    return os.path.exists(path) or looks_like_hub_id(path) or ":" in path
+def there(path: str, *, made: bool = False) -> bool:
+    """Whether a model can be looked for: it exists, is a hub id, or NAME:TAG, which is its library's to find.
+
+    A model that is `made` where it is missing must exist: its path may look like a hub id.
+    """
+    return (not made and (looks_like_hub_id(path) or ":" in path)) or os.path.exists(place_of(path))
 
 
 def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:
