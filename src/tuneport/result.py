@@ -95,7 +95,7 @@ class Result:
             else:
                 copy_companions(self.target.folder, folder)
                 self.target.write(folder, self.tensors())
-            (folder / "README.md").write_text(model_card(record), encoding="utf-8")
+            (folder / "README.md").write_text(model_card(record, self.target.library), encoding="utf-8")
             (folder / "report.html").write_text(report_page(record), encoding="utf-8")
             write_record(folder / "tuneport.json", record)
         return out
