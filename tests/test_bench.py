@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -141,6 +144,33 @@ class TestEqualTerms:
         assert (found.about["captures"], found.about["forward"], found.about["backward"]) == (0, 0, 0)
         for method in ("naive", "transfusion"):  # the same model at every budget and seed
             assert len({row.accuracy for row in found.rows if row.method == method}) == 1
+
+    def test_what_was_solved_for_a_budget_goes_with_it(
+        self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: dict[str, list[Any]] = {"bico": [], "theseus": [], "naive": []}
+        alive: list[int] = []
+        plain = cells.get_method
+
+        def watched(name: str) -> Any:
+            method = plain(name)
+
+            def transfer(problem: Any) -> Any:
+                gc.collect()
+                alive.append(sum(ref() is not None for others in made for ref in made[others] if others != name))
+                found = method.transfer(problem)
+                made[name].append(weakref.ref(found))
+                return found
+
+            return SimpleNamespace(
+                **{key: getattr(method, key) for key in ("signals", "rehearses", "check")}, transfer=transfer
+            )
+
+        monkeypatch.setattr(cells, "get_method", watched)
+        few = {"methods": list(made), "shots": [8, 12], "seeds": [0], "steps": [], "warm_start": "naive"}
+        run_comparison(make_comparison(settings | few))
+        assert [len(found) for found in made.values()] == [6, 6, 1]  # the halves and the whole of each budget
+        assert max(alive) == 1  # that of the method that reads no data
 
     def test_the_same_rows_twice(self, settings: dict[str, Any], result: Comparing) -> None:
         alone = run_comparison(make_comparison(settings | {"seeds": [1]}))

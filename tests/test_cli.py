@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from folders import Zoo, edit_weights, images, write_data, write_head
 from tuneport import __version__, capture, cli
+from tuneport.cli import terminal
 from tuneport.evaluation import Evaluation
 from tuneport.memory import format_bytes
 from tuneport.methods import METHODS
@@ -700,6 +701,27 @@ class TestVanishedInput:
         assert_refused(done, 1, "does not exist")
         assert "\x1b" not in done.err
         assert "\x07" not in done.err
+
+    def test_nor_through_tables(self, run: Run, zoo: Zoo, place: Path) -> None:
+        data = shutil.copy(zoo.data, place / "a\x1b[2Jb\x07.npz")
+        done = run("transfer", *options(zoo, data=data), "--evaluate", "--out", place / "out")
+        assert "after (a\ufffd[2Jb\ufffd, test)" in " ".join(done.out.split())
+        places = {"finetuned": zoo["vit-tuned"], "data": zoo.data}
+        bases = ("--source", zoo["vit-base"], "--target", zoo["vit-target"])
+        tasks = [word for key, path in places.items() for word in (f"--{key}", f"a\x1b[2J[b]:car:={path}")]
+        small = ("--methods", "naive", "--samples", 4, "--scales", 1)
+        table = run("bench", *bases, *tasks, *small, "--out", place / "table")
+        assert "a\ufffd[2J[b]:car:" in table.out
+        assert "\x1b" not in done.out + table.out
+        assert "\x07" not in done.out + table.out
+
+    def test_no_part_of_a_table_steers_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        terminal.show([["\x1b[2Jcell", "[red]"]], "\x1b[2Jcolumn", "\x9b2J", title="\x1b]0;title\x07")
+        terminal.show_list([("\x1b[2Jlabel", "\rtext")], "bold")
+        found = capsys.readouterr().out
+        assert not {"\x1b", "\x07", "\x9b", "\r"} & set(found)
+        for words in ("[2Jcell", "[red]", "[2Jcolumn", "\ufffd2J", "\ufffd]0;title\ufffd", "[2Jlabel", " text"):
+            assert words in found
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, place: Path, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport import bench, cells, figures
-from tuneport.bench import cell_names, main, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
 from tuneport.errors import CheckpointError, DataError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
@@ -237,6 +238,29 @@ class TestReading:
         recipe = make_recipe(self.content(pairs=[pairs[0], {"name": "z", "target": "zoo/b"}]), root=root)
         assert [Path(part.target).name for part in recipe.comparisons.values()] == ["a2", "b"]
 
+    @pytest.mark.parametrize("name", ["/x", "B/16 to L/14", "..", "", "a\\b", "a\x1b[2J", "a\n", "x" * 101])
+    def test_names_that_cannot_be_those_of_folders(self, root: Path, name: str) -> None:
+        pairs = [{"name": "x"}, {"name": name, "target": "zoo/b"}]
+        words = f"pair 2: {name!r} cannot name a folder: take up to 100 plain characters"
+        for content in (self.content(pairs=pairs, sedes=[0]), self.content(small={"pairs": pairs}, sedes=[0])):
+            with pytest.raises(DataError) as told:
+                make_recipe(content, root=root)
+            assert words in str(told.value)
+            assert "unknown key 'sedes'" in str(told.value)
+
+    def test_tasks_whose_models_are_made_name_folders_too(self, root: Path) -> None:
+        content = self.content(tasks=["../mnist"], finetuned="made/{task}", data={"../mnist": "data/images/mnist.npz"})
+        with pytest.raises(DataError, match=r"task '\.\./mnist' cannot name a folder"):
+            make_recipe(content | {"finetune": {"steps": 1}}, root=root)
+        part = make_recipe(content, on_disk=False).comparison  # a mere label where nothing is made
+        assert list(part.data) == ["../mnist"]
+
+    @pytest.mark.parametrize("names", [("x", "x"), ("2", None)])
+    def test_pairs_of_one_name(self, root: Path, names: tuple[str, str | None]) -> None:
+        pairs = [{"name": name, "target": "zoo/b"} if name else {"target": "zoo/a2"} for name in names]
+        with pytest.raises(DataError, match=f"pair 2: another pair is called '{names[0]}' too"):
+            make_recipe(self.content(pairs=pairs), root=root)
+
     def test_keys_that_a_kind_needs(self, root: Path) -> None:
         with pytest.raises(DataError, match="'target' is missing"):
             make_recipe({"kind": "similarity", "source": "zoo/a", "data": {"mnist": "x.npz"}, "samples": [4]})
@@ -306,6 +330,45 @@ class TestRunning:
             run_recipe(self.recipe(root), tmp_path / "out", resume=True)
         run_recipe(self.recipe(root, seeds=[0], scales=["1"], methods=["naive"]), tmp_path / "out")
 
+    def test_a_cut_line_does_not_swallow_the_next_cell(self, tmp_path: Path) -> None:
+        cells = Cells(tmp_path / "out", "conditions")
+        assert cells.load() == {}
+        cells.add("one", {"rows": [1]})
+        whole = cells.path.read_bytes()
+        second = b'{"cell": "two", "rows": [2]}\n'
+        for length in range(len(second)):
+            cells.path.write_bytes(whole + second[:length])
+            assert list(cells.load()) == ["one"]
+            cells.add("two", {"rows": [2]})
+            assert cells.path.read_bytes() == whole + second
+        assert list(cells.load()) == ["one", "two"]
+        for length in range(len(whole.splitlines()[0]) + 1):  # the fingerprint is cut off: nothing was finished
+            cells.path.write_bytes(whole[:length])
+            assert cells.load() == {}
+            cells.add("one", {"rows": [1]})
+            assert cells.path.read_bytes() == whole
+
+    @pytest.mark.parametrize("first", ['{"fingerpr{"cell": "0"}', '{"cell": "1"}', "[]", "3", "", "\x00"])
+    def test_cells_of_unknown_settings_are_refused(self, tmp_path: Path, first: str) -> None:
+        cells = Cells(tmp_path / "out", "conditions")
+        cells.path.write_text(f'{first}\n{{"cell": "1/mnist/random/0", "rows": []}}\n')
+        with pytest.raises(CheckpointError, match=r"out\.tuneport-cells is damaged\. Start over without --resume\."):
+            cells.load()
+
+    def test_cells_are_not_kept_through_a_link(self, root: Path, tmp_path: Path) -> None:
+        mine = tmp_path / "mine.txt"
+        mine.write_text("mine")
+        cells = Cells(tmp_path / "out", "conditions")
+        cells.path.symlink_to(mine)
+        for use in (cells.load, lambda: cells.add("one", {})):
+            with pytest.raises(CheckpointError, match="is a link and is not written to"):
+                use()
+        recipe = self.recipe(root, seeds=[0], scales=["1"], methods=["naive"])
+        with pytest.raises(CheckpointError, match="is a link and is not written to"):
+            run_recipe(recipe, tmp_path / "out", resume=True)
+        run_recipe(recipe, tmp_path / "out")
+        assert mine.read_text() == "mine"
+
     def test_a_linear_probe_learns_from_the_calibration_samples_only(self, root: Path, tmp_path: Path) -> None:
         from tuneport.calibration import select
         from tuneport.evaluation import linear_probe
@@ -368,6 +431,24 @@ class TestRunning:
         methods = {row["method"] for row in json.loads((out / "results.json").read_text())["rows"]}
         assert "fine-tuned target" in methods
 
+    def test_a_path_that_reads_like_a_name_is_made_too(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("tuneport.hub._fetch", lambda *_: pytest.fail("fetched"))
+        places = {"source": "zoo/a", "target": "zoo/a2", "data": "data/images/{task}.npz"}
+        content = TestReading().content(**{key: str(root / path) for key, path in places.items()})
+        content |= {"finetune": {"steps": 1}, "methods": ["naive"], "scales": ["1"]}
+        for reference in ("tuned/{task}", "ViT-B-32:{task}"):
+            recipe = make_recipe(content | {"finetuned": reference})
+            wanted = [path for path, _, _ in wanted_finetunes("comparison", recipe.comparison, tmp_path)]
+            assert wanted == [reference.replace("{task}", "mnist")]
+        run_recipe(make_recipe(content | {"finetuned": "tuned/{task}"}), "out", cache="models")
+        assert [path.name.rpartition("-")[0] for path in Path("models").iterdir()] == ["a-mnist"]
+        shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "tuned" / "mnist")
+        part = make_recipe(content | {"finetuned": "tuned/{task}"}).comparison
+        assert not list(wanted_finetunes("comparison", part, tmp_path))
+
     def test_other_settings_make_other_models(self, root: Path, tmp_path: Path) -> None:
         part = self.recipe(root, finetuned="made/{task}", finetune={"steps": 2}).comparison
         longer = replace(part, finetune=Schedule(3))
@@ -417,6 +498,32 @@ class TestRunning:
     def test_a_cell_is_a_task_a_sampler_and_a_seed(self, root: Path) -> None:
         part = self.recipe(root, samplers=["random", "class_balanced"]).comparison
         assert len(cell_names("comparison", part)) == len(set(cell_names("comparison", part))) == 8
+
+    def test_an_output_that_holds_an_input_is_refused(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bench, "run_cell", lambda *_: pytest.fail("ran"))
+        for name in ("source", "target", "finetuned", "reference", "data", "head"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "mine.txt").write_text("mine")
+        settings: dict[str, Any] = {
+            "source": shutil.copytree(root / "zoo" / "a", tmp_path / "source" / "a"),
+            "target": shutil.copytree(root / "zoo" / "a2", tmp_path / "target" / "a2"),
+            "finetuned": shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "finetuned" / "mnist"),
+            "reference": shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "reference" / "mnist"),
+            "data": shutil.copy(root / "data" / "images" / "mnist.npz", tmp_path / "data"),
+            "heads": shutil.copy(root / "zoo" / "a" / "heads" / "mnist.safetensors", tmp_path / "head"),
+        }
+        recipe = self.recipe(root, tasks=["mnist"], **{key: str(path) for key, path in settings.items()})
+        for name in ("source", "target", "finetuned", "reference", "data", "head"):
+            with pytest.raises(CheckpointError, match=f"{name} cannot be overwritten: it holds the input"):
+                run_recipe(recipe, tmp_path / name, overwrite=True)
+            assert (tmp_path / name / "mine.txt").read_text() == "mine"
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "r.toml").write_text("seeds = [0]")
+        for given, cache in ((tmp_path / "out" / "r.toml", None), (recipe, tmp_path / "out" / "models")):
+            with pytest.raises(CheckpointError, match="out cannot be overwritten: it holds the input"):
+                run_recipe(given, tmp_path / "out", cache=cache, overwrite=True)
 
     def test_without_typer_and_rich(self, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         text = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import yaml
 from safetensors import safe_open
 
 import tuneport
-from folders import Zoo, write_data
+from folders import Zoo, load, write_data
 from tuneport.arithmetic import apply, extract
+from tuneport.families import describe_any
+from tuneport.finetuning import Schedule
 from tuneport.formats import read_plain
 from tuneport.page import report_page
 from tuneport.pipeline import port, transfer
@@ -21,6 +24,7 @@ from tuneport.preflight import compare
 from tuneport.preparation import prepare
 from tuneport.report import model_card, to_json
 from tuneport.task_vector import save_task_vector
+from tuneport.training import prepare_training, run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = json.loads((Path(tuneport.__file__).parent / "schema.json").read_text())
@@ -115,13 +119,24 @@ class TestCard:
         return content
 
     def test_metadata_of_the_hub(self, record: dict[str, Any]) -> None:
-        front = self.front(model_card(record))
+        front = self.front(model_card(record, "transformers"))
         assert front == {
             "base_model": ["vit-target", "vit-base", "vit-tuned"],
             "base_model_relation": "merge",
             "library_name": "transformers",
             "tags": ["tuneport", "task-vector", "bico"],
         }
+
+    def test_the_library_is_that_of_the_model(self, zoo: Zoo, record: dict[str, Any], tmp_path: Path) -> None:
+        for library in ("open_clip", "timm"):
+            assert self.front(model_card(record, library))["library_name"] == library
+        assert "library_name" not in self.front(model_card(record))
+        adapter = {"modules": [{"rank": 2, "lost_energy": 0.0}]}
+        assert self.front(model_card(record | {"adapter": adapter}, "timm"))["library_name"] == "peft"
+        for target, library in ((zoo["vit-target"], "transformers"), (describe_any(load(zoo["vit-target"])), None)):
+            result = transfer(zoo["vit-base"], zoo["vit-tuned"], target, method="naive")
+            out = result.save(tmp_path / str(library))
+            assert self.front((out / "README.md").read_text()).get("library_name") == library
 
     @pytest.mark.parametrize(
         ("stated", "expected"),
@@ -163,3 +178,13 @@ class TestCard:
         assert page.count("<script>") == 1, "our own"
         assert "alert(1)</script>" not in page
         assert "&lt;script&gt;alert(1)" in page
+
+    def test_hostile_names_stay_text_in_the_card_of_a_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
+        ready = prepare_training(zoo["vit-base"], zoo.data, Schedule(1, batch_size=4), device="cpu")
+        names = {key: {**ready.record[key], "name": HOSTILE} for key in ("model", "data")}
+        run_training(replace(ready, record={**ready.record, **names}), tmp_path / "out")
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert card.count("\n#") == 0, "one heading, the first line"
+        assert "&lt;script&gt;alert(1)" in card
+        for hostile in ("<script>", "[a](javascript", "\x1b", "\u2028", "\n---"):
+            assert hostile not in card

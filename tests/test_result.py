@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,22 @@ class TestSaved:
         with pytest.raises(CheckpointError, match="cannot be written: the disk is full"):
             result.save(tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
+
+    def test_what_the_transfer_was_made_from_is_not_overwritten(self, zoo: Zoo, tmp_path: Path) -> None:
+        trio = [Path(shutil.copytree(path, tmp_path / path.name / "model")) for path in zoo.trio("vit")]
+        data = shutil.copy(zoo.data, tmp_path / "data.npz")
+        result = transfer(*trio, data, samples=SAMPLES)
+        for folder in (*trio, *(path.parent for path in trio)):
+            for kind in ("model", "adapter"):
+                with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):
+                    result.save(folder, kind=kind, rank=2, overwrite=True)
+        for file in (trio[2] / "model.safetensors", data):
+            with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):
+                result.save(file, kind="task-vector", overwrite=True)
+        bare = replace(result, record={**result.record, "target": {"name": "moved"}})
+        with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):
+            bare.save(trio[2], overwrite=True)
+        assert all(open_model(path) for path in trio)
 
     def test_saved_as_a_task_vector_it_applies_to_the_same_model(self, zoo: Zoo, tmp_path: Path) -> None:
         result = cross(zoo, "vit", "vit")

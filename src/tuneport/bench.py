@@ -26,7 +26,7 @@ import torch
 from .cells import run_cell
 from .data import align_labels
 from .errors import CheckpointError, DataError, TuneportError, first_of
-from .families import Model, choose_head, open_model
+from .families import Model, choose_head, open_model, place_of
 from .figures import figure_cell, write_figure
 from .methods import get_method
 from .opening import pick_device
@@ -60,34 +60,38 @@ class Cells:
 
     def load(self) -> dict[str, dict[str, Any]]:
         """Finished cells by name; a line that was cut off by a kill is left out."""
-        try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return {}
         found: dict[str, dict[str, Any]] = {}
-        for number, line in enumerate(lines):
+        for number, line in enumerate(self._whole_lines().splitlines()):
             try:
                 content = json.loads(line)
-                if number == 0 and content["fingerprint"] != self.conditions:
+                if number:
+                    found[content["cell"]] = content
+                elif content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
                         "the same recipe again, or start over without --resume."
                     )
-                if number:
-                    found[content["cell"]] = content
-            except (ValueError, KeyError, TypeError):
-                continue
+            except (ValueError, KeyError, TypeError) as error:
+                if not number:  # whatever follows may be of other settings
+                    raise CheckpointError(f"{self.path} is damaged. Start over without --resume.") from error
         return found
 
     def add(self, name: str, content: Mapping[str, Any]) -> None:
-        """Keep a finished cell; it is on disk when this returns."""
-        fresh = not self.path.exists()
-        with self.path.open("a", encoding="utf-8") as file:
-            if fresh:
-                file.write(json.dumps({"fingerprint": self.conditions}) + "\n")
-            file.write(json.dumps({"cell": name, **content}) + "\n")
+        """Keep a finished cell in place of a line that was cut off; it is on disk when this returns."""
+        whole = self._whole_lines()
+        fresh = [] if whole else [{"fingerprint": self.conditions}]
+        with self.path.open("ab") as file:
+            file.truncate(len(whole))
+            file.writelines(json.dumps(line).encode() + b"\n" for line in (*fresh, {"cell": name, **content}))
             file.flush()
             os.fsync(file.fileno())
+
+    def _whole_lines(self) -> bytes:
+        """The file as far as its lines are complete."""
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path} is a link and is not written to. Remove it.")
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        return content[: content.rfind(b"\n") + 1]
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -109,16 +113,18 @@ def run_recipe(
     """Run a recipe and write its tables or figure to `out`; fine-tuned models that it makes go to `cache`.
 
     Everything is checked before any work. With `resume`, cells that an unfinished run has finished are not
-    run again. The cache is a folder beside the output unless given, and is then left alone at the end.
+    run again. The cache is a folder beside the output unless given, and is then left alone at the end. An output
+    that holds what the recipe reads is refused, also with `overwrite`.
     """
     out, say = Path(out), note or (lambda _: None)
-    check_new_folder(out, overwrite)
+    check_new_folder(out, overwrite, inputs=[] if isinstance(recipe, Recipe) else [recipe])
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
     if device is not None:
         parts = {name: replace(part, device=device) for name, part in recipe.comparisons.items()}
         recipe = replace(recipe, comparisons=parts)
     kept = Path(cache) if cache is not None else out.parent / f".{out.name}.tuneport-models"
+    check_new_folder(out, overwrite, inputs=[kept, *_inputs(recipe)])
     for line in plan_lines(recipe, kept):
         say(line)
     _check_models(recipe)
@@ -137,6 +143,15 @@ def run_recipe(
         if cache is None:
             shutil.rmtree(kept, ignore_errors=True)
     return out
+
+
+def _inputs(recipe: Recipe) -> Iterator[Path]:
+    """Where the models, the data and the heads of a recipe lie; most heads are names and lie in a model's folder."""
+    for part in recipe.comparisons.values():
+        tables = (part.finetuned, part.reference, part.data)
+        given = (part.source, part.target, *(path for table in tables for path in table.values()))
+        yield from (place_of(path) for path in given if path)
+        yield from (Path(head) for head in part.heads.values() if Path(head).is_file())
 
 
 def _conditions(recipe: Recipe) -> dict[str, Any]:
@@ -251,7 +266,7 @@ def _check_models(recipe: Recipe) -> None:
             problems.append(str(error))
             continue
         for task, path in part.finetuned.items():
-            if not there(path):
+            if not there(path, made=part.finetune is not None):
                 continue
             try:
                 job = prepare(models[0], path, models[1], part.data[task], method="naive", device=part.device)
@@ -280,7 +295,7 @@ def wanted_finetunes(
         roles = [("finetuned", comparison.source, dict.fromkeys(comparison.data, ""))]
     for role, base, paths in roles:
         for task, path in paths.items():
-            if path and there(path):
+            if path and there(path, made=True):
                 continue
             schedule = asdict(comparison.finetune)
             identity = [base, comparison.data[task], comparison.heads.get(task), schedule, comparison.checkpoint_every]

@@ -100,13 +100,15 @@ def run_cell(
     captures["captures"] += 1 if signals else 0
     for name in ("forward", "backward"):
         captures[name] += measured.between(0, measured.cuts[-1]).passes.get(name, 0)
-    solved: dict[tuple[str, int], Transfer] = {}
+    lasting: dict[tuple[str, int], Transfer] = {}  # of methods that read no data: the same at every budget
 
     def solver(name: str) -> Callable[[Statistics], Transfer]:
-        """A method on this cell; what it has solved once (everything, if it reads no data) is not solved again."""
+        """A method at one budget; what it has solved once is not solved again, and goes when the budget is done."""
+        reads = methods[name].signals
+        solved: dict[tuple[str, int], Transfer] = {} if reads else lasting
 
         def solve(found: Statistics) -> Transfer:
-            key = (name, id(found) if methods[name].signals else 0)
+            key = (name, id(found) if reads else 0)
             if key not in solved:
                 solved[key] = methods[name].transfer(problem_of(job, found))
             return solved[key]

@@ -19,6 +19,7 @@ from .calibration import SAMPLERS, select
 from .data import Dataset
 from .errors import DataError, TuneportError, first_of, unknown_name
 from .evaluation import PROTOCOLS
+from .families import place_of
 from .finetuning import Schedule
 from .hub import looks_like_hub_id
 from .methods import get_method
@@ -42,7 +43,7 @@ class Comparison:
     `finetuned`, `data` and (optionally) `reference`, a fine-tuned target, are paths by task name. Budgets are
     `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples, with `full_batch`
     on all of them at each step; `warm_start` names the method whose result the same runs also start from. With
-    `finetune`, fine-tuned models that are not there are made by that schedule. `stated` holds accuracies of the
+    `finetune`, fine-tuned models that do not exist are made by that schedule. `stated` holds accuracies of the
     fine-tuned target that were measured elsewhere.
     """
 
@@ -247,21 +248,27 @@ def under_root(reference: str, root: Path | None, *, data: bool = False) -> str:
 
 
 def _shape_problems(content: Mapping[str, Any], variant: str) -> Iterator[str]:
-    """Unknown keys and values of the wrong type."""
+    """Unknown keys, values of the wrong type, and names of pairs that cannot be those of folders."""
     known = [key for key in _KNOWN if not (variant and key in ("small", "paper", "title", "printed"))]
     for key in content:
         if key not in known:
             yield _unknown_key(key, known)
     for key, value in content.items():
         yield from _wrong_type(key, value)
+    names = [*known, "name"]
+    taken: set[str] = set()
     for index, pair in enumerate(_as_list(content.get("pairs"))):
-        names = [*known, "name"]
         if not isinstance(pair, Mapping):
             yield f"'pairs' must be a list of tables, got {pair!r}"
             continue
         yield from (f"pair {index + 1}: {_unknown_key(key, names)}" for key in pair if key not in names)
         for key, value in pair.items():
             yield from _wrong_type(key, value)
+        name = str(pair.get("name", index + 1))
+        yield from (f"pair {index + 1}: {text}" for text in _wrong_name(name))
+        if name in taken:
+            yield f"pair {index + 1}: another pair is called {name!r} too"
+        taken.add(name)
     kind = content.get("kind")
     if isinstance(kind, str) and kind not in KINDS:
         yield unknown_name("kind", kind, KINDS)
@@ -304,6 +311,12 @@ def _wrong_type(key: str, value: Any) -> Iterator[str]:
         yield from _wrong_schedule(value)
 
 
+def _wrong_name(name: str) -> Iterator[str]:
+    """What speaks against a name that will be that of a folder, or part of it."""
+    if not name.strip(" .") or not name.isprintable() or {"/", "\\"} & set(name) or len(name.encode()) > 100:
+        yield f"{name!r} cannot name a folder: take up to 100 plain characters, without / and \\"
+
+
 def _wrong_schedule(value: Any) -> Iterator[str]:
     known = {item.name: item for item in fields(Schedule)}
     if value == {}:  # in a small variant: no fine-tuning after all
@@ -330,6 +343,8 @@ def _value_problems(comparison: Comparison, kind: str) -> Iterator[str]:
         yield "give at least one seed"
     if not comparison.data:
         yield "there is no task: name them in 'tasks', or give 'data' as a table"
+    if comparison.finetune is not None:  # what is made is kept under the name of its task
+        yield from (f"task {text}" for task in comparison.data for text in _wrong_name(task))
     for name in (*comparison.methods, *([comparison.warm_start] if comparison.warm_start else [])):
         yield from _told(get_method, name)
     for rule in comparison.scales:
@@ -362,9 +377,12 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
         yield from (f"{task}: {text}" for text in _too_few(comparison, data))
 
 
-def there(path: str) -> bool:
-    """Whether a model can be looked for: it exists, is a hub id, or NAME:TAG, which is its library's to find."""
-    return os.path.exists(path) or looks_like_hub_id(path) or ":" in path
+def there(path: str, *, made: bool = False) -> bool:
+    """Whether a model can be looked for: it exists, is a hub id, or NAME:TAG, which is its library's to find.
+
+    A model that is `made` where it is missing must exist: its path may look like a hub id.
+    """
+    return (not made and (looks_like_hub_id(path) or ":" in path)) or os.path.exists(place_of(path))
 
 
 def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:

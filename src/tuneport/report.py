@@ -1,6 +1,7 @@
 """Turning a run record into what people read: the JSON file, the model card, rows of tables. Renders, decides nothing.
 
-A record is a plain dict of JSON values, made by the pipeline; everything here is a function of it.
+A record is a plain dict of JSON values, made by the pipeline; everything here is a function of it, but for the name
+of the library in a model card.
 """
 
 from __future__ import annotations
@@ -105,15 +106,18 @@ def kept_rows(record: Record) -> list[tuple[str, int]]:
     return Counter(item["reason"] for item in record["not_transported"]).most_common()
 
 
-def model_card(record: Record) -> str:
-    """README.md of the new model, with the hub's metadata. Names come from outside and are written as mere text."""
+def model_card(record: Record, library: str | None = None) -> str:
+    """README.md of the new model, with the hub's metadata. Names come from outside and are written as mere text.
+
+    `library` is the one that loads the model, where it is known; of an adapter it is peft.
+    """
     parts = {key: record[key] for key in ("source", "finetuned", "target")}
     source, finetuned, target = (_span(parts[key]["name"]) for key in ("source", "finetuned", "target"))
     data = record.get("data", {}).get("name")
     kept = "\n".join(f"- {count} tensors: {_text(reason)}" for reason, count in kept_rows(record))
     rows = [*summary_rows(record), ("calibration data", data or "batches given in Python")]
     return f"""---
-{_front_matter(record)}
+{_front_matter(record, library)}
 ---
 
 # {_text(parts["target"]["name"])} with the skill of {_text(parts["finetuned"]["name"])}
@@ -141,7 +145,20 @@ fine-tuned source and of its training data come along.
 """
 
 
-def _front_matter(record: Record) -> str:
+def training_card(record: Record) -> str:
+    """README.md of a model that was fine-tuned here; names are mere text in it too."""
+    options = record["options"]
+    return (
+        f"# {_text(record['model']['name'])}, fine-tuned on {_text(record['data']['name'])}\n\n"
+        f"By tuneport {_text(record['tuneport'])}: {record['steps']} steps of AdamW on {record['samples']} samples, "
+        f"batch {options['batch_size']}, learning rate {options['learning_rate']:g}, weight decay "
+        f"{options['weight_decay']:g}, cosine after a warm-up, seed {options['seed']}, head frozen. `tuneport.json` "
+        "holds every option, the versions and the SHA-256 of the inputs. The licences of the base model and of the "
+        "data apply.\n"
+    )
+
+
+def _front_matter(record: Record, library: str | None) -> str:
     """The hub's metadata. Strings are JSON, which YAML reads as the same strings."""
     names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
     lines = [
@@ -154,8 +171,9 @@ def _front_matter(record: Record) -> str:
         lines.append("license: other")
     elif None not in stated:
         lines.append(f"license: {_quoted(stated.pop())}")
-    lines += ["library_name: peft" if "adapter" in record else "library_name: transformers", "tags:"]
-    return "\n".join([*lines, *(f"- {_quoted(tag)}" for tag in ("tuneport", "task-vector", record["method"]))])
+    library = "peft" if "adapter" in record else library
+    lines += [f"library_name: {library}"] if library else []
+    return "\n".join([*lines, "tags:", *(f"- {_quoted(tag)}" for tag in ("tuneport", "task-vector", record["method"]))])
 
 
 def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from .adapter import write_adapter
 from .companions import copy_companions
 from .errors import TuneportError, first_of
-from .families import Model
+from .families import Model, place_of
 from .job import Job
 from .low_rank import check_truncation
 from .methods import LayerRecord
 from .offload import is_hollow
-from .output import new_folder
+from .output import check_new_file, check_new_folder, new_folder
 from .packing import Packed, no_place, pack
 from .page import report_page
 from .pairing import Kept
@@ -71,17 +71,20 @@ class Result:
         """Write the new model as a folder that its own library loads, a LoRA adapter, or the task vector as one file.
 
         An adapter takes low-rank updates as they are; others, and all where `rank` or `energy` is given, are cut
-        by SVD to that rank, or to the least rank that keeps this share of |tau|^2.
+        by SVD to that rank, or to the least rank that keeps this share of |tau|^2. An output that holds what the
+        transfer was made from is refused, also with `overwrite`.
         """
         out = Path(out)
         place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
         record = {**self.record, "out": place, "as": kind}
         if kind == "task-vector":
+            check_new_file(out, overwrite, inputs=self._inputs())
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
             return out
         if kind not in ("model", "adapter"):
             raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
+        check_new_folder(out, overwrite, inputs=self._inputs())
         packed = self._packed(rank, energy) if kind == "adapter" else None
         with new_folder(out, overwrite=overwrite) as folder:
             if packed is not None:
@@ -92,10 +95,16 @@ class Result:
             else:
                 copy_companions(self.target.folder, folder)
                 self.target.write(folder, self.tensors())
-            (folder / "README.md").write_text(model_card(record), encoding="utf-8")
+            (folder / "README.md").write_text(model_card(record, self.target.library), encoding="utf-8")
             (folder / "report.html").write_text(report_page(record), encoding="utf-8")
             write_record(folder / "tuneport.json", record)
         return out
+
+    def _inputs(self) -> list[Path]:
+        """Where the models and the data of the transfer lie, as far as that is known."""
+        paths = [self.record.get(key, {}).get("path") for key in ("source", "finetuned", "target", "data")]
+        known = [place_of(path) for path in paths if path]
+        return known if self.target.folder is None else [*known, self.target.folder]
 
     def _packed(self, rank: int | None, energy: float | None) -> Packed:
         base = self.target.stored_parameters()

@@ -27,7 +27,7 @@ from .opening import pick_device
 from .output import check_new_folder, claimed, new_folder
 from .progress import Progress
 from .provenance import data_identity, identity_of, package_version, versions
-from .report import write_record
+from .report import training_card, write_record
 from .tasks import read_data, split_reference
 from .tensors import describe
 
@@ -126,7 +126,7 @@ def run_training(
             **final,
         }
         write_record(folder / "tuneport.json", record)
-        (folder / "README.md").write_text(_card(record), encoding="utf-8")
+        (folder / "README.md").write_text(training_card(record), encoding="utf-8")
     return record
 
 
@@ -161,15 +161,3 @@ def _logger(steps: int, losses: list[dict[str, float]]) -> Callable[[int, Tensor
             waiting.clear()
 
     return log
-
-
-def _card(record: Mapping[str, Any]) -> str:
-    options = record["options"]
-    return (
-        f"# {record['model']['name']}, fine-tuned on {record['data']['name']}\n\n"
-        f"By tuneport {record['tuneport']}: {record['steps']} steps of AdamW on {record['samples']} samples, batch "
-        f"{options['batch_size']}, learning rate {options['learning_rate']:g}, weight decay "
-        f"{options['weight_decay']:g}, cosine after a warm-up, seed {options['seed']}, head frozen. `tuneport.json` "
-        "holds every option, the versions and the SHA-256 of the inputs. The licences of the base model and of the "
-        "data apply.\n"
-    )

@@ -321,6 +321,7 @@ class TestTransfer:
             "open_clip_model.safetensors"
         }
         assert (out / "heads" / "spare.safetensors").is_file()
+        assert "\nlibrary_name: open_clip\n" in (out / "README.md").read_text()
         module, transform = reload(out)
         before, _ = reload(trio[2])
         pixels = torch.stack([transform(image) for image in some_images(4)])

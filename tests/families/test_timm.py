@@ -246,6 +246,7 @@ class TestTransfer:
         out = result.save(tmp_path / "out")
         assert {path.name for path in out.glob("*.safetensors")} == {"model.safetensors"}
         assert (out / "heads" / "spare.safetensors").is_file()
+        assert "\nlibrary_name: timm\n" in (out / "README.md").read_text()
         module, before = reload(out), reload(trio[2])
         transform = create_transform(**resolve_model_data_config(module))
         pixels = torch.stack([transform(image) for image in some_images(4)])

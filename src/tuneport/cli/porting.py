@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ..errors import TuneportError
 from .options import (
@@ -39,7 +37,7 @@ from .options import (
     Target,
     TrustRemoteCode,
 )
-from .terminal import emit, note, progress, say, show
+from .terminal import emit, note, progress, say, show, show_list
 
 if TYPE_CHECKING:
     from ..division import Passes
@@ -221,13 +219,10 @@ def plan(
 def _print_plan(outlook: dict[str, Any]) -> None:
     from ..memory import format_bytes
 
-    table = Table(title=f"{outlook['method']}: {len(outlook['layers'])} layers")
-    for column in ("target layer", "shape", "source layer", "shape"):
-        table.add_column(column, overflow="fold")
-    for row in outlook["layers"]:
-        cells = (row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"]))
-        table.add_row(*map(escape, cells))
-    show(table)
+    layers = outlook["layers"]
+    rows = [(row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"])) for row in layers]
+    title = f"{outlook['method']}: {len(layers)} layers"
+    show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
     _print_kept(outlook)
     cost = outlook["expected"]
     say(
@@ -273,10 +268,8 @@ def _plan_shapes(options: dict[str, Any]) -> None:
     if options["json"]:
         emit(to_json({"options": job.record["options"], "rates": vars(rates), "plans": lines}))
         return
-    table = Table(*COLUMNS, title=f"{len(job.plan.pairs)} layers, {job.samples} texts of {options['length']} tokens")
-    for line in lines:
-        table.add_row(*map(escape, describe_line(line)))
-    show(table)
+    title = f"{len(job.plan.pairs)} layers, {job.samples} texts of {options['length']} tokens"
+    show(map(describe_line, lines), *COLUMNS, title=title)
     say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
 
 
@@ -319,10 +312,7 @@ def compare(
     if json:
         emit(to_json({"source": source, "target": target, "samples": job.samples, "summary": means, **found.record()}))
         return
-    table = Table(*preflight.SIMILARITY_COLUMNS)
-    for row in preflight.similarity_rows(found.similarity):
-        table.add_row(*map(escape, row))
-    show(table)
+    show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS)
     say(f"verdict: {found.verdict.verdict}")
     for reason in found.verdict.reasons:
         say(f"- {reason}")
@@ -364,10 +354,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
 def _print_summary(record: dict[str, Any]) -> None:
     from ..report import summary_rows
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for label, text in summary_rows(record):
-        table.add_row(f"[dim]{label}[/dim]", escape(text))
-    show(table)
+    show_list(summary_rows(record), "dim")
     for text in record.get("notes", ()):
         say(f"note: {text}")
     _print_kept(record)

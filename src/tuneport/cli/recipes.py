@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ..errors import TuneportError
 from .options import Device, Json, Overwrite
@@ -53,7 +51,7 @@ def bench(
     from ..output import check_new_folder
     from ..recipe import make_recipe, read_recipe
 
-    check_new_folder(out, overwrite)
+    check_new_folder(out, overwrite, inputs=[] if recipe is None else [recipe])
     if recipe is not None:
         wanted = read_recipe(recipe, small=small, root=root)
     else:
@@ -93,10 +91,7 @@ def _print_results(out: Path, json: bool) -> None:
     for path in sorted(out.rglob("table.csv")):
         with path.open(encoding="utf-8", newline="") as file:
             columns, *lines = csv.reader(file)
-        table = Table(*columns, title=None if len(contents) == 1 else path.parent.name)
-        for line in lines:
-            table.add_row(*map(escape, line))
-        show(table)
+        show(lines, *columns, title=None if len(contents) == 1 else path.parent.name)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     say(f"written to {out}: {', '.join(files)}")
 

@@ -7,13 +7,14 @@ terminal.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 out_console = Console()
 err_console = Console(stderr=True)
@@ -24,8 +25,21 @@ def emit(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def show(table: Table) -> None:
-    """A table on stdout."""
+def show(rows: Iterable[Sequence[str]], *columns: str, title: str | None = None, fold: bool = False) -> None:
+    """A table on stdout; where there is no room, cells are cut, or go on in the next line if they `fold`."""
+    table = Table(title=None if title is None else _plain(title, "table.title"))
+    for column in columns:
+        table.add_column(_plain(column), overflow="fold" if fold else "ellipsis")
+    for row in rows:
+        table.add_row(*map(_plain, row))
+    out_console.print(table)
+
+
+def show_list(rows: Iterable[tuple[str, str]], style: str) -> None:
+    """Labels in a style and what each stands for, on stdout."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for label, text in rows:
+        table.add_row(_plain(label, style), _plain(text))
     out_console.print(table)
 
 
@@ -56,6 +70,11 @@ def _harmless(text: str) -> str:
     return "".join(
         mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text
     )
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Text for a table, as harmless as that of a line."""
+    return Text(_harmless(text), style)
 
 
 @contextmanager

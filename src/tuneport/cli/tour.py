@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from .options import Json, Overwrite, Seed
-from .terminal import emit, say, show, stages
+from .terminal import emit, say, show, show_list, stages
 
 
 def methods(json: Json = False) -> None:
@@ -45,10 +43,8 @@ def demo(
     if json:
         emit(to_json(result))
         return
-    table = Table("", "accuracy", title="mirrored digits, the larger model")
-    for row in result["table"]:
-        table.add_row(row["model"], f"{row['accuracy']:.1f} %")
-    show(table)
+    rows = [(row["model"], f"{row['accuracy']:.1f} %") for row in result["table"]]
+    show(rows, "", "accuracy", title="mirrored digits, the larger model")
     say(f"the ported model: {result['out']}, its report: {result['report']}")
     say(f"next: {result['next']}")
 
@@ -59,7 +55,4 @@ def _print_names(names: dict[str, str], json: bool) -> None:
     if json:
         emit(to_json(names))
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in names.items():
-        table.add_row(f"[bold]{name}[/bold]", escape(text))
-    show(table)
+    show_list(names.items(), "bold")

@@ -56,7 +56,7 @@ class Model:
     labels, and `generates` says how: causal or seq2seq; one that
     is `prompted` reads samples inside the task's prompt. `width` is that of the features. `write` puts tensors
     into a new folder in the library's own layout, with the configuration where nothing beside the weights
-    carries it.
+    carries it; `library` is what the hub calls that library, None where the module is of none.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Model:
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
     write: Write = write_weights
+    library: str | None = None
 
     @property
     def unreadable(self) -> str:

@@ -93,6 +93,7 @@ class HuggingFace(Family):
             loose=(),
             folder=folder,
             write=write_weights if folder is not None else writer_with_config(module),
+            library="transformers",
         )
         complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
         return complete(model, trust_remote_code)

@@ -230,6 +230,7 @@ def _model(
         width=int(tower.output_dim),
         outside=outside_of(module, layers, loose, "outside the image tower"),
         write=write,
+        library="open_clip",
     )
 
 

@@ -182,6 +182,7 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         layout=lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
         width=width,
         write=_write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module),
+        library="timm",
     )
 
 
