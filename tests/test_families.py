@@ -20,12 +20,23 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from folders import CLASSES, FAMILIES, HEAD_CLASSES, Zoo, edit_json, edit_weights, linear_parameters, load, write_head
+from tuneport.arithmetic import apply
 from tuneport.checkpoint import open_checkpoint
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.families import choose_head, describe_any, describe_module, open_model, open_stored, place_of, read_head
+from tuneport.families import (
+    choose_head,
+    describe_any,
+    describe_module,
+    open_model,
+    open_stored,
+    outline_model,
+    place_of,
+    read_head,
+)
 from tuneport.families.base import PROMPTS
 from tuneport.families.libraries import quiet as _quiet
 from tuneport.layers import TokenLayout
+from tuneport.task_vector import TaskVector
 
 
 def copied(zoo: Zoo, name: str, tmp_path: Path) -> Path:
@@ -514,3 +525,23 @@ def test_a_prefix_that_training_leaves(tmp_path: Path) -> None:
     assert list(stored.without_prefix("module.")) == ["a", "b"]
     torch.save({"epoch": 1, "model": {"a": torch.ones(2)}}, tmp_path / "w.pt")
     assert list(open_checkpoint(tmp_path / "w.pt")) == ["a"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused_before_any_work(zoo: Zoo, tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = Path(shutil.copytree(zoo["vit-target"], tmp_path / "coarse"))
+
+    def coarsen(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith("query.weight"))
+        tensors[name] = tensors[name].to(dtype)
+
+    edit_weights(folder, coarsen)
+    for opening in (open_model, outline_model):
+        with pytest.raises(CheckpointError, match=r"1 of .* tensors of .*coarse.* are quantised: .*query\.weight"):
+            opening(folder)
+    vector = TaskVector(
+        {name: torch.zeros_like(tensor) for name, tensor in load_file(zoo["vit-target"] / "model.safetensors").items()}
+    )
+    with pytest.raises(CheckpointError, match=r"are quantised: .* Give the model in float32"):
+        apply(vector, folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

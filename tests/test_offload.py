@@ -211,6 +211,21 @@ def test_an_outline_is_written_as_the_whole_model_is(folders: dict[str, Path], t
     assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
 
 
+def test_tied_embeddings_within_a_budget(tmp_path: Path) -> None:
+    """A tied head has no tensor of its own in the files, and is no missing one."""
+    kinds = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen": (Qwen3ForCausalLM, Qwen3Config)}
+    for kind, (model, config) in kinds.items():
+        torch.manual_seed(len(kind))
+        model(config(**WIDTHS[kind], **HEADS, tie_word_embeddings=True)).save_pretrained(tmp_path / kind)
+    outline = outline_model(tmp_path / "llama").module
+    assert outline.lm_head.weight is outline.model.embed_tokens.weight
+    folders = {kind: tmp_path / kind for kind in kinds}
+    whole, found = result(folders)[0], result(folders, 5 * 10**6)[0]
+    assert is_hollow(found.target.module)
+    for name in whole.task_vector:
+        assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
+
+
 def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
     options = {"loss": next_token, "device": "cpu"}
     job = prepare(

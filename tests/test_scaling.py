@@ -123,6 +123,14 @@ def test_safe_leaves_the_target_alone_where_a_quarter_is_worse() -> None:
     assert (choice.scale, choice.rule) == (0.0, "safe")
 
 
+@pytest.mark.parametrize(("rule", "wanted"), [("auto", 1.0), ("safe", 0.25)])
+def test_one_sample_is_no_evidence_for_a_scale_beyond_one(rule: Rule, wanted: float) -> None:
+    losses = {0.0: 2.0, 0.25: 1.9, 1.0: 1.5, 4.0: 0.5}
+    scores = {scale: Score(loss, losses=torch.tensor([loss])) for scale, loss in losses.items()}
+    choice = choose_scale(scores.__getitem__, samples=1, held_out=False, candidates=tuple(losses), rule=rule)
+    assert choice.scale == wanted
+
+
 def test_zero_is_a_candidate_even_if_it_is_not_given() -> None:
     seen: list[float] = []
 

@@ -22,7 +22,7 @@ from .lora import task_vector_of, transposed_weights
 from .output import check_new_folder, new_folder
 from .provenance import files_identity, package_version, versions
 from .report import write_record
-from .soundness import check_finite
+from .soundness import check_finite, check_unquantised
 from .task_vector import FORMAT, TaskVector, load_task_vector
 from .tensors import LazyTensors, describe
 
@@ -144,6 +144,7 @@ def apply(
     vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
     base = local(base)
     stored = open_stored(base)
+    check_unquantised(stored.tensors, vector)
     tensors = vector.apply_to(stored.tensors, scale)
     size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
     check_new_folder(out, overwrite, needed_bytes=size, inputs=[place_of(base)])

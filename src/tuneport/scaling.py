@@ -131,15 +131,18 @@ def _upwards(scores: Mapping[float, Score], smallest: float, rule: Rule) -> floa
     best = 0.0
     for scale, found in scores.items():
         errors = 0.0 if scale <= smallest else RULES[rule][scale > 1]
-        if math.isfinite(found.loss) and found.loss + errors * _error(found, scores[best]) < scores[best].loss:
+        asked = errors * _error(found, scores[best]) if errors else 0.0
+        if math.isfinite(found.loss) and found.loss + asked < scores[best].loss:
             best = scale
     return best
 
 
 def _error(one: Score, other: Score) -> float:
-    """The standard error of the difference of two mean losses of the same samples."""
-    if one.losses is None or other.losses is None or len(one.losses) < 2:
+    """The standard error of the difference of two mean losses of the same samples; of one sample nothing is sure."""
+    if one.losses is None or other.losses is None:
         return 0.0
+    if len(one.losses) < 2:
+        return math.inf
     return float((one.losses - other.losses).std()) / math.sqrt(len(one.losses))
 
 

@@ -1,6 +1,6 @@
-"""Whether weights can be worked with: free of NaN and infinity, and of one structure on both sides.
+"""Whether weights can be worked with: numbers, none of them NaN or infinite, and of one structure on both sides.
 
-Both checks collect everything they find and say it in one CheckpointError, with what to do about it.
+The checks collect everything they find and say it in one CheckpointError, with what to do about it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,21 @@ def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str] | Non
             f"{len(bad)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} hold NaN or infinite "
             f"values: {first_of(bad)}. Use a checkpoint from before training diverged."
         )
+
+
+def check_unquantised(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Raise a CheckpointError that names the weights that are codes in place of numbers."""
+    chosen = [name for name in names if name in tensors]
+    coarse = [f"{name} ({dtype})" for name in chosen if is_quantised(dtype := describe(tensors, name).dtype)]
+    if coarse:
+        raise CheckpointError(
+            f"{len(coarse)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} are quantised: "
+            f"{first_of(coarse)}. Give the model in float32, bfloat16 or float16."
+        )
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype != torch.bool
 
 
 def same_structure(

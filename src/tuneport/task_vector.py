@@ -20,7 +20,7 @@ from .checkpoint import open_checkpoint
 from .errors import CheckpointError, TuneportError, first_of
 from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
 from .output import PathLike, new_file
-from .soundness import same_structure
+from .soundness import is_quantised, same_structure
 from .tensors import (
     LazyMapping,
     LazyTensors,
@@ -76,7 +76,7 @@ class TaskVector(Mapping[str, Entry]):
         same_structure(base, finetuned, exclude)
         kept = [name for name in base if not any(fnmatchcase(name, pattern) for pattern in exclude)]
         specs = {name: [describe(side, name).dtype for side in (base, finetuned)] for name in kept if name in finetuned}
-        quantised = [f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(_is_quantised, dtypes))]
+        quantised = [f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(is_quantised, dtypes))]
         if quantised:
             raise CheckpointError(
                 f"{len(quantised)} of {len(kept)} tensors are quantised: {first_of(quantised)}. "
@@ -311,7 +311,7 @@ def load_task_vector(path: PathLike) -> TaskVector:
         raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
 
     dtypes = {name: stored.dtype(name) for name in stored}
-    odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or _is_quantised(dtype)]
+    odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or is_quantised(dtype)]
     if odd:
         raise CheckpointError(f"{path} is damaged: {first_of(odd)} are no differences of weights.")
 
@@ -334,10 +334,6 @@ def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
     matrices = len(out.shape) == 2 and len(in_.shape) >= 2
     return matrices and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
-
-
-def _is_quantised(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 and dtype != torch.bool
 
 
 def _finite(factor: float) -> float:

@@ -10,6 +10,7 @@ from torch import nn
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError
 from ..hub import local, looks_like_hub_id
+from ..soundness import check_unquantised
 from .base import Batch, Family, Forward, Head, Model, ModelLike, Stored, choose_head, describe_any, read_head, widened
 from .huggingface import HuggingFace
 from .open_clip import OpenClip
@@ -34,13 +35,19 @@ def open_model(
     It runs in `dtype`; its stored tensors are read in their own.
     """
     family, reference = _found(reference)
-    return family.open(str(reference), device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype)
+    place = torch.device(device)
+    return _in_numbers(family.open(str(reference), device=place, trust_remote_code=trust_remote_code, dtype=dtype))
 
 
 def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Model:
     """The model without its numbers, which stay in its files; without `weights` there need not be any."""
     family, reference = _found(reference)
-    return family.outline(str(reference), dtype=dtype, weights=weights)
+    return _in_numbers(family.outline(str(reference), dtype=dtype, weights=weights))
+
+
+def _in_numbers(model: Model) -> Model:
+    check_unquantised(model.tensors, model.file_names.values())
+    return model
 
 
 def can_outline(reference: str | Path) -> bool:

@@ -51,7 +51,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and threading.get_ident() == own:
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == own:  # a tied one is known
             flag = parameter.requires_grad
             module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=flag)
 
