@@ -16,11 +16,13 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from typer.testing import CliRunner
 
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport import bench, cells, figures
 from tuneport.bench import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
-from tuneport.errors import CheckpointError, DataError
+from tuneport.cli import app
+from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
 from tuneport.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
@@ -221,6 +223,24 @@ class TestReading:
             "[small] finetune: unknown key 'step'. Did you mean 'steps'?",
         ):
             assert words in str(told.value)
+
+    @pytest.mark.parametrize(
+        ("wrong", "words"),
+        [
+            ({"steps": [3, 0]}, "fine-tuning runs need at least one step"),
+            ({"seeds": [0, -1]}, "seeds must not be below 0"),
+        ],
+    )
+    def test_numbers_that_cannot_be(self, root: Path, wrong: dict[str, Any], words: str) -> None:
+        with pytest.raises(DataError, match=words):
+            make_recipe(self.content(**wrong), root=root)
+
+    def test_options_beside_a_recipe_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "some.toml").write_text("")
+        given = ["bench", str(tmp_path / "some.toml"), "--warm-start", "bico", "--seeds", "0"]
+        done = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "out"), "--small"])
+        assert isinstance(done.exception, TuneportError)
+        assert str(done.exception).startswith("--seeds, --warm-start would be overruled by ")
 
     def test_small_is_asked_for_but_not_there(self, root: Path) -> None:
         with pytest.raises(DataError, match=r"there is no \[small\] variant"):

@@ -175,8 +175,8 @@ def _write(recipe: Recipe, results: Mapping[str, Comparing | list[dict[str, Any]
 
 def plan_lines(recipe: Recipe, cache: Path) -> Iterator[str]:
     """What a recipe will do, in a few lines."""
-    size = "small variant" if recipe.small else "as in the paper"
-    yield f"{recipe.title}{f' ({recipe.where})' if recipe.where else ''}: {recipe.kind}, {size}"
+    size = ", small variant" if recipe.small else ", as in the paper" if recipe.where else ""
+    yield f"{recipe.title}{f' ({recipe.where})' if recipe.where else ''}: {recipe.kind}{size}"
     for name, part in recipe.comparisons.items():
         pair = f"{part.source} to {part.target}" if part.target else part.source
         yield f"  {name if len(recipe.comparisons) > 1 else 'pair'}: {pair}; tasks {first_of(part.data)}"

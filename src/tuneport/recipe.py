@@ -341,6 +341,10 @@ def _value_problems(comparison: Comparison, kind: str) -> Iterator[str]:
         yield "budgets must be above 0"
     if not comparison.seeds:
         yield "give at least one seed"
+    if any(seed < 0 for seed in comparison.seeds):
+        yield "seeds must not be below 0"
+    if any(count < 1 for count in comparison.steps):
+        yield "fine-tuning runs need at least one step"
     if not comparison.data:
         yield "there is no task: name them in 'tasks', or give 'data' as a table"
     if comparison.finetune is not None:  # what is made is kept under the name of its task

@@ -18,6 +18,7 @@ from .terminal import emit, say, show, stages, tell
 
 
 def bench(
+    context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(help="A TOML file with the keys below; or give them here.")] = None,
     out: Annotated[str, typer.Option(help="The folder for tables, JSON and plots.")] = "comparison",
     small: Annotated[bool, typer.Option("--small", help="Take the recipe's small variant.")] = False,
@@ -53,6 +54,7 @@ def bench(
 
     check_new_folder(out, overwrite, inputs=[] if recipe is None else [recipe])
     if recipe is not None:
+        _refuse_keys(context, recipe)
         wanted = read_recipe(recipe, small=small, root=root)
     else:
         content: dict[str, Any] = {
@@ -78,6 +80,20 @@ def bench(
     with stages() as stage:
         run_recipe(wanted, out, cache=cache, device=given, resume=resume, overwrite=overwrite, stage=stage, note=tell)
     _print_results(Path(out), json)
+
+
+KEYS = (
+    *("source", "target", "finetuned", "data", "reference", "head", "methods", "samples", "shots", "samplers", "seeds"),
+    *("scales", "protocol", "steps", "warm_start", "learning_rate"),
+)
+
+
+def _refuse_keys(context: typer.Context, recipe: str) -> None:
+    """What a recipe says cannot be said beside it as well."""
+    given = [name for name in KEYS if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise TuneportError(f"{options} would be overruled by {recipe}: write it there, or leave the recipe out.")
 
 
 def _print_results(out: Path, json: bool) -> None:
