@@ -122,7 +122,10 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
 
 def left_behind(job: Job) -> tuple[Kept, ...]:
     """What the fine-tune changed in the source that no target tensor takes up."""
-    taken = {pair.source.name for pair in job.plan.loose} if job.method.moves_loose else set()
+    stays_there = {item.tensor for item in job.method.kept(job.plan)}
+    taken = {
+        pair.source.name for pair in job.plan.loose if job.method.moves_loose and pair.target.name not in stays_there
+    }
     stays = [
         Kept(part.name, KEPT_BY_KIND[part.kind].replace("the target keeps its own", "not moved by this method"))
         for part in job.source.loose
@@ -141,7 +144,7 @@ def not_transported_by(job: Job, moved: TaskVector, kept: Iterable[Kept]) -> tup
     """Every tensor of the target's files that stays as it was, with the reason, in the order of the files."""
     reasons: dict[str, str] = {}
     whole = {layer.name: layer.weight for layer in job.target.layers if layer.weight not in moved}
-    for item in (*job.plan.kept, *kept):
+    for item in (*kept, *job.plan.kept):  # the method knows the nearer reason
         tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
         stored = job.target.file_names.get(tensor, tensor)
         if item.tensor not in moved:

@@ -1,0 +1,129 @@
+"""Where tensors live: twins whose residual stream alone is in another order, of every family that TransFusion serves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from texts import FAMILIES, Size, make, scatter, tokens
+from tuneport import transfer
+from tuneport.families import Model, describe_module
+from tuneport.layers import Layer
+from twins import Twin
+
+SIZE = Size(width=24, depth=3, groups=4)
+IMAGES = {
+    "clip": ("CLIPVisionModelWithProjection", "CLIPVisionConfig", {"projection_dim": 12}),
+    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", {}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {"mlp_ratio": 2}),
+}
+# What cannot be told, by the end of its name; all else has to move.
+SIGLIP_HEAD = (
+    *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias", "head.attention.out_proj.weight"),
+    *("head.attention.out_proj.bias", "head.layernorm.weight", "head.layernorm.bias", "head.mlp.fc1.weight"),
+    *("head.mlp.fc1.bias", "head.mlp.fc2.weight", "head.mlp.fc2.bias"),
+)
+KEPT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mpnet", "t5", "t5-gated", "t5-classifier", "t5-encoder"), ("relative_attention_bias.weight",)),
+    **dict.fromkeys(("qwen3", "gemma3"), ("q_norm.weight", "k_norm.weight")),
+    "modernbert": ("head.norm.weight",),
+    "siglip": SIGLIP_HEAD,
+    "dinov2": ("classifier.weight", "classifier.bias"),  # it reads two tokens side by side
+}
+
+
+class Reordered(Twin):
+    """The residual stream and what a pooler gives in another order; heads and hidden units as they were."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, rotary=True, turn=False)
+
+    def order(self, stack: str, block: int | None, cross: bool) -> Tensor:
+        return torch.arange(self.heads).reshape(self.groups, -1)
+
+    def attention(self, layer: Layer, part: str, width: int) -> Tensor:
+        return torch.eye(width, dtype=torch.float64)
+
+    def units(self, layer: Layer, width: int) -> Tensor:
+        return torch.eye(width, dtype=torch.float64)
+
+    def around(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        into, out = (torch.eye(n, dtype=torch.float64) for n in (layer.in_features, layer.out_features))
+        if layer.role == "patch":
+            return into, self.stream
+        if layer.role in ("projection", "head.attention.k", "head.attention.v"):
+            return self.stream, out
+        if layer.role.startswith("head."):
+            return into, out
+        if layer.role == "classifier" and layer.in_features == 2 * len(self.stream):
+            return torch.block_diag(self.stream, self.stream), out
+        return super().around(layer)
+
+    def loose(self, name: str, kind: str, stack: str, tensor: Tensor) -> Tensor:
+        if name in SIGLIP_HEAD:
+            return tensor
+        return super().loose(name, kind, stack, tensor)
+
+
+def module_of(family: str) -> Any:
+    if family in FAMILIES:
+        return make(family, SIZE)
+    kind, config, more = IMAGES[family]
+    sizes = {"hidden_size": SIZE.width, "intermediate_size": SIZE.hidden, "num_hidden_layers": SIZE.depth}
+    sizes |= {"num_attention_heads": SIZE.heads, "image_size": 8, "patch_size": 4, "num_labels": 5, **more}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+        scatter(module)
+    return module.eval()
+
+
+def answer(module: Any) -> Tensor:
+    if hasattr(module.config, "patch_size"):
+        found = module(pixel_values=torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+        return found.logits if "logits" in found else found[0] if "image_embeds" in found else found.pooler_output
+    ids = torch.tensor([[1, 5, 9, 7, 2], [1, 8, 4, 6, 2]])
+    if type(module).__name__ == "T5ForConditionalGeneration":
+        return module(input_ids=ids, decoder_input_ids=ids).logits
+    if type(module).__name__ == "T5ForSequenceClassification":
+        return module(input_ids=ids.masked_fill(ids == 2, 1)[:, 1:]).logits
+    if type(module).__name__ == "T5EncoderModel":
+        return module(input_ids=ids).last_hidden_state.sort(-1).values
+    return module(input_ids=ids).logits
+
+
+def moved(module: nn.Module) -> Any:
+    """A fine-tune in which every tensor has moved."""
+    other, generator = copy.deepcopy(module), torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *IMAGES])
+def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
+    source = module_of(family)
+    tuned = moved(source)
+    target, wanted = (Reordered(describe_module(module)).build() for module in (source, tuned))
+    with torch.no_grad():
+        torch.testing.assert_close(answer(target), answer(source), atol=2e-4, rtol=1e-4)  # the planted one is one
+    result = transfer(source, tuned, target, tokens(4), loss=lambda module, batch: torch.zeros(()), method="transfusion")
+    stays = {result.target.file_names.get(item.tensor, item.tensor) for item in result.not_transported}
+    before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
+    kept = set()
+    for name in before:
+        if name in result.task_vector:
+            torch.testing.assert_close(
+                result.task_vector.dense(name), (after[name] - before[name]).detach(), atol=1e-5, rtol=1e-4, msg=name
+            )
+        else:
+            kept.add(name)
+    assert kept == {item.tensor for item in result.not_transported}
+    assert kept == {name for name in before if name.endswith(KEPT.get(family, ("nothing",)))}
