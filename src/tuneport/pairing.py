@@ -24,6 +24,7 @@ KEPT_BY_KIND = {
     "position embedding": "position embedding: the target keeps its own",
     "class token": "class token: the target keeps its own",
     "embedding": "embedding table: the target keeps its own",
+    "vocabulary head": "head over the vocabulary: the target keeps its own",
     "logit scale": "temperature: the target keeps its own",
     "layer scale": "layer scale: the target keeps its own",
     "learnt token": "learnt token: the target keeps its own",

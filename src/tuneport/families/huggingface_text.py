@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import read_json
 from ..errors import CheckpointError, first_of
-from ..layers import Layer, RowRanges, find_layers, find_loose
+from ..layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
 from .base import Batch, Model, class_embeddings, config_classes, outside_of
 from .reader import TOKENIZER_FILES, Reader, open_tokenizer
 
@@ -121,6 +121,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         token_logits=_token_logits(parts.kind) if writes else None,
         generates=("causal" if parts.kind == DECODER else "seq2seq") if writes else None,
         prompted=parts.kind != ENCODER,
+        vocabulary_head=_vocabulary_head(module, within) if writes else (),
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
         outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
@@ -150,6 +151,16 @@ def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
     if parts.kind == SEQ2SEQ:
         return ("shared.", "encoder.", "decoder.")
     return (f"{module.base_model_prefix}.",)
+
+
+def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:
+    """The layer that scores the tokens, unless it is the embedding once more."""
+    head = {id(parameter): suffix for suffix, parameter in module.get_output_embeddings().named_parameters()}
+    return tuple(
+        LooseTensor(name, tuple(parameter.shape), f"vocabulary head.{head[id(parameter)]}", "vocabulary head")
+        for name, parameter in module.named_parameters()
+        if id(parameter) in head and not name.startswith(within)
+    )
 
 
 def _layers(module: nn.Module, config: Any, within: tuple[str, ...]) -> tuple[Layer, ...]:
