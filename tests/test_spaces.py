@@ -12,10 +12,16 @@ from torch import Tensor
 
 from texts import FAMILIES, Size, make, scatter
 from tuneport import transfer
+from tuneport.alignment import Statistics
 from tuneport.families import Model, describe_module
 from tuneport.layers import Layer
+from tuneport.methods import Problem
+from tuneport.methods.spaces import UNMATCHED
+from tuneport.methods.transfusion import TransFusion
 from tuneport.outlook import expected
+from tuneport.planning import plan_of
 from tuneport.preparation import prepare
+from tuneport.task_vector import TaskVector
 from twins import Twin, moved
 
 SIZE = Size(width=24, depth=3, groups=4)
@@ -124,3 +130,24 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
             kept.add(name)
     assert {result.target.file_names[name] for name in kept} == {item.tensor for item in result.not_transported}
     assert kept == {name for name in before if name.endswith(KEPT.get(family, ("nothing",)))}
+
+
+@pytest.mark.parametrize("changed", [("classifier", "query", "value"), ("query", "value", "LayerNorm")])
+def test_a_task_vector_of_some_layers(changed: tuple[str, ...]) -> None:
+    """What an adapter leaves alone still tells where the rest stands; what nothing was matched beside is kept."""
+    source = module_of("bert")
+    target, wanted = (Reordered(describe_module(module)).build() for module in (source, moved(source)))
+    whole = TaskVector.between(dict(source.named_parameters()), dict(moved(source).named_parameters()))
+    vector = TaskVector({name: entry for name, entry in whole.items() if any(word in name for word in changed)})
+    plan = plan_of(describe_module(source), describe_module(target), vector)
+    weights = (dict(module.named_parameters()) for module in (source, target))
+    answer = TransFusion().transfer(Problem(plan, vector, Statistics(), "svd", *weights))
+    before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
+    for name in answer.task_vector:
+        tau = (after[name] - before[name]).detach()
+        torch.testing.assert_close(answer.task_vector.dense(name), tau, atol=1e-5, rtol=1e-4, msg=name)
+    assert set(answer.task_vector) | {item.tensor for item in answer.kept} == set(vector)
+    unmatched = {item.tensor for item in answer.kept}
+    assert {item.reason for item in answer.kept} <= {UNMATCHED}
+    after_attention = {name for name in vector if "attention.output.LayerNorm" in name}
+    assert unmatched == after_attention | {name for name in vector if f"{SIZE.depth - 1}.output.LayerNorm" in name}

@@ -48,7 +48,8 @@ def plan_of(
     more += [Kept(*item) for item in target.outside.items()]
     if pairs is not None:
         more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
-    return replace(plan, kept=(*apart, *_unchanged(plan, source, vector), *more))
+    kept = (*apart, *_unchanged(plan, source, vector), *more)
+    return replace(plan, kept=kept, target_layers=target.layers)
 
 
 def _paired(

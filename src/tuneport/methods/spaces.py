@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
-from ..layers import Layer, LooseTensor, locate
+from ..layers import Layer, LooseTensor
 from ..pairing import Kept, Plan, count_blocks
 
 Space = tuple[str, str, int]  # stack, kind, block
@@ -50,13 +50,15 @@ LOOSE_SPACES: Mapping[str, str] = {
     "sa_layer_norm": "middle",
     "layer.1.layer_norm": "middle",
     "scale1": "middle",
+    "ls_1.gamma": "middle",
     "layer.2.layer_norm": "crossed",
     "output.LayerNorm": "next",
     "output_layer_norm": "next",
     "post_feedforward_layernorm": "next",
     "scale2": "next",
+    "ls_2.gamma": "next",
 }
-HEADS = ("pooler", "pre-classifier", "projection", "classifier")  # a classifier reads what the other one gives
+HEADS = {"pooler", "pre-classifier", "projection"}  # a classifier reads what such a layer gives
 TOKENS = re.compile(r"(mask|reg|register|dist)_tokens?")
 AT_START = re.compile(r"pre|first|emb")
 AT_END = re.compile(r"post|final|ln_f$|^(fc_)?norm$|^layer_?norm$")
@@ -109,24 +111,21 @@ def places_of(plan: Plan) -> Places:
 class _Model:
     """What is known of the target as a whole.
 
-    `reading` are the stacks that attend to another one; `heads` the roles of the layers at the end; `same` leads from
-    a space to the one whose order it shares.
+    `reading` are the stacks that attend to another one; `ends` the roles of the layers after the blocks; `same` leads
+    from a space to the one whose order it shares.
     """
 
     blocks: Mapping[str, int]
     reading: frozenset[str]
-    heads: frozenset[str]
+    ends: frozenset[str]
     same: Mapping[Space, Space] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> _Model:
-        layers = [pair.target for pair in plan.pairs]
-        # what the fine-tune left alone is among what is kept
-        parts = {(layer.stack, layer.block, layer.role) for layer in layers}
-        parts |= {locate(item.tensor.partition("[")[0]) for item in plan.kept}
-        heads = frozenset(role for _, block, role in parts if block is None and role in HEADS)
-        reading = frozenset(stack for stack, block, role in parts if block is not None and role.startswith("cross_"))
-        model = cls(plan.target_blocks or count_blocks(layers), reading, heads)
+        layers = plan.target_layers or [pair.target for pair in plan.pairs]
+        reading = frozenset(layer.stack for layer in layers if layer.block is not None and "cross_" in layer.role)
+        ends = frozenset(layer.role for layer in layers if layer.block is None) - {"patch"}
+        model = cls(plan.target_blocks or count_blocks(layers), reading, ends)
         return replace(model, same=model._joined(pair.target for pair in plan.loose))
 
     def layer(self, layer: Layer) -> Axes | None:
@@ -139,10 +138,10 @@ class _Model:
         if layer.role == "patch":
             first = self._first(layer.weight)
             return (first, None) if first is not None else None
-        last, before = self._last(), self.heads - {"classifier"}
-        if last is None or layer.role not in HEADS or len(before) > 1:
+        last, before = self._last(), self.ends - {"classifier"}
+        if last is None or not before <= HEADS or len(before) > 1:  # what stands between may be anything
             return None
-        pooled = ("", "pooled", 0) if "classifier" in self.heads and before else None
+        pooled = ("", "pooled", 0) if "classifier" in self.ends and before else None
         return (None, pooled or last) if layer.role == "classifier" else (pooled, last)
 
     def loose(self, part: LooseTensor) -> Space | str | None:
