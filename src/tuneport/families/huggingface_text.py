@@ -1,8 +1,8 @@
 """What must be known of transformers' text classes: encoders, decoders, encoder-decoders, and their heads.
 
 A class is known by its model type and by the end of its name (BertModel, BertForSequenceClassification, ...).
-Fused projections are told by the name of their module. Embeddings over the vocabulary, tied or not, are left to
-the target; mixtures of experts are refused, since experts of two models have no common order.
+Fused projections are told by the name of their module. Embeddings and heads over the vocabulary are loose tensors;
+mixtures of experts are refused, since experts of two models have no common order.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str])
 
 
 def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
-    """Name prefixes of what is carried over: everything but heads over the vocabulary."""
+    """Name prefixes of layers and loose tensors: everything but heads over the vocabulary."""
     if parts.head in ("Model", "TextModel", "EncoderModel", CLASSIFIER):
         return ()
     if parts.kind == SEQ2SEQ:
