@@ -58,7 +58,7 @@ LOOSE_SPACES: Mapping[str, str] = {
     "scale2": "next",
     "ls_2.gamma": "next",
 }
-HEADS = {"pooler", "pre-classifier", "projection"}  # a classifier reads what such a layer gives
+HEADS = frozenset({"pooler", "pre-classifier", "projection"})  # a classifier reads what such a layer gives
 TOKENS = re.compile(r"(mask|reg|register|dist)_tokens?")
 AT_START = re.compile(r"pre|first|emb")
 AT_END = re.compile(r"post|final|ln_f$|^(fc_)?norm$|^layer_?norm$")
@@ -123,7 +123,7 @@ class _Model:
     @classmethod
     def of(cls, plan: Plan) -> _Model:
         layers = plan.target_layers or [pair.target for pair in plan.pairs]
-        reading = frozenset(layer.stack for layer in layers if layer.block is not None and "cross_" in layer.role)
+        reading = frozenset(layer.stack for layer in layers if layer.role.startswith("cross_"))
         ends = frozenset(layer.role for layer in layers if layer.block is None) - {"patch"}
         model = cls(plan.target_blocks or count_blocks(layers), reading, ends)
         return replace(model, same=model._joined(pair.target for pair in plan.loose))
@@ -174,11 +174,12 @@ class _Model:
         """An embedding that several stacks read, or that is the head as well, has one order in all its places."""
         same: dict[Space, Space] = {}
         for part in parts:
-            if part.kind != "embedding" or part.block is not None:
+            stacks = self._beneath(part.name) if part.kind == "embedding" and part.block is None else []
+            if not stacks or (len(stacks) > 1 and not self.reading):
                 continue
-            places = [(stack, "stream", 0) for stack in self._beneath(part.name) if self._first(part.name)]
+            first, *others = [(stack, "stream", 0) for stack in stacks]
             last = self._last() if part.tied else None
-            same |= {place: places[0] for place in (*places[1:], *((last,) if last else ())) if places}
+            same |= {place: first for place in (*others, last) if place is not None}
         return same
 
     def _inner(self, kind: str, stack: str, block: int) -> Space | None:
@@ -193,9 +194,8 @@ class _Model:
 
     def _first(self, name: str) -> Space | None:
         """The start of the stream that a tensor outside the blocks feeds."""
-        stacks = self._beneath(name)
-        told = len(stacks) == 1 or (len(stacks) > 1 and bool(self.reading))
-        return self._one((stacks[0], "stream", 0)) if told else None
+        starts = {self._one((stack, "stream", 0)) for stack in self._beneath(name)}
+        return starts.pop() if len(starts) == 1 else None
 
     def _last(self) -> Space | None:
         """The end of the stream that heads read: of the only stack, or of the one that attends to the other."""
