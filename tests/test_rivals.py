@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tuneport.methods.gradfix import GradFix
 from tuneport.methods.transfusion import TransFusion, match_weights
 from tuneport.pairing import pair_layers
 from tuneport.task_vector import TaskVector
+from twins import moved
 
 WIDTH, HIDDEN, HEADS, DEPTH = 16, 24, 4, 3
 STACK = "vision_model.encoder.layers"
@@ -44,16 +46,6 @@ def tower(seed: int) -> Any:
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + ("norm.weight" in name))
     return model
-
-
-def moved(model: nn.Module, seed: int = 21) -> nn.Module:
-    """A fine-tune in which every tensor has moved."""
-    copied = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return copied
 
 
 def pose(source: nn.Module, tuned: nn.Module, target: nn.Module) -> Problem:
@@ -233,6 +225,23 @@ def test_transfusion_moves_every_tensor_by_its_permutations(seed: int) -> None:
         wanted[f"{stem}.layer_norm2.weight"] = tau[f"{stem}.layer_norm2.weight"][middle]
     for name, tensor in wanted.items():
         assert torch.equal(answer.dense(name), tensor), name
+
+
+def test_transfusion_puts_classes_in_the_order_of_the_target() -> None:
+    source = ToyViT(seed=1, classes=5)
+    tuned, target, order = moved(source), copy.deepcopy(source), torch.tensor([3, 0, 4, 1, 2])
+    with torch.no_grad():
+        target.classifier.weight.copy_(source.classifier.weight[order])
+        target.classifier.bias.copy_(source.classifier.bias[order])
+    between = toy_plan(source, target)
+    classes = torch.eye(5, dtype=torch.float64)[:, order]
+    pairs = tuple(replace(p, output_map=classes) if p.target.role == "classifier" else p for p in between.pairs)
+    vector = TaskVector.between(source.state_dict(), tuned.state_dict())
+    weights = (dict(model.named_parameters()) for model in (source, target))
+    posed = Problem(replace(between, pairs=pairs), vector, Statistics(), "svd", *weights)
+    answer = TransFusion().transfer(posed).task_vector
+    assert torch.equal(answer.dense("classifier.weight"), vector.dense("classifier.weight")[order])
+    assert torch.equal(answer.dense("classifier.bias"), vector.dense("classifier.bias")[order])
 
 
 # --- GradFix: every sample's gradient by autograd, one sample at a time

@@ -27,6 +27,7 @@ from tuneport.methods import METHODS
 from tuneport.preparation import prepare
 from tuneport.tables import load
 from twins import finetuned
+from twins import moved as all_moved
 
 # --- the protocol of the paper's T5 table
 
@@ -226,6 +227,55 @@ def test_every_method_ports_a_text_model_or_says_why_not(method: str, family: st
         update = result.task_vector.dense(name)
         assert update.shape == parameters[name].shape
         assert torch.isfinite(update).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt-neox", "t5-gated", "gpt2", "bert"])
+def test_naive_adds_the_whole_task_vector_where_shapes_agree(family: str) -> None:
+    """Heads over the vocabulary too, tied or not."""
+    source, target = make(family), make(family, Size(seed=1))
+    tuned = all_moved(source)
+    result = transfer(source, tuned, target, method="naive")
+    assert not result.not_transported
+    assert not result.record["left_behind"]
+    for (name, before), after in zip(source.named_parameters(), tuned.parameters(), strict=True):
+        assert torch.equal(result.task_vector.dense(name), (after - before).detach()), name
+
+
+@pytest.mark.parametrize("method", ["naive", "transfusion", "bico"])
+def test_a_head_over_other_tokens_stays(method: str, tmp_path: Path) -> None:
+    """As many tokens, two of them in each other's place: nothing is added to the wrong token's row."""
+    words = gpt_tokenizer()
+    size = Size(groups=4)
+    source, target = make("llama", size, vocab_size=len(words)), make("llama", size, vocab_size=len(words))
+    parts = {"source": source, "tuned": all_moved(source), "target": target}
+    folders = [write(tmp_path / part, module, words) for part, module in parts.items()]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": sentence} for sentence in SENTENCES])
+    same = transfer(*folders, rows, method=method, samples=8)
+    reasons = {item.tensor: item.reason for item in same.not_transported}
+    if method == "bico":
+        assert reasons["lm_head.weight"] == "head over the vocabulary: the target keeps its own"
+    else:
+        assert "lm_head.weight" in same.task_vector
+    path = folders[2] / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    known = content["model"]["vocab"]
+    known["a"], known["b"] = known["b"], known["a"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    other = transfer(*folders, rows, method=method, samples=8)
+    assert "lm_head.weight" not in other.task_vector
+    reasons = {item.tensor: item.reason for item in other.not_transported}
+    assert reasons["lm_head.weight"] == "head over another vocabulary than the source's: the target keeps its own"
+    assert "lm_head.weight" in {item["tensor"] for item in other.record["left_behind"]}
+
+
+def test_a_head_over_more_tokens_stays() -> None:
+    source, target = make("llama"), make("llama", Size(seed=1), vocab_size=130)
+    result = transfer(source, all_moved(source), target, method="naive")
+    assert "lm_head.weight" not in result.task_vector
+    assert (
+        "head over another vocabulary"
+        in {item.tensor: item.reason for item in result.not_transported}["lm_head.weight"]
+    )
 
 
 @pytest.mark.parametrize("name", ["causal", "seq2seq", "contrastive"])

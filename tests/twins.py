@@ -139,3 +139,13 @@ def finetuned(model: Model, amount: float = 0.02, seed: int = 8) -> nn.Module:
         for name in dict.fromkeys(name for layer in model.layers for name in (layer.weight, layer.bias) if name):
             parameters[name].add_(torch.randn(parameters[name].shape, generator=generator) * amount)
     return moved
+
+
+def moved(module: nn.Module, seed: int = 21) -> Any:
+    """A fine-tune in which every tensor has moved."""
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return other

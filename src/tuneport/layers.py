@@ -108,7 +108,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class LooseTensor:
-    """A parameter that belongs to no linear layer: a norm, a token, an embedding, a scale."""
+    """A parameter that belongs to no linear layer: a norm, a token, an embedding, a scale.
+
+    A `tied` embedding is the weight of a linear layer as well: the head over its vocabulary.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -116,6 +119,7 @@ class LooseTensor:
     kind: str
     stack: str = ""
     block: int | None = None
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def find_layers(
     order = {name: index for index, name in enumerate(parameters)}
     kept = [layer for layer in found if not within or layer.weight.startswith(tuple(within))]
     if heads is not None:
-        kept = [replace(layer, heads=heads) if layer.role in ATTENTION_ROLES else layer for layer in kept]
+        kept = [replace(layer, heads=heads) if _attends(layer) else layer for layer in kept]
     return _distinct(sorted(kept, key=lambda layer: order[layer.weight]))
 
 
@@ -174,12 +178,14 @@ def find_loose(module: nn.Module, layers: Sequence[Layer], *, within: Sequence[s
     """List every parameter that no layer owns, with what kind of thing it is."""
     owned = {layer.weight for layer in layers} | {layer.bias for layer in layers}
     kinds = dict(_kinds(module))
+    linear = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)}
     loose = []
     for name, parameter in module.named_parameters():
         if name in owned or (within and not name.startswith(tuple(within))):
             continue
         stack, block, role = locate(name)
-        loose.append(LooseTensor(name, tuple(parameter.shape), role, kinds.get(name, "parameter"), stack, block))
+        kind, tied = kinds.get(name, "parameter"), id(parameter) in linear
+        loose.append(LooseTensor(name, tuple(parameter.shape), role, kind, stack, block, tied))
     return _distinct(loose)
 
 
@@ -213,6 +219,10 @@ def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
         else part
         for part in parts
     )
+
+
+def _attends(layer: Layer) -> bool:
+    return layer.role.removeprefix("cross_") in ATTENTION_ROLES
 
 
 def _role(name: str, table: Sequence[tuple[str, str]]) -> str:

@@ -44,7 +44,7 @@ def expected(job: Job) -> dict[str, Any]:
             }
             for pair in job.plan.pairs
         ],
-        "not_transported": [asdict(item) for item in not_transported_by(job, _moved(job), ())],
+        "not_transported": [asdict(item) for item in not_transported_by(job, _moved(job), job.method.kept(job.plan))],
         "left_behind": [asdict(item) for item in left_behind(job)],
         "expected": {
             "statistics_bytes": cost["statistics_bytes"],
@@ -73,10 +73,12 @@ def _within(job: Job) -> dict[str, Any]:
 
 def _moved(job: Job) -> TaskVector:
     """A stand-in for the result: the names that the method would move."""
-    names = {pair.target.weight for pair in job.plan.pairs}
-    names |= {pair.target.bias for pair in job.plan.pairs if pair.target.bias and pair.source.bias}
+    stays = {item.tensor for item in job.method.kept(job.plan)}
+    pairs = [pair for pair in job.plan.pairs if pair.target.name not in stays]
+    names = {pair.target.weight for pair in pairs}
+    names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
     if job.method.moves_loose:
-        names |= {pair.target.name for pair in job.plan.loose}
+        names |= {pair.target.name for pair in job.plan.loose} - stays
     return TaskVector({name: torch.empty(0) for name in names})
 
 

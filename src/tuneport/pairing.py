@@ -24,6 +24,7 @@ KEPT_BY_KIND = {
     "position embedding": "position embedding: the target keeps its own",
     "class token": "class token: the target keeps its own",
     "embedding": "embedding table: the target keeps its own",
+    "vocabulary head": "head over the vocabulary: the target keeps its own",
     "logit scale": "temperature: the target keeps its own",
     "layer scale": "layer scale: the target keeps its own",
     "learnt token": "learnt token: the target keeps its own",
@@ -64,7 +65,10 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a transfer will do: layer pairs, loose pairs, target tensors kept, source tensors left behind."""
+    """What a transfer will do: layer pairs, loose pairs, target tensors kept, source tensors left behind.
+
+    `target_layers` are all of the target's, those too that the fine-tune did not change.
+    """
 
     pairs: tuple[LayerPair, ...]
     loose: tuple[LoosePair, ...] = ()
@@ -72,6 +76,7 @@ class Plan:
     dropped: tuple[Kept, ...] = ()
     source_blocks: Mapping[str, int] = field(default_factory=dict)
     target_blocks: Mapping[str, int] = field(default_factory=dict)
+    target_layers: tuple[Layer, ...] = ()
 
 
 def nearest_block(block: int, source_depth: int, target_depth: int) -> int:
@@ -147,7 +152,7 @@ def pair_layers(
         )
     _check_maps(pairs)
     kept, dropped = list(dict.fromkeys(kept)), list(dict.fromkeys(dropped))  # a fused bias is named once
-    return Plan(tuple(pairs), tuple(loose), tuple(kept), tuple(dropped), depth_a, depth_b)
+    return Plan(tuple(pairs), tuple(loose), tuple(kept), tuple(dropped), depth_a, depth_b, tuple(target))
 
 
 def check_pairs(pairs: Iterable[LayerPair]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .errors import PairingError, first_of
 from .families import Model
 from .job import Job
-from .layers import Layer
+from .layers import Layer, LooseTensor
 from .pairing import (
     KEPT_BY_KIND,
     DepthRule,
@@ -41,12 +41,15 @@ def plan_of(
     exclude: Sequence[str] = (),
 ) -> Plan:
     """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays."""
+    apart = _vocabularies_apart(source, target)
+    source = replace(source, vocabulary_head=()) if apart else source
     plan = _paired(source, target, vector, roles, depth_rule, exclude) if pairs is None else _given(pairs, vector)
     more = [Kept(name, "excluded") for name in target.file_names if target.matches(name, exclude)]
     more += [Kept(*item) for item in target.outside.items()]
     if pairs is not None:
         more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
-    return replace(plan, kept=(*_unchanged(plan, source, vector), *more))
+    kept = (*apart, *_unchanged(plan, source, vector), *more)
+    return replace(plan, kept=kept, target_layers=target.layers)
 
 
 def _paired(
@@ -71,12 +74,15 @@ def _paired(
         if layer.weight in vector and not source.matches(layer.weight, exclude)
     ]
     theirs = [included(layer, target) for layer in target.layers if not target.matches(layer.weight, exclude)]
-    loose = [part for part in source.loose if part.name in vector and not source.matches(part.name, exclude)]
+
+    def loose(model: Model) -> list[LooseTensor]:
+        return [part for part in (*model.loose, *model.vocabulary_head) if not model.matches(part.name, exclude)]
+
     return pair_layers(
         ours,
         theirs,
-        source_loose=loose,
-        target_loose=[part for part in target.loose if not target.matches(part.name, exclude)],
+        source_loose=[part for part in loose(source) if part.name in vector],
+        target_loose=loose(target),
         roles=roles,
         depth_rule=depth_rule,
         output_maps=_class_map(source, target),
@@ -109,6 +115,20 @@ def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
             yield item
 
 
+def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
+    """The target's head, where it scores other tokens; without both tokenizers, the number of tokens has to do."""
+    ours, theirs = source.vocabulary_head, target.vocabulary_head
+    if not ours or not theirs:
+        return []
+    if ours[0].shape[0] == theirs[0].shape[0] and (
+        source.reader is None or target.reader is None or source.reader.same_tokens(target.reader)
+    ):
+        return []
+    return [
+        Kept(part.name, "head over another vocabulary than the source's: the target keeps its own") for part in theirs
+    ]
+
+
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     """Class logits of one label set are one space: the map only puts the classes in the target's order."""
     ours, theirs = source.classes, target.classes
@@ -122,7 +142,10 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
 
 def left_behind(job: Job) -> tuple[Kept, ...]:
     """What the fine-tune changed in the source that no target tensor takes up."""
-    taken = {pair.source.name for pair in job.plan.loose} if job.method.moves_loose else set()
+    stays_there = {item.tensor for item in job.method.kept(job.plan)}
+    taken = {
+        pair.source.name for pair in job.plan.loose if job.method.moves_loose and pair.target.name not in stays_there
+    }
     stays = [
         Kept(part.name, KEPT_BY_KIND[part.kind].replace("the target keeps its own", "not moved by this method"))
         for part in job.source.loose
@@ -131,7 +154,7 @@ def left_behind(job: Job) -> tuple[Kept, ...]:
     stays += [
         Kept(name, reason)
         for name, reason in job.source.outside.items()
-        if name in job.task_vector and job.task_vector.changes(name)
+        if name in job.task_vector and name not in taken and job.task_vector.changes(name)
     ]
     named = (Kept(job.source.file_names.get(item.tensor, item.tensor), item.reason) for item in stays)
     return (*job.plan.dropped, *named)
@@ -141,7 +164,7 @@ def not_transported_by(job: Job, moved: TaskVector, kept: Iterable[Kept]) -> tup
     """Every tensor of the target's files that stays as it was, with the reason, in the order of the files."""
     reasons: dict[str, str] = {}
     whole = {layer.name: layer.weight for layer in job.target.layers if layer.weight not in moved}
-    for item in (*job.plan.kept, *kept):
+    for item in (*kept, *job.plan.kept):  # the method knows the nearer reason
         tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
         stored = job.target.file_names.get(tensor, tensor)
         if item.tensor not in moved:

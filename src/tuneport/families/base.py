@@ -53,10 +53,10 @@ class Model:
     `module.named_parameters()`. `encode` turns raw samples into the module's inputs, `features` and `logits`
     run it, `text_head` builds class embeddings with the model's own text tower; each is None where the
     model has no such thing. A text model has a `reader`; one that writes has `token_logits` of a batch and its
-    labels, and `generates` says how: causal or seq2seq; one that
-    is `prompted` reads samples inside the task's prompt. `width` is that of the features. `write` puts tensors
-    into a new folder in the library's own layout, with the configuration where nothing beside the weights
-    carries it; `library` is what the hub calls that library, None where the module is of none.
+    labels, and `generates` says how: causal or seq2seq; one that is `prompted` reads samples inside the task's prompt;
+    `vocabulary_head` is its last layer where that is not tied, and stands in `outside` too. `width` is that of the
+    features. `write` puts tensors into a new folder in the library's own layout, with the configuration where nothing
+    beside the weights carries it; `library` is what the hub calls that library, None where the module is of none.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Model:
     token_logits: Callable[[nn.Module, Batch, Tensor], Tensor] | None = None
     generates: str | None = None
     prompted: bool = False
+    vocabulary_head: tuple[LooseTensor, ...] = ()
     text_head: TextHead | None = None
     logit_scale: float = 1.0
     width: int | None = None

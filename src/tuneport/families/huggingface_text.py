@@ -1,8 +1,8 @@
 """What must be known of transformers' text classes: encoders, decoders, encoder-decoders, and their heads.
 
 A class is known by its model type and by the end of its name (BertModel, BertForSequenceClassification, ...).
-Fused projections are told by the name of their module. Embeddings over the vocabulary, tied or not, are left to
-the target; mixtures of experts are refused, since experts of two models have no common order.
+Fused projections are told by the name of their module. Embeddings and heads over the vocabulary are loose tensors;
+mixtures of experts are refused, since experts of two models have no common order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import read_json
 from ..errors import CheckpointError, first_of
-from ..layers import Layer, RowRanges, find_layers, find_loose
+from ..layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
 from .base import Batch, Model, class_embeddings, config_classes, outside_of
 from .reader import TOKENIZER_FILES, Reader, open_tokenizer
 
@@ -121,6 +121,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         token_logits=_token_logits(parts.kind) if writes else None,
         generates=("causal" if parts.kind == DECODER else "seq2seq") if writes else None,
         prompted=parts.kind != ENCODER,
+        vocabulary_head=_vocabulary_head(module, within) if writes else (),
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
         outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
@@ -144,12 +145,22 @@ def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str])
 
 
 def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
-    """Name prefixes of what is carried over: everything but heads over the vocabulary."""
+    """Name prefixes of layers and loose tensors: everything but heads over the vocabulary."""
     if parts.head in ("Model", "TextModel", "EncoderModel", CLASSIFIER):
         return ()
     if parts.kind == SEQ2SEQ:
         return ("shared.", "encoder.", "decoder.")
     return (f"{module.base_model_prefix}.",)
+
+
+def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:
+    """The layer that scores the tokens, unless it is the embedding once more."""
+    head = {id(parameter): suffix for suffix, parameter in module.get_output_embeddings().named_parameters()}
+    return tuple(
+        LooseTensor(name, tuple(parameter.shape), f"vocabulary head.{head[id(parameter)]}", "vocabulary head")
+        for name, parameter in module.named_parameters()
+        if id(parameter) in head and not name.startswith(within)
+    )
 
 
 def _layers(module: nn.Module, config: Any, within: tuple[str, ...]) -> tuple[Layer, ...]:

@@ -50,6 +50,10 @@ class Reader:
     names: tuple[str, ...] = ("input_ids", "attention_mask")
     vocabulary: int | None = None
 
+    def same_tokens(self, other: Reader) -> bool:
+        """Whether every token has the same number in both."""
+        return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+
     def texts(self, texts: Sequence[Text]) -> Encoded:
         """Texts, or pairs of texts read as one sequence, padded on the right and cut at the longest length."""
         return self._encode(texts)

@@ -110,6 +110,11 @@ class Method(ABC):
     def check(self, plan: Plan) -> None:  # noqa: B027 - most methods serve every plan
         """Refuse, before anything is measured, a plan that the method cannot serve (MethodError)."""
 
+    def kept(self, plan: Plan) -> tuple[Kept, ...]:
+        """What of a plan's pairs the method leaves to the target, with reasons, before anything is measured."""
+        del plan
+        return ()
+
     @abstractmethod
     def transfer(self, problem: Problem) -> Transfer:
         """Carry the source's task vector over to the target."""

@@ -22,8 +22,9 @@ def check_method(method: Method, problem: Problem) -> Transfer:
     """Assert that a method keeps its law on one problem, and return its answer.
 
     Entries have the target's names and shapes, float32 and finite; every target tensor of the plan is moved
-    or kept; records name layers of the plan with the norms of what was moved; the same problem gives the same
-    bits; a zero task vector gives a zero task vector; the problem is left as it was.
+    or kept, and kept where the method foretold it; records name layers of the plan with the norms of what was
+    moved; the same problem gives the same bits; a zero task vector gives a zero task vector; the problem is left as
+    it was.
 
     The statistics of the problem must hold `method.signals`; tensors outside the plan are not looked at. A
     plan that the method refuses (MethodError from `method.check`) is refused here too.
@@ -37,6 +38,8 @@ def check_method(method: Method, problem: Problem) -> Transfer:
     assert isinstance(answer, Transfer), f"transfer must return a Transfer, got {type(answer).__name__}"
     _check_entries(answer.task_vector, problem)
     _check_complete(answer, problem)
+    forgotten = sorted({item.tensor for item in method.kept(problem.plan)} - {item.tensor for item in answer.kept})
+    assert not forgotten, f"foretold as kept, but not kept: {', '.join(forgotten)}"
     _check_records(answer, problem)
     _check_same(answer, method.transfer(_unsolved(problem)))
     nothing = {name: _dense(entry) * 0 for name, entry in problem.task_vector.items()}

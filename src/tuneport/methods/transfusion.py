@@ -1,15 +1,15 @@
 """TransFusion: permute the source's units to match the target's weights, then add the permuted task vector.
 
-Data-free and for identical architectures. Which units may be permuted follows from the roles of the layers
-(SPACES, as data): each residual stream has its own permutation before attention, after attention and after
-the MLP, tied by identity shortcuts; attention is matched in two levels, heads by their singular values, then
-units inside a head. Coordinate descent in random (seeded) order until nothing improves. Of a low-rank update
-the factors are permuted, which is exact.
+Data-free and for identical architectures. Which units may be permuted is told by `spaces`: each residual stream has
+its own permutation before attention, after attention and after the MLP, tied by identity shortcuts; attention is
+matched in two levels, heads by their singular values, then units inside a head. Coordinate descent in random (seeded)
+order until nothing improves. Of a low-rank update the factors are permuted, which is exact. A tensor of which the order
+of units cannot be told stays the target's own: it is never added in the source's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,45 +17,11 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError
-from ..layers import Layer, LooseTensor
+from ..layers import ATTENTION_ROLES, Layer
 from ..low_rank import Entry, LowRank, as_dense
-from ..pairing import Plan
+from ..pairing import Kept, LayerPair, Plan
 from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes, matrix_of, recorded_norm
-
-# role -> (space of the output axis, space of the input axis); "next" is the stream of the following block.
-SPACES: Mapping[str, tuple[str | None, str | None]] = {
-    "q": ("heads", "stream"),
-    "k": ("heads", "stream"),
-    "v": ("heads", "stream"),
-    "out": ("middle", "heads"),
-    "fc1": ("hidden", "middle"),
-    "gate": ("hidden", "middle"),
-    "up": ("hidden", "middle"),
-    "fc2": ("next", "hidden"),
-    "down": ("next", "hidden"),
-}
-# Outside the blocks: the first and the last stream.
-OUTER_SPACES: Mapping[str, tuple[str | None, str | None]] = {
-    "patch": ("first", None),
-    "projection": (None, "last"),
-    "classifier": (None, "last"),
-}
-# Loose tensors: the space of their last axis.
-LOOSE_SPACES: Mapping[str, str] = {
-    "norm1": "stream",
-    "norm2": "middle",
-    "scale1": "middle",
-    "scale2": "next",
-    "attention.output.LayerNorm": "middle",
-    "output.LayerNorm": "next",
-    "class token": "first",
-    "position embedding": "first",
-    "first norm": "first",
-    "final norm": "last",
-}
-
-Space = tuple[str, str, int]  # stack, kind, block
-Axes = tuple[Space | None, Space | None]
+from .spaces import SPACES, Axes, Space, places_of
 
 
 @dataclass(frozen=True)
@@ -87,33 +53,43 @@ class TransFusion(Method):
                     f"in the target and {loose.source.shape} in the source."
                 )
         for pair in plan.pairs:
-            if pair.target.block is not None and pair.target.role in ("q", "k", "v", "out") and not pair.target.heads:
+            attends = pair.target.block is not None and pair.target.role.removeprefix("cross_") in ATTENTION_ROLES
+            if attends and not pair.target.heads:
                 raise MethodError(
                     f"transfusion needs the number of attention heads of {pair.target.name}; "
                     "use a model of a known family, or find_layers(heads=...)."
                 )
-        counts: dict[tuple[str, int | None], Layer] = {}
-        for layer in (pair.target for pair in plan.pairs if SPACES.get(pair.target.role, ("", ""))[0] == "heads"):
-            first = counts.setdefault((layer.stack, layer.block), layer)
+        counts: dict[tuple[str, str, int | None], Layer] = {}
+        for layer in (pair.target for pair in plan.pairs):
+            space = SPACES.get(layer.role, ("", ""))[0]
+            if not space.endswith("heads"):
+                continue
+            first = counts.setdefault((space, layer.stack, layer.block), layer)
             if first.heads != layer.heads:
                 raise MethodError(
                     f"transfusion matches heads one by one, but {first.name} has {first.heads} of them and "
                     f"{layer.name} {layer.heads}: grouped queries share their keys. Use bico, theseus or naive."
                 )
 
+    def kept(self, plan: Plan) -> tuple[Kept, ...]:
+        return places_of(plan).kept
+
     def transfer(self, problem: Problem) -> Transfer:
         self.check(problem.plan)
+        places = places_of(problem.plan)
         permutations = match_weights(problem, seed=self.seed, sweeps=self.sweeps)
         entries = Entries()
         records = []
         for pair in problem.plan.pairs:
-            rows, columns = layer_spaces(pair.target, problem.plan)
+            if pair.target.name not in places.layers:
+                continue
+            rows, columns = places.layers[pair.target.name]
             tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
-            moved = _reordered(_reordered(tau, permutations.get(rows), 0), permutations.get(columns), 1)
+            moved = _reordered(_reordered(_shared(pair, tau), permutations.get(rows), 0), permutations.get(columns), 1)
             entries.put(pair.target, moved)
             if pair.target.bias is not None and pair.source.bias is not None:
                 bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias]))
-                entries.put_bias(pair.target, _permuted(bias, permutations.get(rows), 0))
+                entries.put_bias(pair.target, _permuted(as_dense(_shared(pair, bias)), permutations.get(rows), 0))
             records.append(
                 LayerRecord(
                     target=pair.target.name,
@@ -124,29 +100,41 @@ class TransFusion(Method):
                 )
             )
         for loose in problem.plan.loose:
-            space = loose_space(loose.target, problem.plan)
-            tau = problem.task_vector[loose.source.name]
-            entries.put_loose(loose.target.name, _reordered(tau, permutations.get(space), -1))
-        return Transfer(entries.task_vector(), tuple(records))
+            if loose.target.name in places.loose:
+                order = permutations.get(places.loose[loose.target.name])
+                tau = problem.task_vector[loose.source.name]
+                entries.put_loose(loose.target.name, _reordered(tau, order, -1))
+        return Transfer(entries.task_vector(), tuple(records), places.kept)
 
 
 def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict[Space | None, Tensor]:
     """For every space, `p` such that unit i of the target corresponds to unit p[i] of the source.
 
-    Maximises the inner product of the target's weights with the permuted source's, one space at a time.
+    Maximises the inner product of the target's weights with the permuted source's, one space at a time: those of
+    layers and of embedding tables.
     """
+    places = places_of(problem.plan)
     tensors: list[tuple[Axes, Tensor, Tensor]] = []
     heads: dict[Space, int] = {}
     for pair in problem.plan.pairs:
-        axes = layer_spaces(pair.target, problem.plan)
+        if pair.target.name not in places.layers:
+            continue
+        axes = places.layers[pair.target.name]
         ours = pair.source.matrix(problem.source_weights[pair.source.weight].detach()).double().cpu()
+        ours = as_dense(_shared(pair, ours))
         theirs = pair.target.matrix(problem.target_weights[pair.target.weight].detach()).double().cpu()
         tensors.append((axes, ours, theirs))
         for space in axes:
-            if space is not None and space[1] == "heads" and pair.target.heads:
+            if space is not None and space[1].endswith("heads") and pair.target.heads:
                 heads[space] = pair.target.heads
+    for loose in problem.plan.loose:
+        space = places.loose.get(loose.target.name)
+        if loose.target.kind == "embedding" and space is not None:  # the tokens of a table have one order
+            ours = problem.source_weights[loose.source.name].detach().double().cpu()
+            theirs = problem.target_weights[loose.target.name].detach().double().cpu()
+            tensors.append(((None, space), theirs.T @ ours, torch.eye(ours.shape[1], dtype=torch.float64)))
     sizes = {space: ours.shape[axis] for axes, ours, _ in tensors for axis, space in enumerate(axes) if space}
-    for first, second in _shortcuts(sizes):
+    for first, second in places.shortcuts:
         identity = torch.eye(sizes[first], dtype=torch.float64)
         tensors.append(((second, first), identity, identity))
     permutations: dict[Space | None, Tensor] = {space: torch.arange(size) for space, size in sizes.items()}
@@ -171,36 +159,13 @@ def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict
     return permutations
 
 
-def layer_spaces(layer: Layer, plan: Plan) -> Axes:
-    """The permutable spaces of a target layer's output and input axes; None where units keep their order."""
-    table = OUTER_SPACES if layer.block is None else SPACES
-    rows, columns = table.get(layer.role, (None, None))
-    return _space(rows, layer.stack, layer.block, plan), _space(columns, layer.stack, layer.block, plan)
-
-
-def loose_space(part: LooseTensor, plan: Plan) -> Space | None:
-    """The permutable space of a loose tensor's last axis."""
-    return _space(LOOSE_SPACES.get(part.role.removesuffix(".bias")), part.stack, part.block, plan)
-
-
-def _space(kind: str | None, stack: str, block: int | None, plan: Plan) -> Space | None:
-    if kind is None:
-        return None
-    if block is None:
-        if len(plan.target_blocks) != 1:
-            return None
-        stack, depth = next(iter(plan.target_blocks.items()))
-        return stack, "stream", 0 if kind == "first" else depth
-    return (stack, "stream", block + 1) if kind == "next" else (stack, kind, block)
-
-
-def _shortcuts(sizes: Mapping[Space, int]) -> Iterator[tuple[Space, Space]]:
-    """Residual connections: the stream before and after each attention and each MLP."""
-    for stack, kind, block in sizes:
-        before, after = (stack, "stream", block), (stack, "stream", block + 1)
-        if kind == "middle":
-            middle = (stack, kind, block)
-            yield from (pair for pair in ((before, middle), (middle, after)) if pair[0] in sizes and pair[1] in sizes)
+def _shared(pair: LayerPair, entry: Entry) -> Entry:
+    """A layer's matrix or bias by the fixed map of outputs that both models share, such as classes in another order."""
+    if pair.output_map is None:
+        return entry
+    if isinstance(entry, LowRank):
+        return LowRank(as_dense(_shared(pair, entry.out_factor)), entry.in_factor)
+    return pair.output_map.T.to(entry) @ entry
 
 
 def _gain(

@@ -1,0 +1,153 @@
+"""Where tensors live: twins of every family whose residual stream alone is in another order."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from texts import FAMILIES, Size, make, scatter
+from tuneport import transfer
+from tuneport.alignment import Statistics
+from tuneport.families import Model, describe_module
+from tuneport.layers import Layer
+from tuneport.methods import Problem
+from tuneport.methods.spaces import UNMATCHED
+from tuneport.methods.transfusion import TransFusion
+from tuneport.outlook import expected
+from tuneport.planning import plan_of
+from tuneport.preparation import prepare
+from tuneport.task_vector import TaskVector
+from twins import Twin, moved
+
+SIZE = Size(width=24, depth=3, groups=4)
+IMAGES = {
+    "clip": ("CLIPVisionModelWithProjection", "CLIPVisionConfig", {"projection_dim": 12}),
+    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", {}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {"mlp_ratio": 2}),
+}
+# What cannot be told, by the end of its name; all else has to move.
+SIGLIP_HEAD = (
+    *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias", "head.attention.out_proj.weight"),
+    *("head.attention.out_proj.bias", "head.layernorm.weight", "head.layernorm.bias", "head.mlp.fc1.weight"),
+    *("head.mlp.fc1.bias", "head.mlp.fc2.weight", "head.mlp.fc2.bias"),
+)
+KEPT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mpnet", "t5", "t5-gated", "t5-classifier", "t5-encoder"), ("relative_attention_bias.weight",)),
+    **dict.fromkeys(("qwen3", "gemma3"), ("q_norm.weight", "k_norm.weight")),
+    "modernbert": ("head.norm.weight",),
+    "siglip": SIGLIP_HEAD,
+    "dinov2": ("classifier.weight", "classifier.bias"),  # it reads two tokens side by side
+}
+
+
+class Reordered(Twin):
+    """The residual stream and what a pooler gives in another order; heads and hidden units as they were."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, rotary=True, turn=False)
+
+    def order(self, stack: str, block: int | None, cross: bool) -> Tensor:
+        del stack, block, cross
+        return torch.arange(self.heads).reshape(self.groups, -1)
+
+    def attention(self, layer: Layer, part: str, width: int) -> Tensor:
+        del layer, part
+        return torch.eye(width, dtype=torch.float64)
+
+    def units(self, layer: Layer, width: int) -> Tensor:
+        del layer
+        return torch.eye(width, dtype=torch.float64)
+
+    def around(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        into, out = (torch.eye(n, dtype=torch.float64) for n in (layer.in_features, layer.out_features))
+        if layer.role == "patch":
+            return into, self.stream
+        if layer.role in ("projection", "head.attention.k", "head.attention.v"):
+            return self.stream, out
+        if layer.role.startswith("head."):
+            return into, out
+        if layer.role == "classifier" and layer.in_features == 2 * len(self.stream):
+            return torch.block_diag(self.stream, self.stream), out
+        return super().around(layer)
+
+    def loose(self, name: str, kind: str, stack: str, tensor: Tensor) -> Tensor:
+        if name in SIGLIP_HEAD:
+            return tensor
+        return super().loose(name, kind, stack, tensor)
+
+
+def module_of(family: str) -> Any:
+    if family in FAMILIES:
+        return make(family, SIZE)
+    kind, config, more = IMAGES[family]
+    sizes = {"hidden_size": SIZE.width, "intermediate_size": SIZE.hidden, "num_hidden_layers": SIZE.depth}
+    sizes |= {"num_attention_heads": SIZE.heads, "image_size": 8, "patch_size": 4, "num_labels": 5, **more}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+        scatter(module)
+    return module.eval()
+
+
+def answer(module: Any) -> Tensor:
+    if hasattr(module.config, "patch_size"):
+        found = module(pixel_values=torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+        return next(found[name] for name in ("logits", "image_embeds", "pooler_output") if name in found)
+    ids = torch.tensor([[1, 5, 9, 7, 2], [1, 8, 4, 6, 2]])
+    if type(module).__name__ == "T5ForConditionalGeneration":
+        return module(input_ids=ids, decoder_input_ids=ids).logits
+    if type(module).__name__ == "T5ForSequenceClassification":
+        return module(input_ids=ids.masked_fill(ids == 2, 1)[:, 1:]).logits
+    if type(module).__name__ == "T5EncoderModel":
+        return module(input_ids=ids).last_hidden_state.sort(-1).values
+    return module(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *IMAGES])
+def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
+    source = module_of(family)
+    tuned = moved(source)
+    target, wanted = (Reordered(describe_module(module)).build() for module in (source, tuned))
+    with torch.no_grad():
+        torch.testing.assert_close(answer(target), answer(source), atol=2e-4, rtol=1e-4)  # the planted one is one
+    result = transfer(source, tuned, target, method="transfusion")
+    foreseen = expected(prepare(source, tuned, target, method="transfusion"))
+    assert [asdict(item) for item in result.not_transported] == foreseen["not_transported"]
+    before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
+    kept = set()
+    for name in before:
+        if name in result.task_vector:
+            torch.testing.assert_close(
+                result.task_vector.dense(name), (after[name] - before[name]).detach(), atol=1e-5, rtol=1e-4, msg=name
+            )
+        else:
+            kept.add(name)
+    assert {result.target.file_names[name] for name in kept} == {item.tensor for item in result.not_transported}
+    assert kept == {name for name in before if name.endswith(KEPT.get(family, ("nothing",)))}
+
+
+@pytest.mark.parametrize("changed", [("classifier", "query", "value"), ("query", "value", "LayerNorm")])
+def test_a_task_vector_of_some_layers(changed: tuple[str, ...]) -> None:
+    """What an adapter leaves alone still tells where the rest stands; what nothing was matched beside is kept."""
+    source = module_of("bert")
+    target, wanted = (Reordered(describe_module(module)).build() for module in (source, moved(source)))
+    whole = TaskVector.between(dict(source.named_parameters()), dict(moved(source).named_parameters()))
+    vector = TaskVector({name: entry for name, entry in whole.items() if any(word in name for word in changed)})
+    plan = plan_of(describe_module(source), describe_module(target), vector)
+    weights = (dict(module.named_parameters()) for module in (source, target))
+    answer = TransFusion().transfer(Problem(plan, vector, Statistics(), "svd", *weights))
+    before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
+    for name in answer.task_vector:
+        tau = (after[name] - before[name]).detach()
+        torch.testing.assert_close(answer.task_vector.dense(name), tau, atol=1e-5, rtol=1e-4, msg=name)
+    assert set(answer.task_vector) | {item.tensor for item in answer.kept} == set(vector)
+    unmatched = {item.tensor for item in answer.kept}
+    assert {item.reason for item in answer.kept} <= {UNMATCHED}
+    after_attention = {name for name in vector if "attention.output.LayerNorm" in name}
+    assert unmatched == after_attention | {name for name in vector if f"{SIZE.depth - 1}.output.LayerNorm" in name}
