@@ -306,7 +306,7 @@ class TestExtractAndApply:
         before = (base / "model.safetensors").read_bytes()
         for target in (base / "model.safetensors", tmp_path / "base" / "config.json"):
             done = run("extract", base, zoo["vit-tuned"], "-o", target, "--overwrite")
-            assert_refused(done, 1, "cannot be overwritten: it holds the input")
+            assert_refused(done, 1, "cannot be overwritten: it is part of the input")
         assert (base / "model.safetensors").read_bytes() == before
 
     def test_apply_does_not_replace_an_input(self, run: Run, zoo: Zoo, place: Path) -> None:
@@ -563,6 +563,16 @@ class TestBadInput:
         done = run("transfer", *paths, "--out", tmp_path / "models", "--overwrite")
         assert_refused(done, 1, "cannot be overwritten: it holds the input")
         assert (tmp_path / "models" / "target" / "model.safetensors").is_file()
+
+    @pytest.mark.parametrize("command", ["transfer", "finetune"])
+    def test_an_output_that_is_part_of_an_input(self, run: Run, zoo: Zoo, tmp_path: Path, command: str) -> None:
+        data = tmp_path / "animals"
+        (data / "train" / "cat").mkdir(parents=True)
+        text_file(data / "train" / "cat" / "x.png", "")
+        given = options(zoo, data=data) if command == "transfer" else [zoo["clip_vision-base"], "--data", data]
+        done = run(command, *given, "--out", data / "train", "--overwrite")
+        assert_refused(done, 1, "cannot be overwritten: it is part of the input")
+        assert (data / "train" / "cat" / "x.png").is_file()
 
     @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
     def test_a_place_that_cannot_be_written(

@@ -261,10 +261,22 @@ def test_free_space_and_inputs_are_checked_first(tmp_path: Path) -> None:
     assert text.startswith(f"{out} needs about 1000000000.0 GB, but only ")
     assert text.endswith(f" GB are free in {tmp_path}. Free some space or choose another place.")
     (out / "model").mkdir(parents=True)
-    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other", tmp_path])
+    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other"])
     for given in (out, out / "model"):
         assert error_of(lambda given=given: check_new_folder(out, overwrite=True, inputs=[given])) == (
             f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
+        )
+
+
+def test_a_part_of_an_input_is_spared(tmp_path: Path) -> None:
+    """A new folder in an input is no harm, one that is there already may be what the input is made of."""
+    given, link = tmp_path / "images", tmp_path / "link"
+    (given / "train" / "cat").mkdir(parents=True)
+    link.symlink_to(given)
+    check_new_folder(given / "new", overwrite=True, inputs=[given])
+    for out in (given / "train", given / "train" / "cat", link / "train"):
+        assert error_of(lambda out=out: check_new_folder(out, overwrite=True, inputs=[given])) == (
+            f"{out} cannot be overwritten: it is part of the input {given}. Choose another name."
         )
 
 

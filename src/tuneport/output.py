@@ -46,7 +46,7 @@ def check_new_folder(
     """Raise a CheckpointError unless the folder `out` can be written: to be called before any work.
 
     It must not exist (or be a real folder, with `overwrite`), its parent must be there, be writable and have
-    `needed_bytes` free, and it must not hold any of the `inputs`, which an overwrite would destroy.
+    `needed_bytes` free. An overwrite must spare the `inputs`: `out` may neither hold one nor be a part of one.
     """
     out = Path(out)
     _check_place(out, overwrite, folder=True)
@@ -74,11 +74,14 @@ def _files_in(path: PathLike) -> list[Path]:
 
 
 def _check_spares(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy an input."""
+    """Raise a CheckpointError if writing `out` would destroy an input, or what there is of one."""
     place = Path(os.path.realpath(out))
     for given in inputs:
-        if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
+        there = Path(os.path.realpath(given))
+        if place in (there, *there.parents):
             raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
+        if there in place.parents and os.path.lexists(out):
+            raise CheckpointError(f"{out} cannot be overwritten: it is part of the input {given}. Choose another name.")
 
 
 def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
