@@ -182,7 +182,8 @@ class TestTransfer:
 
     def test_overwrite(self, run: Run, zoo: Zoo, place: Path) -> None:
         (place / "out").mkdir()
-        (place / "out" / "old").write_text("")
+        for name in ("old", "tuneport.json"):
+            (place / "out" / name).write_text("")
         done = run("transfer", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
         assert done.code == 0, done.err
         assert [file.name for file in place.iterdir()] == ["out"]
@@ -574,6 +575,25 @@ class TestBadInput:
         assert_refused(done, 1, "cannot be overwritten: it is part of the input")
         assert (data / "train" / "cat" / "x.png").is_file()
 
+    def test_a_folder_that_is_no_output(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
+        """--overwrite replaces what the command has written, not what else lies there."""
+        base, out = zoo["vit-base"], place / "out"
+        tau = tmp_path / "tau.safetensors"
+        assert run("extract", base, zoo["vit-tuned"], "-o", tau).code == 0
+        text_file(out / "thesis.txt", "mine")
+        commands: dict[tuple[Any, ...], str] = {
+            ("transfer", *options(zoo)): "tuneport.json",
+            ("apply", tau, base): "tuneport.json",
+            ("finetune", base, "--data", zoo.data): "tuneport.json",
+            ("demo",): "demo.json",
+            ("bench", "--source", base, "--target", zoo["vit-target"], "--finetuned", f"pets={zoo['vit-tuned']}")
+            + ("--data", f"pets={zoo.data}", "--samples", "8"): "results.json",
+        }
+        for words, mark in commands.items():
+            done = run(*words, "--out", out, "--overwrite")
+            assert_refused(done, 1, f"no output of this command (no {mark} in it). Remove it by hand")
+            assert [file.name for file in place.rglob("*")] == ["out", "thesis.txt"]
+
     @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
     def test_a_place_that_cannot_be_written(
         self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -607,7 +627,8 @@ class TestFullDisk:
 
     def test_the_old_output_survives(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (place / "out").mkdir()
-        (place / "out" / "precious").write_text("mine")
+        for name in ("precious", "tuneport.json"):
+            (place / "out" / name).write_text("mine")
         fill_disk(monkeypatch, place, "model.safetensors")
         done = run("transfer", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
         assert_refused(done, 1, "the disk is full")

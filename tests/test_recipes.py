@@ -380,6 +380,10 @@ class TestRunning:
         out = run_recipe(recipe, tmp_path / "out")
         assert sorted(path.name for path in out.iterdir()) == ["same", "wider"]
         assert (out / "wider" / "table.md").is_file()
+        run_recipe(recipe, out, overwrite=True)
+        (out / "wider" / "results.json").unlink()
+        with pytest.raises(CheckpointError, match=r"no wider/results\.json in it"):
+            run_recipe(recipe, out, overwrite=True)
 
     def test_samplers_that_look_at_features_draw_as_a_transfer_does(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ from .provenance import package_version
 from .recipe import FIGURES, Comparison, Recipe, read_recipe, there
 from .report import to_json
 from .resume import fingerprint
-from .tables import Comparing, Row, write_tables
+from .tables import RESULTS, Comparing, Row, write_tables
 from .tasks import read_data
 from .training import prepare_training, run_training
 
@@ -112,9 +112,11 @@ def run_recipe(
     run again. The cache is a folder beside the output unless given, and is then left alone at the end.
     """
     out, say = Path(out), note or (lambda _: None)
-    check_new_folder(out, overwrite)
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
+    several = recipe.kind not in FIGURES and len(recipe.comparisons) > 1  # then each pair has a sub-folder
+    marks = [f"{name}/{RESULTS}" for name in recipe.comparisons] if several else [RESULTS]
+    check_new_folder(out, overwrite, marks=marks)
     if device is not None:
         parts = {name: replace(part, device=device) for name, part in recipe.comparisons.items()}
         recipe = replace(recipe, comparisons=parts)
@@ -131,7 +133,7 @@ def run_recipe(
             say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting anew")
         made = make_finetunes(recipe, kept, stage=stage)
         results = {name: _run_pair(made, name, cells, done, stage) for name in made.comparisons}
-        with new_folder(out, overwrite=overwrite) as folder:
+        with new_folder(out, overwrite=overwrite, marks=marks) as folder:
             _write(recipe, results, folder)
         cells.remove()
         if cache is None:

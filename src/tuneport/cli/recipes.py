@@ -50,10 +50,8 @@ def bench(
 ) -> None:
     """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
     from ..bench import run_recipe
-    from ..output import check_new_folder
     from ..recipe import make_recipe, read_recipe
 
-    check_new_folder(out, overwrite)
     if recipe is not None:
         wanted = read_recipe(recipe, small=small, root=root)
     else:
