@@ -52,7 +52,8 @@ def check_new_folder(
     """Raise a CheckpointError unless the folder `out` can be written: to be called before any work.
 
     It must not exist (with `overwrite`: or be a real folder that is empty or holds all `marks`, the files by which a
-    command knows its own outputs), its parent must be there, be writable and have `needed_bytes` free. An overwrite must spare the `inputs`: `out` may neither hold one nor be a part of one.
+    command knows its own outputs), its parent must be there, be writable and have `needed_bytes` free. An overwrite
+    must spare the `inputs`: `out` may neither hold one nor be a part of one.
     """
     out = Path(out)
     _check_place(out, overwrite, folder=True)
