@@ -17,10 +17,12 @@ from .errors import TuneportError
 from .evaluation import encoded
 from .families import Head, Model
 from .progress import Progress
+from .tensors import all_finite
 
 Log = Callable[[int, Tensor], None]  # step and loss
 
 PASS = 128  # samples in one pass; a larger batch takes several
+CHECK_EVERY = 50  # steps between two looks at the losses
 KEPT_BYTES = 2 * 2**30  # prepared inputs up to this size are kept; larger sets are prepared batch by batch
 
 
@@ -61,7 +63,8 @@ def finetune(
     """Fine-tune a copy of the model's tower with the head frozen; yield (step, module) at the given steps.
 
     The last step is always yielded. The module that is yielded goes on training: use it before asking for
-    the next. Inputs of small sets are prepared once and kept. `log` gets the loss of each step.
+    the next. Inputs of small sets are prepared once and kept. `log` gets the loss of each step. A run that diverges
+    is a TuneportError, raised before anything is yielded that has gone wrong.
     """
     if schedule.steps < 1:
         raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
@@ -78,6 +81,7 @@ def finetune(
         weight_decay=schedule.weight_decay,
     )
     stops = {*at, schedule.steps}
+    unchecked: list[Tensor] = []  # losses that are still on the device, to be waited for now and then
     for step, rows in enumerate(_draws(len(data), schedule)):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
@@ -92,12 +96,37 @@ def finetune(
         optimizer.step()
         if progress is not None:
             progress(1)
+        unchecked.append(torch.stack(losses).sum())
         if log is not None:
-            log(step + 1, torch.stack(losses).sum())
+            log(step + 1, unchecked[-1])
+        if step + 1 in stops or len(unchecked) == CHECK_EVERY:
+            _check_losses(unchecked, step + 1, schedule)
+            unchecked.clear()
         if step + 1 in stops:
+            _check_weights(module, step + 1, schedule)
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
+
+
+def _check_losses(losses: Sequence[Tensor], step: int, schedule: Schedule) -> None:
+    """Refuse to go on where one of the losses up to a step is no number."""
+    wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
+    if len(wrong):
+        first = step - len(losses) + 1 + int(wrong[0])
+        raise _diverged(f"the loss is no number at step {first} of {schedule.steps}", schedule)
+
+
+def _check_weights(module: nn.Module, step: int, schedule: Schedule) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not all_finite(parameter.detach()):
+            raise _diverged(f"{name} holds NaN or infinite values after step {step} of {schedule.steps}", schedule)
+
+
+def _diverged(what: str, schedule: Schedule) -> TuneportError:
+    return TuneportError(
+        f"the fine-tuning has diverged: {what}. Lower --learning-rate, which is {schedule.learning_rate:g}."
+    )
 
 
 @contextmanager

@@ -142,8 +142,8 @@ def finetune(
     from ..report import to_json
     from ..training import prepare_training, run_training
 
-    if not 0 < learning_rate < float("inf"):
-        raise TuneportError(f"--learning-rate must be a number above 0, got {learning_rate}.")
+    if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
+        raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")
     check_new_folder(out, overwrite, inputs=[place_of(path) for path in (model, data, head) if path])
     slow = min(200, steps // 10) if warmup is None else warmup
     schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
