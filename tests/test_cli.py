@@ -327,7 +327,7 @@ class TestExtractAndApply:
         assert [file.name for file in place.iterdir()] == ["tau.safetensors"]
 
     def test_bad_input(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
-        base, tuned, out = zoo["vit-base"], zoo["vit-tuned"], place / "out"
+        base, tuned, out = zoo["vit-base"], zoo["vit-tuned"], place / "out.safetensors"
         assert_refused(run("extract", base, zoo["dinov2-tuned"], "-o", out), 1, "Check that", "was fine-tuned from")
         assert_refused(run("extract", base, tmp_path / "nowhere", "-o", out), 1, "nowhere does not exist")
         assert_refused(run("apply", base, base, "-o", out), 1, "is a folder, not a task vector")
@@ -341,6 +341,14 @@ class TestExtractAndApply:
         assert_refused(run("apply", tau, zoo["vit-target"], "-o", out), 1, "do not fit the base")
         assert_refused(run("apply", tau, base, "-o", base, "--overwrite"), 1, "it holds the input")
         assert_refused(run("extract", base, tuned, "-o", tau), 1, "exists already", "--overwrite")
+        assert list(place.iterdir()) == []
+
+
+    @pytest.mark.parametrize("name", ["tau", "tau.tv", "tau.safetensors.bak"])
+    def test_a_name_by_which_the_file_would_not_be_known(self, run: Run, zoo: Zoo, place: Path, name: str) -> None:
+        line = f"{place / name} does not end in .safetensors"
+        assert_refused(run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / name), 1, line)
+        assert_refused(run("transfer", *options(zoo), "--as", "task-vector", "--out", place / name), 1, line)
         assert list(place.iterdir()) == []
 
 

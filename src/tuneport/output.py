@@ -68,13 +68,20 @@ def check_new_folder(
 
 
 def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file.
+    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file of weights.
 
-    It must not replace any of the `inputs`, nor a file inside one that is a folder.
+    It must be known by its name, and not replace any of the `inputs`, nor a file inside one that is a folder.
     """
     _check_place(Path(out), overwrite, folder=False)
     if os.path.lexists(out):
         _check_spares(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
+    check_file_name(out)
+
+
+def check_file_name(out: PathLike) -> None:
+    """Raise a CheckpointError unless a file has the name of a weight file: it could be written, but not read again."""
+    if Path(out).suffix != ".safetensors":
+        raise CheckpointError(f"{out} does not end in .safetensors, by which tuneport knows a file of weights. Add it.")
 
 
 def _files_in(path: PathLike) -> list[Path]:
