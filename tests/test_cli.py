@@ -303,6 +303,29 @@ class TestExtractAndApply:
         assert done.code == 0
         assert re.fullmatch(rf"38 tensors, norm [\d.]+, written to {re.escape(str(tau))}\n", done.out)
 
+    def test_nothing_to_extract(self, run: Run, zoo: Zoo, place: Path) -> None:
+        base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
+        assert_refused(run("extract", base, base, "-o", tau), 1, "equals its base", "there is nothing to extract")
+        done = run("extract", base, tuned, "-o", tau, "--exclude", "*")
+        assert_refused(done, 1, '--exclude "*" leaves no tensor', "there is nothing to extract. Exclude less")
+        assert list(place.iterdir()) == []
+
+    def test_patterns_that_match_nothing_are_told(self, run: Run, zoo: Zoo, place: Path) -> None:
+        base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
+        words = ("--exclude", "classifier.*", "--exclude", "clasifier.*")
+        line = "no tensor has a name like 'clasifier.*' of --exclude"
+        done = run("extract", base, tuned, "-o", tau, *words)
+        assert (done.code, done.err) == (0, f"note: {line}\n")
+        done = run("plan", *options(zoo, "vit"), *words)
+        assert (done.code, done.err) == (0, f"note: {line}\n")
+        done = run("transfer", *options(zoo, "vit"), *words, "--out", place / "out", "--json")
+        assert done.json["notes"] == [line]
+        done = run("plan", *options(zoo, "vit", finetuned=tau), "--exclude", "classifier.*")
+        assert (done.code, done.err) == (0, "")
+        for finetuned in (tuned, tau):
+            done = run("plan", *options(zoo, "vit", finetuned=finetuned), "--exclude", "*")
+            assert_refused(done, 1, '--exclude "*" leaves no tensor', "there is nothing to transfer")
+
     def test_extract_does_not_replace_an_input(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
         base = Path(shutil.copytree(zoo["vit-base"], tmp_path / "base"))
         before = (base / "model.safetensors").read_bytes()
@@ -342,7 +365,6 @@ class TestExtractAndApply:
         assert_refused(run("apply", tau, base, "-o", base, "--overwrite"), 1, "it holds the input")
         assert_refused(run("extract", base, tuned, "-o", tau), 1, "exists already", "--overwrite")
         assert list(place.iterdir()) == []
-
 
     @pytest.mark.parametrize("name", ["tau", "tau.tv", "tau.safetensors.bak"])
     def test_a_name_by_which_the_file_would_not_be_known(self, run: Run, zoo: Zoo, place: Path, name: str) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import TuneportError
 from .options import Device, Exclude, HeadName, Json, Overwrite, Seed, TrustRemoteCode
-from .terminal import emit, progress, say
+from .terminal import emit, note, progress, say
 
 
 def extract(
@@ -31,6 +31,8 @@ def extract(
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
     vector = arithmetic.extract(base, finetuned, exclude=exclude or ())
+    if exclude and (words := arithmetic.exclude_note(exclude, *map(arithmetic.names_of, (base, finetuned)))):
+        note(words)
     norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:

@@ -211,7 +211,10 @@ def plan(
         return
     if finetuned is None:
         raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
-    outlook = expected(_prepare(locals()))
+    job = _prepare(locals())
+    for text in job.record.get("notes", ()):
+        note(text)
+    outlook = expected(job)
     if json:
         emit(to_json(outlook))
     else:
