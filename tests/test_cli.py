@@ -483,6 +483,10 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda s: {"target": text_file(s.tmp / "folder" / "x.txt", "").parent},
         ("is not a model: no config.json in it",),
     ),
+    "an adapter as target": (
+        lambda s: {"target": text_file(s.tmp / "lora" / "adapter_config.json", "{}").parent},
+        ("is a LoRA adapter, not a model", "give it as --finetuned, with its base as --source", "tuneport apply"),
+    ),
     "not a fine-tune": (
         lambda s: {"finetuned": text_file(s.tmp / "folder" / "x.txt", "").parent},
         ("is not a model",),

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,12 +256,16 @@ def test_errors_about_other_files_are_not_ours(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
 
 
-def test_free_space_and_inputs_are_checked_first(tmp_path: Path) -> None:
+def test_free_space_and_inputs_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     check_new_folder(out, needed_bytes=1)
     text = error_of(lambda: check_new_folder(out, needed_bytes=10**18))
-    assert text.startswith(f"{out} needs about 1000000000.0 GB, but only ")
-    assert text.endswith(f" GB are free in {tmp_path}. Free some space or choose another place.")
+    assert text.startswith(f"{out} needs about 931322574.62 GiB, but only ")
+    assert text.endswith(f"iB are free in {tmp_path}. Free some space or choose another place.")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
+        text = error_of(lambda: check_new_folder(out, needed_bytes=2048))
+    assert f"{out} needs about 2.00 KiB, but only 1.00 KiB are free in {tmp_path}." in text
     (out / "model").mkdir(parents=True)
     (out / RECORD).write_text("old")
     check_new_folder(out, overwrite=True, inputs=[tmp_path / "other"])

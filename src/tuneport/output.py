@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .errors import CheckpointError
+from .memory import format_bytes
 
 fcntl: Any
 try:
@@ -62,8 +63,8 @@ def check_new_folder(
     free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
     if needed_bytes > free:
         raise CheckpointError(
-            f"{out} needs about {needed_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in "
-            f"{out.parent}. Free some space or choose another place."
+            f"{out} needs about {format_bytes(needed_bytes)}, but only {format_bytes(free)} are free in {out.parent}. "
+            "Free some space or choose another place."
         )
 
 
