@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import is_table, read_table
+from .columns import has_label_column, is_table, read_table
 from .data import SPLIT_NAMES, TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name
 from .errors import DataError, brief, first_of, unknown_name
 from .pictures import IMAGE_SUFFIXES, check_images, open_array, open_file
@@ -52,6 +52,11 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
     if labelled and data.labels is None and data.targets is None:
+        if is_table(path) and has_label_column(path):
+            raise DataError(
+                f"the column label of {path} is there, but empty in all {len(data)} rows that are read (split "
+                f"{data.split}): null, NaN, -1 or no text. Fill it."
+            )
         raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
     return data
 

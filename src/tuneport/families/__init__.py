@@ -60,8 +60,8 @@ def _found(reference: str | Path) -> tuple[Family, str | Path]:
     if is_adapter(reference):
         raise CheckpointError(
             f"{reference} is a LoRA adapter, not a model. To port it, give it as --finetuned, with its base as "
-            f"--source; for a model of the two, tuneport extract BASE {reference} -o change.safetensors, then tuneport apply "
-            "change.safetensors BASE -o MODEL."
+            f"--source; for a model of the two, tuneport extract BASE {reference} -o change.safetensors, then "
+            "tuneport apply change.safetensors BASE -o MODEL."
         )
     raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
 
