@@ -163,6 +163,17 @@ class TestTransfer:
         assert recorded["device"] == "cpu"
         assert done.json["method"] == "theseus"
 
+    def test_evaluate_looks_for_labels_first(
+        self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bare = npz(place / "bare.npz", x=images(30, 1)[0])
+        monkeypatch.setattr("tuneport.preparation.labelled_by", lambda *_, **__: pytest.fail("samples were labelled"))
+        words = options(zoo, data=bare, head="animals", labels="source")
+        done = run("transfer", *words, "--evaluate", "--out", place / "out")
+        assert_refused(done, 1, "bare.npz has no labels")
+        done = run("transfer", *options(zoo, data=None, method="naive"), "--evaluate", "--out", place / "out")
+        assert_refused(done, 1, "an accuracy needs labelled data and a head for it: pass --data.")
+
     def test_labels_of_the_source(self, run: Run, zoo: Zoo, place: Path) -> None:
         np.savez(place / zoo.data.name, x=np.load(zoo.data)["x_train"])
         source, tuned, target = zoo.trio("clip_vision")

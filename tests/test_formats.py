@@ -92,7 +92,7 @@ def test_folder_errors(tmp_path: Path) -> None:
 def test_an_empty_label_column_is_called_that(tmp_path: Path, empty: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f'{{"text": "a", "label": {empty}}}\n' * 3)
-    with raises("the column label of", "texts.jsonl is there, but empty in all 3 rows that are read (split all)"):
+    with raises("texts.jsonl has no labels: the column label is there, but empty", "in every row of the split all"):
         read_plain(path, "train")
     path.write_text('{"text": "a"}\n' * 3)
     with raises("has no labels; expected a column label or target."):

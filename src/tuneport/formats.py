@@ -54,8 +54,8 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
     if labelled and data.labels is None and data.targets is None:
         if is_table(path) and has_label_column(path):
             raise DataError(
-                f"the column label of {path} is there, but empty in all {len(data)} rows that are read (split "
-                f"{data.split}): null, NaN, -1 or no text. Fill it."
+                f"{path} has no labels: the column label is there, but empty (null, NaN, -1 or no text) in every row "
+                f"of the split {data.split}. Fill it."
             )
         raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
     return data
