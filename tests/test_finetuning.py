@@ -61,7 +61,8 @@ def test_without_steps_there_is_nothing_to_do(setting: tuple[Model, Head, Datase
 
 def test_a_run_that_diverges_is_told(setting: tuple[Model, Head, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = (
-        "the fine-tuning has diverged: the loss is no number at step 2 of 3. Lower --learning-rate, which is 1e+30."
+        f"the fine-tuning of {setting[0].name} on {setting[2].name} has diverged: the loss is no number at step 2 of "
+        "3. Lower the learning rate (--learning-rate), which is 1e+30."
     )
     with pytest.raises(TuneportError) as caught:
         list(finetune(*setting, Schedule(steps=3, learning_rate=1e30)))

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport import bench, cells, figures
 from tuneport.bench import cell_names, main, plan_lines, run_recipe, wanted_finetunes
-from tuneport.errors import CheckpointError, DataError
+from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.families import open_model
 from tuneport.finetuning import Schedule
 from tuneport.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
@@ -373,6 +373,12 @@ class TestRunning:
         longer = replace(part, finetune=Schedule(3))
         places = [[place for _, place, _ in wanted_finetunes("comparison", one, tmp_path)] for one in (part, longer)]
         assert len({*places[0], *places[1]}) == 4
+
+    def test_a_fine_tuning_that_diverges_leaves_nothing(self, root: Path, tmp_path: Path) -> None:
+        recipe = self.recipe(root, finetuned="made/{task}", finetune={"steps": 3, "learning_rate": 1e30})
+        with pytest.raises(TuneportError, match="has diverged: the loss is no number at step 2 of 3"):
+            run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models")
+        assert [path.name for path in tmp_path.rglob("*")] == ["models"]
 
     def test_several_pairs_have_a_folder_each(self, root: Path, tmp_path: Path) -> None:
         pairs = [{"name": "same", "target": "zoo/a2"}, {"name": "wider", "target": "zoo/b"}]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ def finetune(
         lr=schedule.learning_rate,
         weight_decay=schedule.weight_decay,
     )
+    run = _Run(f"{model.name} on {data.name}", schedule)
     stops = {*at, schedule.steps}
     unchecked: list[Tensor] = []  # losses that are still on the device, to be waited for now and then
     for step, rows in enumerate(_draws(len(data), schedule)):
@@ -100,33 +102,38 @@ def finetune(
         if log is not None:
             log(step + 1, unchecked[-1])
         if step + 1 in stops or len(unchecked) == CHECK_EVERY:
-            _check_losses(unchecked, step + 1, schedule)
+            run.check_losses(unchecked, step + 1)
             unchecked.clear()
         if step + 1 in stops:
-            _check_weights(module, step + 1, schedule)
+            run.check_weights(module, step + 1)
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
 
 
-def _check_losses(losses: Sequence[Tensor], step: int, schedule: Schedule) -> None:
-    """Refuse to go on where one of the losses up to a step is no number."""
-    wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
-    if len(wrong):
-        first = step - len(losses) + 1 + int(wrong[0])
-        raise _diverged(f"the loss is no number at step {first} of {schedule.steps}", schedule)
+@dataclass(frozen=True)
+class _Run:
+    """A fine-tuning run by name, to say of it that it has diverged."""
 
+    name: str
+    schedule: Schedule
 
-def _check_weights(module: nn.Module, step: int, schedule: Schedule) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not all_finite(parameter.detach()):
-            raise _diverged(f"{name} holds NaN or infinite values after step {step} of {schedule.steps}", schedule)
+    def check_losses(self, losses: Sequence[Tensor], step: int) -> None:
+        """Refuse to go on where one of the losses up to a step is no number."""
+        wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
+        if len(wrong):
+            self._stop(f"the loss is no number at step {step - len(losses) + 1 + int(wrong[0])}")
 
+    def check_weights(self, module: nn.Module, step: int) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not all_finite(parameter.detach()):
+                self._stop(f"{name} holds NaN or infinite values after step {step}")
 
-def _diverged(what: str, schedule: Schedule) -> TuneportError:
-    return TuneportError(
-        f"the fine-tuning has diverged: {what}. Lower --learning-rate, which is {schedule.learning_rate:g}."
-    )
+    def _stop(self, why: str) -> NoReturn:
+        raise TuneportError(
+            f"the fine-tuning of {self.name} has diverged: {why} of {self.schedule.steps}. Lower the learning rate "
+            f"(--learning-rate), which is {self.schedule.learning_rate:g}."
+        )
 
 
 @contextmanager
