@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -165,6 +166,17 @@ class TestTransfer:
         assert recorded["device"] == "cpu"
         assert done.json["method"] == "theseus"
 
+    def test_evaluate_looks_for_labels_first(
+        self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bare = npz(place / "bare.npz", x=images(30, 1)[0])
+        monkeypatch.setattr("tuneport.preparation.labelled_by", lambda *_, **__: pytest.fail("samples were labelled"))
+        words = options(zoo, data=bare, head="animals", labels="source")
+        done = run("transfer", *words, "--evaluate", "--out", place / "out")
+        assert_refused(done, 1, "bare.npz has no labels")
+        done = run("transfer", *options(zoo, data=None, method="naive"), "--evaluate", "--out", place / "out")
+        assert_refused(done, 1, "an accuracy needs labelled data and a head for it: pass --data.")
+
     def test_labels_of_the_source(self, run: Run, zoo: Zoo, place: Path) -> None:
         np.savez(place / zoo.data.name, x=np.load(zoo.data)["x_train"])
         source, tuned, target = zoo.trio("clip_vision")
@@ -185,7 +197,8 @@ class TestTransfer:
 
     def test_overwrite(self, run: Run, zoo: Zoo, place: Path) -> None:
         (place / "out").mkdir()
-        (place / "out" / "old").write_text("")
+        for name in ("old", "tuneport.json"):
+            (place / "out" / name).write_text("")
         done = run("transfer", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
         assert done.code == 0, done.err
         assert [file.name for file in place.iterdir()] == ["out"]
@@ -308,12 +321,35 @@ class TestExtractAndApply:
         assert done.code == 0
         assert re.fullmatch(rf"38 tensors, norm [\d.]+, written to {re.escape(str(tau))}\n", done.out)
 
+    def test_nothing_to_extract(self, run: Run, zoo: Zoo, place: Path) -> None:
+        base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
+        assert_refused(run("extract", base, base, "-o", tau), 1, "equals its base", "there is nothing to extract")
+        done = run("extract", base, tuned, "-o", tau, "--exclude", "*")
+        assert_refused(done, 1, '--exclude "*" leaves no tensor', "there is nothing to extract. Exclude less")
+        assert list(place.iterdir()) == []
+
+    def test_patterns_that_match_nothing_are_told(self, run: Run, zoo: Zoo, place: Path) -> None:
+        base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
+        words = ("--exclude", "classifier.*", "--exclude", "clasifier.*")
+        line = "no tensor has a name like 'clasifier.*' of --exclude"
+        done = run("extract", base, tuned, "-o", tau, *words)
+        assert (done.code, done.err) == (0, f"note: {line}\n")
+        done = run("plan", *options(zoo, "vit"), *words)
+        assert (done.code, done.err) == (0, f"note: {line}\n")
+        done = run("transfer", *options(zoo, "vit"), *words, "--out", place / "out", "--json")
+        assert done.json["notes"] == [line]
+        done = run("plan", *options(zoo, "vit", finetuned=tau), "--exclude", "classifier.*")
+        assert (done.code, done.err) == (0, "")
+        for finetuned in (tuned, tau):
+            done = run("plan", *options(zoo, "vit", finetuned=finetuned), "--exclude", "*")
+            assert_refused(done, 1, '--exclude "*" leaves no tensor', "there is nothing to transfer")
+
     def test_extract_does_not_replace_an_input(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
         base = Path(shutil.copytree(zoo["vit-base"], tmp_path / "base"))
         before = (base / "model.safetensors").read_bytes()
         for target in (base / "model.safetensors", tmp_path / "base" / "config.json"):
             done = run("extract", base, zoo["vit-tuned"], "-o", target, "--overwrite")
-            assert_refused(done, 1, "cannot be overwritten: it holds the input")
+            assert_refused(done, 1, "cannot be overwritten: it is part of the input")
         assert (base / "model.safetensors").read_bytes() == before
 
     def test_apply_does_not_replace_an_input(self, run: Run, zoo: Zoo, place: Path) -> None:
@@ -332,7 +368,7 @@ class TestExtractAndApply:
         assert [file.name for file in place.iterdir()] == ["tau.safetensors"]
 
     def test_bad_input(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
-        base, tuned, out = zoo["vit-base"], zoo["vit-tuned"], place / "out"
+        base, tuned, out = zoo["vit-base"], zoo["vit-tuned"], place / "out.safetensors"
         assert_refused(run("extract", base, zoo["dinov2-tuned"], "-o", out), 1, "Check that", "was fine-tuned from")
         assert_refused(run("extract", base, tmp_path / "nowhere", "-o", out), 1, "nowhere does not exist")
         assert_refused(run("apply", base, base, "-o", out), 1, "is a folder, not a task vector")
@@ -346,6 +382,13 @@ class TestExtractAndApply:
         assert_refused(run("apply", tau, zoo["vit-target"], "-o", out), 1, "do not fit the base")
         assert_refused(run("apply", tau, base, "-o", base, "--overwrite"), 1, "it holds the input")
         assert_refused(run("extract", base, tuned, "-o", tau), 1, "exists already", "--overwrite")
+        assert list(place.iterdir()) == []
+
+    @pytest.mark.parametrize("name", ["tau", "tau.tv", "tau.safetensors.bak"])
+    def test_a_name_by_which_the_file_would_not_be_known(self, run: Run, zoo: Zoo, place: Path, name: str) -> None:
+        line = f"{place / name} does not end in .safetensors"
+        assert_refused(run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / name), 1, line)
+        assert_refused(run("transfer", *options(zoo), "--as", "task-vector", "--out", place / name), 1, line)
         assert list(place.iterdir()) == []
 
 
@@ -469,6 +512,10 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda s: {"target": text_file(s.tmp / "folder" / "x.txt", "").parent},
         ("is not a model: no config.json in it",),
     ),
+    "an adapter as target": (
+        lambda s: {"target": text_file(s.tmp / "lora" / "adapter_config.json", "{}").parent},
+        ("is a LoRA adapter, not a model", "give it as --finetuned, with its base as --source", "tuneport apply"),
+    ),
     "not a fine-tune": (
         lambda s: {"finetuned": text_file(s.tmp / "folder" / "x.txt", "").parent},
         ("is not a model",),
@@ -582,6 +629,36 @@ class TestBadInput:
         assert_refused(done, 1, "cannot be overwritten: it holds the input")
         assert (tmp_path / "models" / "target" / "model.safetensors").is_file()
 
+    @pytest.mark.parametrize("command", ["transfer", "finetune"])
+    def test_an_output_that_is_part_of_an_input(self, run: Run, zoo: Zoo, tmp_path: Path, command: str) -> None:
+        data = tmp_path / "animals"
+        (data / "train" / "cat").mkdir(parents=True)
+        text_file(data / "train" / "cat" / "x.png", "")
+        given = options(zoo, data=data) if command == "transfer" else [zoo["clip_vision-base"], "--data", data]
+        done = run(command, *given, "--out", data / "train", "--overwrite")
+        assert_refused(done, 1, "cannot be overwritten: it is part of the input")
+        assert (data / "train" / "cat" / "x.png").is_file()
+
+    def test_a_folder_that_is_no_output(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
+        """--overwrite replaces what the command has written, not what else lies there."""
+        base, out = zoo["vit-base"], place / "out"
+        tau = tmp_path / "tau.safetensors"
+        assert run("extract", base, zoo["vit-tuned"], "-o", tau).code == 0
+        text_file(out / "thesis.txt", "mine")
+        pair = ("--source", base, "--target", zoo["vit-target"], "--samples", "8")
+        task = ("--finetuned", f"pets={zoo['vit-tuned']}", "--data", f"pets={zoo.data}")
+        commands: dict[tuple[Any, ...], str] = {
+            ("transfer", *options(zoo)): "tuneport.json",
+            ("apply", tau, base): "tuneport.json",
+            ("finetune", base, "--data", zoo.data): "tuneport.json",
+            ("demo",): "demo.json",
+            ("bench", *pair, *task): "results.json",
+        }
+        for words, mark in commands.items():
+            done = run(*words, "--out", out, "--overwrite")
+            assert_refused(done, 1, f"no output of this command (no {mark} in it). Remove it by hand")
+            assert [file.name for file in place.rglob("*")] == ["out", "thesis.txt"]
+
     @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
     def test_a_place_that_cannot_be_written(
         self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -615,7 +692,8 @@ class TestFullDisk:
 
     def test_the_old_output_survives(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (place / "out").mkdir()
-        (place / "out" / "precious").write_text("mine")
+        for name in ("precious", "tuneport.json"):
+            (place / "out" / name).write_text("mine")
         fill_disk(monkeypatch, place, "model.safetensors")
         done = run("transfer", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
         assert_refused(done, 1, "the disk is full")
@@ -816,6 +894,39 @@ class TestExitCodes:
 
         monkeypatch.setattr("tuneport.measuring.measure", interrupted)
         done = run("transfer", *options(zoo), "--out", place / "out")
-        assert done.code == 130
-        assert "Traceback" not in done.err
+        assert (done.code, done.err) == (130, "interrupted; no output was written\n")
         assert list(place.iterdir()) == []
+
+    @pytest.mark.parametrize("command", ["transfer", "finetune"])
+    def test_ctrl_c(self, zoo: Zoo, place: Path, command: str) -> None:
+        """A real signal to a real process, which waits for it in the middle of its work."""
+        words = {
+            "transfer": [*options(zoo), "--batch-size", "4", "--save-every", "0"],
+            "finetune": [str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"],
+        }[command]
+        program = """
+import sys, time
+from tuneport import capture, cli, finetuning
+seen = []
+def waiting(work):
+    def done(*given):
+        seen.append(None)
+        if len(seen) == 3:
+            print("ready", flush=True)
+            time.sleep(60)
+        return work(*given)
+    return done
+capture._Accumulator.finish = waiting(capture._Accumulator.finish)
+finetuning.rows_of = waiting(finetuning.rows_of)
+cli.main()
+"""
+        call = [sys.executable, "-c", program, command, *words, "--out", str(place / "out")]
+        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        kept = "note: what was measured is kept; the same command with --resume goes on from it\n"
+        assert err == (kept if command == "transfer" else "") + "interrupted; no output was written\n"
+        assert process.returncode == 130
+        assert [file.name for file in place.iterdir()] == ([".out.tuneport-work"] if command == "transfer" else [])

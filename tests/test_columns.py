@@ -134,7 +134,7 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
             ["has columns text1, label; expected", "text1 and text2, or prompt; and label or target."],
         ),
         ('{"text": "a"}', ["has no labels; expected a column label or target."]),
-        ('{"text": "a", "label": null}', ["has no labels; expected a column label or target."]),
+        ('{"text": "a", "label": null}', ["has no labels: the column label is there, but empty"]),
         ('{"text": "a", "label": -1}', ["has no labels"]),
         (
             '{"text": "a", "label": 0}\n{"text": "b"}',

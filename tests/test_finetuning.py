@@ -59,6 +59,23 @@ def test_without_steps_there_is_nothing_to_do(setting: tuple[Model, Head, Datase
         list(finetune(*setting, Schedule(steps=0)))
 
 
+def test_a_run_that_diverges_is_told(setting: tuple[Model, Head, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = (
+        f"the fine-tuning of {setting[0].name} on {setting[2].name} has diverged: the loss is no number at step 2 of "
+        "3. Lower the learning rate (--learning-rate), which is 1e+30."
+    )
+    with pytest.raises(TuneportError) as caught:
+        list(finetune(*setting, Schedule(steps=3, learning_rate=1e30)))
+    assert str(caught.value) == expected
+    seen: list[int] = []
+    monkeypatch.setattr("tuneport.finetuning.CHECK_EVERY", 4)
+    with pytest.raises(TuneportError, match="at step 2 of 99"):
+        list(finetune(*setting, Schedule(steps=99, learning_rate=1e30), progress=seen.append))
+    assert len(seen) == 4, "a long run stops soon"
+    with pytest.raises(TuneportError, match="holds NaN or infinite values after step 1 of 1"):
+        list(finetune(*setting, Schedule(steps=1, learning_rate=1e30, weight_decay=1e10)))
+
+
 def test_one_step_is_one_step_of_adamw(setting: tuple[Model, Head, Dataset]) -> None:
     """Against PyTorch, written down plainly: a set smaller than a batch is taken whole."""
     model, head, data = setting

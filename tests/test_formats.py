@@ -96,6 +96,17 @@ def test_folder_errors(tmp_path: Path) -> None:
         read_plain(tmp_path, "tests")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("empty", ["null", "NaN", "-1", '""'])
+def test_an_empty_label_column_is_called_that(tmp_path: Path, empty: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f'{{"text": "a", "label": {empty}}}\n' * 3)
+    with raises("texts.jsonl has no labels: the column label is there, but empty", "in every row of the split all"):
+        read_plain(path, "train")
+    path.write_text('{"text": "a"}\n' * 3)
+    with raises("has no labels; expected a column label or target."):
+        read_plain(path, "train")
+
+
 def test_flat_folder_is_unlabelled(tmp_path: Path) -> None:
     picture(1).save(tmp_path / "x.png")
     with raises("has no labels; expected one sub-folder of images per class."):
@@ -174,7 +185,10 @@ ACCEPTED = "expected uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W,
         ({"x": np.zeros((3, 4, 4, 2), np.uint8), "y": Y}, ["uint8 of shape (3, 4, 4, 2)", ACCEPTED]),
         ({"x": X.astype(np.int64), "y": Y}, ["x of", "is int64 of shape (3, 4, 4);", ACCEPTED]),
         ({"x": X - 1.5, "y": Y}, ["float64 with values from -1.5 to -1.5;", ACCEPTED]),
-        ({"x": X + np.nan, "y": Y}, ["float64 with values from nan to nan;", ACCEPTED]),
+        (
+            {"x": np.where(np.arange(3) == 1, np.nan, 0.5)[:, None, None] + np.zeros((3, 4, 4)), "y": Y},
+            ["x of", "holds NaN in 1 of 3 images, the first is x[1]. Replace or drop them."],
+        ),
         ({"x": X}, ["has no labels; expected an array y, or y_train and y_test, beside the images."]),
         ({"pixels": X, "y": Y}, ["has arrays pixels, y; expected x_train, y_train, x_test, y_test, or x, y"]),
         ({"x_test": X, "y_test": Y}, ["has no train split; found: test."]),

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 
 from tuneport.checkpoint import write_checkpoint
 from tuneport.errors import CheckpointError
-from tuneport.output import check_new_folder, claimed, new_file, new_folder
+from tuneport.output import RECORD, check_new_folder, claimed, new_file, new_folder
 
 HAS_DEV_FULL = Path("/dev/full").is_char_device()
 
@@ -53,7 +54,7 @@ def test_new_folder_leaves_nothing_after_an_error(tmp_path: Path, error: BaseExc
     out = tmp_path / "out"
     if overwrite:
         out.mkdir()
-        (out / "old").write_text("old")
+        (out / RECORD).write_text("old")
 
     def work() -> None:
         with new_folder(out, overwrite=overwrite) as folder:
@@ -63,13 +64,13 @@ def test_new_folder_leaves_nothing_after_an_error(tmp_path: Path, error: BaseExc
     with pytest.raises(type(error)) as caught:
         work()
     assert caught.value is error
-    assert [path.name for path in tmp_path.rglob("*")] == (["out", "old"] if overwrite else [])
+    assert [path.name for path in tmp_path.rglob("*")] == (["out", RECORD] if overwrite else [])
 
 
 def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / RECORD).write_text("old")
 
     def work() -> None:
         with new_folder(out):
@@ -78,15 +79,15 @@ def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
     expected = f"{out} exists already. Choose another name or pass --overwrite."
     assert error_of(work) == expected
     assert error_of(lambda: check_new_folder(out)) == expected
-    assert (out / "old").read_text() == "old"
+    assert (out / RECORD).read_text() == "old"
 
 
 def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / RECORD).write_text("old")
     with new_folder(out, overwrite=True) as folder:
-        assert (out / "old").exists()
+        assert (out / RECORD).exists()
         (folder / "new").write_text("new")
     assert [path.name for path in out.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [out]
@@ -95,7 +96,7 @@ def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
 def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / RECORD).write_text("old")
     rename = os.rename
 
     def failing(one: Path, other: Path) -> None:
@@ -110,7 +111,7 @@ def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, m
             (folder / "new").write_text("new")
 
     assert error_of(work).startswith(f"{out} cannot be written: the disk is full.")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", RECORD]
 
 
 def test_overwrite_reports_an_old_folder_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +158,7 @@ def test_overwrite_never_follows_a_link_nor_replaces_another_kind(tmp_path: Path
 
     out = tmp_path / "out"
     out.mkdir()
+    (out / RECORD).write_text("old")
     (out / "inner").symlink_to(precious)
     with new_folder(out, overwrite=True):
         pass
@@ -254,17 +256,57 @@ def test_errors_about_other_files_are_not_ours(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
 
 
-def test_free_space_and_inputs_are_checked_first(tmp_path: Path) -> None:
+def test_free_space_and_inputs_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     check_new_folder(out, needed_bytes=1)
     text = error_of(lambda: check_new_folder(out, needed_bytes=10**18))
-    assert text.startswith(f"{out} needs about 1000000000.0 GB, but only ")
-    assert text.endswith(f" GB are free in {tmp_path}. Free some space or choose another place.")
+    assert text.startswith(f"{out} needs about 931322574.62 GiB, but only ")
+    assert text.endswith(f"iB are free in {tmp_path}. Free some space or choose another place.")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
+        text = error_of(lambda: check_new_folder(out, needed_bytes=2048))
+    assert f"{out} needs about 2.00 KiB, but only 1.00 KiB are free in {tmp_path}." in text
     (out / "model").mkdir(parents=True)
-    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other", tmp_path])
+    (out / RECORD).write_text("old")
+    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other"])
     for given in (out, out / "model"):
         assert error_of(lambda given=given: check_new_folder(out, overwrite=True, inputs=[given])) == (
             f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
+        )
+
+
+def test_overwrite_replaces_outputs_only(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    check_new_folder(out, overwrite=True)
+    (out / "thesis.txt").write_text("mine")
+
+    def work() -> None:
+        with new_folder(out, overwrite=True):
+            pytest.fail("work was done")
+
+    expected = (
+        f"{out} is not overwritten: it is not empty, and no output of this command (no tuneport.json in it). "
+        "Remove it by hand or choose another name."
+    )
+    assert error_of(work) == expected
+    assert error_of(lambda: check_new_folder(out, overwrite=True)) == expected
+    (out / RECORD).write_text("{}")
+    check_new_folder(out, overwrite=True)
+    text = error_of(lambda: check_new_folder(out, overwrite=True, marks=["a/results.json", "b/results.json"]))
+    assert "(no a/results.json in it)" in text
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
+def test_a_part_of_an_input_is_spared(tmp_path: Path) -> None:
+    """A new folder in an input is no harm, one that is there already may be what the input is made of."""
+    given, link = tmp_path / "images", tmp_path / "link"
+    (given / "train" / "cat").mkdir(parents=True)
+    link.symlink_to(given)
+    check_new_folder(given / "new", overwrite=True, inputs=[given])
+    for out in (given / "train", given / "train" / "cat", link / "train"):
+        assert error_of(lambda out=out: check_new_folder(out, overwrite=True, inputs=[given])) == (
+            f"{out} cannot be overwritten: it is part of the input {given}. Choose another name."
         )
 
 

@@ -475,12 +475,22 @@ class TestRunning:
         places = [[place for _, place, _ in wanted_finetunes("comparison", one, tmp_path)] for one in (part, longer)]
         assert len({*places[0], *places[1]}) == 4
 
+    def test_a_fine_tuning_that_diverges_leaves_nothing(self, root: Path, tmp_path: Path) -> None:
+        recipe = self.recipe(root, finetuned="made/{task}", finetune={"steps": 3, "learning_rate": 1e30})
+        with pytest.raises(TuneportError, match="has diverged: the loss is no number at step 2 of 3"):
+            run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models")
+        assert [path.name for path in tmp_path.rglob("*")] == ["models"]
+
     def test_several_pairs_have_a_folder_each(self, root: Path, tmp_path: Path) -> None:
         pairs = [{"name": "same", "target": "zoo/a2"}, {"name": "wider", "target": "zoo/b"}]
         recipe = self.recipe(root, pairs=pairs, methods=["naive"], scales=["1"])
         out = run_recipe(recipe, tmp_path / "out")
         assert sorted(path.name for path in out.iterdir()) == ["same", "wider"]
         assert (out / "wider" / "table.md").is_file()
+        run_recipe(recipe, out, overwrite=True)
+        (out / "wider" / "results.json").unlink()
+        with pytest.raises(CheckpointError, match=r"no wider/results\.json in it"):
+            run_recipe(recipe, out, overwrite=True)
 
     def test_samplers_that_look_at_features_draw_as_a_transfer_does(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,9 @@ class TestSaved:
         with pytest.raises(CheckpointError, match="exists already"):
             result.save(out)
         assert [file.name for file in tmp_path.rglob("*")] == ["out", "precious"]
+        with pytest.raises(CheckpointError, match="no output of this command"):
+            result.save(out, overwrite=True)
+        (out / "tuneport.json").write_text("")
         result.save(out, overwrite=True)
         assert not (out / "precious").exists()
         assert (out / "model.safetensors").is_file()

@@ -327,7 +327,7 @@ def test_saving_is_refused_or_whole(tmp_path: Path, one: TaskVector) -> None:
     assert torch.equal(load_task_vector(path).dense("dense"), 2 * one.dense("dense"))
     assert list(tmp_path.iterdir()) == [path]
     odd = TaskVector({"w::out": torch.zeros(2)})
-    assert error_of(TuneportError, lambda: save_task_vector(tmp_path / "odd", odd)) == (
+    assert error_of(TuneportError, lambda: save_task_vector(tmp_path / "odd.safetensors", odd)) == (
         "task vector cannot be saved: names must not end in ::out or ::in: w::out."
     )
 

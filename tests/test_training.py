@@ -156,6 +156,9 @@ def test_the_command(run: Run, zoo: Zoo, tmp_path: Path) -> None:
     assert code == 0
     assert "4 steps in" in out
     assert "2 checkpoints in it" in out.replace("\n", " ")
+    code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "new", *options, "--learning-rate", "1e30")
+    assert (code, "no number at step 2 of 4" in " ".join(err.split())) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "new", "--learning-rate", "0")
     assert (code, "--learning-rate must be a number above 0" in " ".join(err.split())) == (1, True)
     code, _, err = run(base, "--data", tmp_path / "none", "--out", tmp_path / "new")

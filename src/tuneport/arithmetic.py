@@ -42,11 +42,38 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
     else:
         vector = _stored_change(source, finetuned, exclude)
     known = vector.subset(name for name in vector if name in source.file_names)
-    if not any(known.changes(name) for name in known):
-        raise CheckpointError(
-            "the fine-tuned model equals its base in every tensor: there is nothing to transfer. Check the paths."
-        )
+    check_changes(known, (name for name in known if not source.matches(name, exclude)), exclude)
     return known
+
+
+def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[str], use: str = "transfer") -> None:
+    """Refuse a task vector that is zero in all the tensors that are left of it."""
+    if any(vector.changes(name) for name in names):
+        return
+    if exclude:
+        patterns = " ".join(f'--exclude "{pattern}"' for pattern in exclude)
+        raise CheckpointError(
+            f"{patterns} leaves no tensor in which the fine-tuned model differs from its base: there is nothing to "
+            f"{use}. Exclude less, or check the paths."
+        )
+    raise CheckpointError(
+        f"the fine-tuned model equals its base in every tensor: there is nothing to {use}. Check the paths."
+    )
+
+
+def exclude_note(exclude: Sequence[str], *named: Iterable[str]) -> str | None:
+    """What to say of patterns that match none of these names: a typing error, most likely."""
+    names = [name for each in named for name in each] if exclude else []
+    idle = [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in names)]
+    return f"no tensor has a name like {' or '.join(map(repr, idle))} of --exclude" if idle else None
+
+
+def names_of(finetuned: Finetuned) -> Iterable[str]:
+    """The names of a fine-tune's tensors in its files; an adapter has none but those of its base."""
+    if isinstance(finetuned, (str, Path)):
+        finetuned = local(finetuned)
+    given = finetuned if isinstance(finetuned, Adapter) else opened(finetuned)
+    return () if isinstance(given, Adapter) else _stored(given)
 
 
 def _adapter_change(source: Model, adapter: Adapter, exclude: Sequence[str]) -> TaskVector:
@@ -58,19 +85,24 @@ def _adapter_change(source: Model, adapter: Adapter, exclude: Sequence[str]) -> 
 
 def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
     live = {stored: name for name, stored in source.file_names.items()}
-    if isinstance(finetuned, TaskVector):
-        vector = finetuned
-    elif isinstance(finetuned, (str, Path)) and Path(finetuned).is_file() and _is_task_vector(Path(finetuned)):
-        vector = load_task_vector(finetuned)
+    given = _stored(finetuned)
+    if isinstance(given, TaskVector):
+        vector = given
     else:
-        if isinstance(finetuned, (str, Path)):
-            tensors = open_stored(finetuned).tensors
-        else:
-            tensors = (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
-        tensors = _under_names_of(source.tensors, tensors)
+        tensors = _under_names_of(source.tensors, given)
         vector = TaskVector.between(source.tensors, tensors, exclude)
         check_finite(tensors, list(vector))
     return vector.rename({name: live[name] for name in vector if name in live})
+
+
+def _stored(finetuned: ModelLike | TaskVector) -> TaskVector | Mapping[str, Tensor]:
+    """A fine-tune's tensors, or what they are the change of where only that is known."""
+    if isinstance(finetuned, TaskVector):
+        return finetuned
+    if isinstance(finetuned, (str, Path)):
+        is_vector = Path(finetuned).is_file() and _is_task_vector(Path(finetuned))
+        return load_task_vector(finetuned) if is_vector else open_stored(finetuned).tensors
+    return (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
 
 
 def _is_task_vector(path: Path) -> bool:
@@ -112,11 +144,13 @@ def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] =
     base, finetuned = local(base), local(finetuned)
     ours = open_stored(base).tensors
     if is_adapter(finetuned):
-        return _extract_adapter(base, ours, open_adapter(finetuned), exclude)
-    theirs = _under_names_of(ours, open_stored(finetuned).tensors)
-    vector = TaskVector.between(ours, theirs, exclude)
-    check_finite(theirs, list(vector))
-    check_finite(ours, list(vector))
+        vector = _extract_adapter(base, ours, open_adapter(finetuned), exclude)
+    else:
+        theirs = _under_names_of(ours, open_stored(finetuned).tensors)
+        vector = TaskVector.between(ours, theirs, exclude)
+        check_finite(theirs, list(vector))
+        check_finite(ours, list(vector))
+    check_changes(vector, vector, exclude, "extract")
     return vector
 
 

@@ -37,7 +37,7 @@ from .provenance import package_version
 from .recipe import FIGURES, Comparison, Recipe, read_recipe, there
 from .report import to_json
 from .resume import fingerprint
-from .tables import Comparing, Row, write_tables
+from .tables import RESULTS, Comparing, Row, write_tables
 from .tasks import read_data
 from .training import prepare_training, run_training
 
@@ -117,14 +117,16 @@ def run_recipe(
     that holds what the recipe reads is refused, also with `overwrite`.
     """
     out, say = Path(out), note or (lambda _: None)
-    check_new_folder(out, overwrite, inputs=[] if isinstance(recipe, Recipe) else [recipe])
+    read = [] if isinstance(recipe, Recipe) else [recipe]
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
+    several = recipe.kind not in FIGURES and len(recipe.comparisons) > 1  # then each pair has a sub-folder
+    marks = [f"{name}/{RESULTS}" for name in recipe.comparisons] if several else [RESULTS]
     if device is not None:
         parts = {name: replace(part, device=device) for name, part in recipe.comparisons.items()}
         recipe = replace(recipe, comparisons=parts)
     kept = Path(cache) if cache is not None else out.parent / f".{out.name}.tuneport-models"
-    check_new_folder(out, overwrite, inputs=[kept, *_inputs(recipe)])
+    check_new_folder(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
     for line in plan_lines(recipe, kept):
         say(line)
     _check_models(recipe)
@@ -137,7 +139,7 @@ def run_recipe(
             say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting anew")
         made = make_finetunes(recipe, kept, stage=stage)
         results = {name: _run_pair(made, name, cells, done, stage) for name in made.comparisons}
-        with new_folder(out, overwrite=overwrite) as folder:
+        with new_folder(out, overwrite=overwrite, marks=marks) as folder:
             _write(recipe, results, folder)
         cells.remove()
         if cache is None:

@@ -42,6 +42,11 @@ def read_table(path: Path, split: Split) -> Dataset:
     return _from_table(_columns(path), path, split)
 
 
+def has_label_column(path: Path) -> bool:
+    """Whether a table has labels by its header, whatever stands below it."""
+    return "label" in _columns(path).columns
+
+
 def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
     """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
 

@@ -39,15 +39,16 @@ MODELS = Path(__file__).parent / "demo_models"
 SAMPLES = 100
 STEPS = 100
 PORTED = ("naive", "theseus", "bico")
+TABLE = "demo.json"
 WRITTEN = {"finetuned": "small-mirrored", "data": "mirrored-digits.npz"}  # where the inputs of the run will lie
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage | None = None) -> dict[str, Any]:
     """Fine-tune, port, evaluate; write the data, the fine-tuned source and the ported target under `out`."""
     report = stage or _silent
-    check_new_folder(out, overwrite)
+    check_new_folder(out, overwrite, marks=[TABLE])
     small, large = (open_model(MODELS / name) for name in ("small", "large"))
-    with new_folder(out, overwrite=overwrite) as folder:
+    with new_folder(out, overwrite=overwrite, marks=[TABLE]) as folder:
         data = folder / "mirrored-digits.npz"
         np.savez_compressed(data, allow_pickle=False, **mirrored_digits())
         train, test = read_plain(data, "train"), read_plain(data, "test")
@@ -86,7 +87,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         reference = _finetuned(large, heads[id(large)], train, "fine-tuning the target", report)
         rows.append((f"target, fine-tuned on all {len(train)} images", accuracy(reference)))
         table = [{"model": name, "accuracy": value} for name, value in rows]
-        write_record(folder / "demo.json", {"seed": seed, "samples": SAMPLES, "table": table})
+        write_record(folder / TABLE, {"seed": seed, "samples": SAMPLES, "table": table})
     ported_at = out / "large-mirrored"
     return {
         "out": str(ported_at),

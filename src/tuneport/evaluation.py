@@ -61,13 +61,21 @@ def before_and_after(model: Model, changed: nn.Module, head: Head, test: Dataset
     }
 
 
-def read_test_split(data: str | Path | None, head: Head | None) -> Dataset:
-    """The test split of the data, checked against the head that will score it."""
-    if data is None or head is None:
-        raise DataError("an accuracy needs labelled data and a head for it: pass --data.")
-    test = read_data(data, "test")
+def read_test_split(data: str | Path | None) -> Dataset:
+    """The test split of the data, which must have labels; `check_test_split` compares them with a head."""
+    if data is None:
+        raise DataError(_NO_HEAD)
+    return read_data(data, "test")
+
+
+def check_test_split(test: Dataset, head: Head | None) -> None:
+    """Refuse a test split that the head cannot score."""
+    if head is None:
+        raise DataError(_NO_HEAD)
     align_labels(test, head.classes)
-    return test
+
+
+_NO_HEAD = "an accuracy needs labelled data and a head for it: pass --data."
 
 
 def linear_probe(

@@ -31,7 +31,7 @@ from .recipe import Comparison, Recipe
 from .report import to_json
 from .scaling import Scaled
 from .signals import INPUT
-from .tables import grid, write_csv
+from .tables import RESULTS, grid, write_csv
 from .tasks import read_data
 from .training import CHECKPOINTS
 
@@ -203,7 +203,7 @@ def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: 
     (folder / "table.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     about = {"title": recipe.title, "where": recipe.where, "kind": recipe.kind, "small": recipe.small}
     record = {"recipe": about, "machine": machine, "means": means, "points": rows}
-    (folder / "results.json").write_text(to_json(record) + "\n", encoding="utf-8")
+    (folder / RESULTS).write_text(to_json(record) + "\n", encoding="utf-8")
 
 
 def _mean(points: Sequence[Point], like: Point, tick: float) -> float:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -17,10 +18,12 @@ from .errors import TuneportError
 from .evaluation import encoded
 from .families import Head, Model
 from .progress import Progress
+from .tensors import all_finite
 
 Log = Callable[[int, Tensor], None]  # step and loss
 
 PASS = 128  # samples in one pass; a larger batch takes several
+CHECK_EVERY = 50  # steps between two looks at the losses
 KEPT_BYTES = 2 * 2**30  # prepared inputs up to this size are kept; larger sets are prepared batch by batch
 
 
@@ -61,7 +64,8 @@ def finetune(
     """Fine-tune a copy of the model's tower with the head frozen; yield (step, module) at the given steps.
 
     The last step is always yielded. The module that is yielded goes on training: use it before asking for
-    the next. Inputs of small sets are prepared once and kept. `log` gets the loss of each step.
+    the next. Inputs of small sets are prepared once and kept. `log` gets the loss of each step. A run that diverges
+    is a TuneportError, raised before anything is yielded that has gone wrong.
     """
     if schedule.steps < 1:
         raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
@@ -77,7 +81,9 @@ def finetune(
         lr=schedule.learning_rate,
         weight_decay=schedule.weight_decay,
     )
+    run = _Run(f"{model.name} on {data.name}", schedule)
     stops = {*at, schedule.steps}
+    unchecked: list[Tensor] = []  # losses that are still on the device, to be waited for now and then
     for step, rows in enumerate(_draws(len(data), schedule)):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
@@ -92,12 +98,42 @@ def finetune(
         optimizer.step()
         if progress is not None:
             progress(1)
+        unchecked.append(torch.stack(losses).sum())
         if log is not None:
-            log(step + 1, torch.stack(losses).sum())
+            log(step + 1, unchecked[-1])
+        if step + 1 in stops or len(unchecked) == CHECK_EVERY:
+            run.check_losses(unchecked, step + 1)
+            unchecked.clear()
         if step + 1 in stops:
+            run.check_weights(module, step + 1)
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A fine-tuning run by name, to say of it that it has diverged."""
+
+    name: str
+    schedule: Schedule
+
+    def check_losses(self, losses: Sequence[Tensor], step: int) -> None:
+        """Refuse to go on where one of the losses up to a step is no number."""
+        wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
+        if len(wrong):
+            self._stop(f"the loss is no number at step {step - len(losses) + 1 + int(wrong[0])}")
+
+    def check_weights(self, module: nn.Module, step: int) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not all_finite(parameter.detach()):
+                self._stop(f"{name} holds NaN or infinite values after step {step}")
+
+    def _stop(self, why: str) -> NoReturn:
+        raise TuneportError(
+            f"the fine-tuning of {self.name} has diverged: {why} of {self.schedule.steps}. Lower the learning rate "
+            f"(--learning-rate), which is {self.schedule.learning_rate:g}."
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import is_table, read_table
+from .columns import has_label_column, is_table, read_table
 from .data import SPLIT_NAMES, TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name, reading
 from .errors import DataError, brief, first_of, unknown_name
 from .pictures import IMAGE_SUFFIXES, check_images, open_array, open_file
@@ -49,6 +49,11 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
         else:
             raise DataError(f"cannot tell what data {path} holds from its name. Pass {_FORMATS}.")
     if labelled and data.labels is None and data.targets is None:
+        if is_table(path) and has_label_column(path):
+            raise DataError(
+                f"{path} has no labels: the column label is there, but empty (null, NaN, -1 or no text) in every row "
+                f"of the split {data.split}. Fill it."
+            )
         raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
     return data
 

@@ -1,9 +1,9 @@
 """Places for outputs: checked before any work, filled beside their name, put in place whole or not at all.
 
 Rules kept here: an output appears under its final name only when it is complete and on disk; an existing one
-is replaced only on request and survives a failure; a link is never followed; one run at a time writes an
-output, and clears what a killed one left beside it; what the disk says against writing becomes one
-CheckpointError.
+is replaced only on request, only where it is an output too, and survives a failure; a link is never followed;
+one run at a time writes an output, and clears what a killed one left beside it; what the disk says against
+writing becomes one CheckpointError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .errors import CheckpointError
+from .memory import format_bytes
 
 fcntl: Any
 try:
@@ -30,6 +31,7 @@ except ImportError:  # not on Windows: there, runs are not kept from each other
     fcntl = None
 
 PathLike = str | os.PathLike[str]
+RECORD = "tuneport.json"  # the run record, by which an output folder is known
 
 _WAYS_OUT = {
     errno.ENOSPC: "the disk is full. Free some space or choose another place",
@@ -41,32 +43,46 @@ _WAYS_OUT = {
 
 
 def check_new_folder(
-    out: PathLike, overwrite: bool = False, *, needed_bytes: int = 0, inputs: Iterable[PathLike] = ()
+    out: PathLike,
+    overwrite: bool = False,
+    *,
+    needed_bytes: int = 0,
+    inputs: Iterable[PathLike] = (),
+    marks: Sequence[str] = (RECORD,),
 ) -> None:
     """Raise a CheckpointError unless the folder `out` can be written: to be called before any work.
 
-    It must not exist (or be a real folder, with `overwrite`), its parent must be there, be writable and have
-    `needed_bytes` free, and it must not hold any of the `inputs`, which an overwrite would destroy.
+    It must not exist (with `overwrite`: or be a real folder that is empty or holds all `marks`, the files by which a
+    command knows its own outputs), its parent must be there, be writable and have `needed_bytes` free. An overwrite
+    must spare the `inputs`: `out` may neither hold one nor be a part of one.
     """
     out = Path(out)
     _check_place(out, overwrite, folder=True)
     _check_spares(out, inputs)
+    _check_ours(out, marks)
     free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
     if needed_bytes > free:
         raise CheckpointError(
-            f"{out} needs about {needed_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in "
-            f"{out.parent}. Free some space or choose another place."
+            f"{out} needs about {format_bytes(needed_bytes)}, but only {format_bytes(free)} are free in {out.parent}. "
+            "Free some space or choose another place."
         )
 
 
 def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file.
+    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file of weights.
 
-    It must not replace any of the `inputs`, nor a file inside one that is a folder.
+    It must be known by its name, and not replace any of the `inputs`, nor a file inside one that is a folder.
     """
     _check_place(Path(out), overwrite, folder=False)
     if os.path.lexists(out):
         _check_spares(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
+    check_file_name(out)
+
+
+def check_file_name(out: PathLike) -> None:
+    """Raise a CheckpointError unless a file has the name of a weight file: it could be written, but not read again."""
+    if Path(out).suffix != ".safetensors":
+        raise CheckpointError(f"{out} does not end in .safetensors, by which tuneport knows a file of weights. Add it.")
 
 
 def _files_in(path: PathLike) -> list[Path]:
@@ -74,11 +90,24 @@ def _files_in(path: PathLike) -> list[Path]:
 
 
 def _check_spares(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy an input."""
+    """Raise a CheckpointError if writing `out` would destroy an input, or what there is of one."""
     place = Path(os.path.realpath(out))
     for given in inputs:
-        if place in (Path(os.path.realpath(given)), *Path(os.path.realpath(given)).parents):
+        there = Path(os.path.realpath(given))
+        if place in (there, *there.parents):
             raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
+        if there in place.parents and os.path.lexists(out):
+            raise CheckpointError(f"{out} cannot be overwritten: it is part of the input {given}. Choose another name.")
+
+
+def _check_ours(out: Path, marks: Sequence[str]) -> None:
+    """Raise a CheckpointError if there is a folder with files in it that the command at hand has not written."""
+    missing = [mark for mark in marks if not (out / mark).is_file()]
+    if missing and out.is_dir() and any(out.iterdir()):
+        raise CheckpointError(
+            f"{out} is not overwritten: it is not empty, and no output of this command (no {missing[0]} in it). "
+            "Remove it by hand or choose another name."
+        )
 
 
 def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
@@ -101,27 +130,29 @@ def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
 
 
 @contextmanager
-def new_folder(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(out: PathLike, *, overwrite: bool = False, marks: Sequence[str] = (RECORD,)) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` when the block ends well, and vanishes when it does not.
 
     The temporary folder is a hidden sibling, so that the last step is a rename. With `overwrite`, the old
-    folder stays in place until then. A full or read-only disk becomes a CheckpointError.
+    folder stays in place until then; `marks` as of `check_new_folder`. A full or read-only disk becomes a
+    CheckpointError.
     """
-    with _in_place_of(Path(out), overwrite, folder=True) as temporary:
+    with _in_place_of(Path(out), overwrite, marks, folder=True) as temporary:
         yield temporary
 
 
 @contextmanager
 def new_file(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary path, with the suffix of `out`, that becomes `out` when the block ends well."""
-    with _in_place_of(Path(out), overwrite, folder=False) as temporary:
+    with _in_place_of(Path(out), overwrite, (), folder=False) as temporary:
         yield temporary
 
 
 @contextmanager
-def _in_place_of(out: Path, overwrite: bool, *, folder: bool) -> Iterator[Path]:
+def _in_place_of(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bool) -> Iterator[Path]:
     with claimed(out):
         _check_place(out, overwrite, folder=folder)
+        _check_ours(out, marks)
         place = Path(os.path.abspath(out))
         temporary = _beside(place)
         try:

@@ -59,7 +59,13 @@ def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
         raise DataError(f"{key} of {path} is {given}; expected {_IMAGES}.")
     if images.size == 0:
         raise DataError(f"{key} of {path} is empty: {given}.")
-    if kind == "f" and not (images.min() >= 0 and images.max() <= 1):  # NaN fails both
+    if kind == "f" and np.isnan(images.min()):
+        wrong = [index for index, pixels in enumerate(images) if np.isnan(pixels).any()]
+        raise DataError(
+            f"{key} of {path} holds NaN in {len(wrong)} of {len(images)} images, the first is {key}[{wrong[0]}]. "
+            "Replace or drop them."
+        )
+    if kind == "f" and not (images.min() >= 0 and images.max() <= 1):
         raise DataError(
             f"{key} of {path} is {images.dtype} with values from {images.min():g} to {images.max():g}; "
             f"expected {_IMAGES}."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .adapter import Adapter
 from .alignment import Completion
-from .arithmetic import Finetuned, change_of, opened
+from .arithmetic import Finetuned, change_of, exclude_note, names_of, opened
 from .calibration import select
 from .data import Dataset, align_labels
 from .errors import CheckpointError, DataError, TuneportError
@@ -303,6 +303,10 @@ def _record(
     }
     if isinstance(job.batches, PairedBatches) and (found := job.batches.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
-    if isinstance(finetuned, Adapter) and (note := base_note(finetuned, job.source)):
-        record["notes"] = [note]
+    named = [names for model in (job.source, job.target) for names in (model.file_names, model.tensors)]
+    notes = [base_note(finetuned, job.source)] if isinstance(finetuned, Adapter) else []
+    if options["exclude"]:
+        notes.append(exclude_note(options["exclude"], *named, names_of(finetuned)))
+    if any(notes):
+        record["notes"] = [note for note in notes if note]
     return record

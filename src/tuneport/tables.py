@@ -24,6 +24,8 @@ from .recipe import Comparison, Printed, Recipe
 from .report import to_json
 from .scaling import RULES
 
+RESULTS = "results.json"  # every single number of a comparison
+
 
 @dataclass(frozen=True)
 class Row:
@@ -263,7 +265,7 @@ def _number(value: float | None, form: str = ".1f") -> str:
 
 def save(result: Comparing, out: str | Path, *, recipe: Recipe | None = None, overwrite: bool = False) -> Path:
     """Write table.csv, results.json, table.md and plot.svg into a new folder, and paper.csv where there is a paper."""
-    with new_folder(out, overwrite=overwrite) as folder:
+    with new_folder(out, overwrite=overwrite, marks=[RESULTS]) as folder:
         write_tables(result, folder, recipe)
     return Path(out)
 
@@ -279,7 +281,7 @@ def write_tables(result: Comparing, folder: Path, recipe: Recipe | None = None) 
         record["paper"] = {"where": recipe.where, "small": recipe.small, "rows": beside}
         record["paper"]["orders"] = orders(result, recipe)
         write_csv(folder / "paper.csv", *paper_rows(beside))
-    (folder / "results.json").write_text(to_json(record) + "\n", encoding="utf-8")
+    (folder / RESULTS).write_text(to_json(record) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(markdown(result, recipe), encoding="utf-8")
     (folder / "plot.svg").write_text(plot(result, recipe), encoding="utf-8")
 
@@ -371,7 +373,7 @@ def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
 
 def load(folder: str | Path) -> Comparing:
     """A saved comparison, from its results.json."""
-    path = Path(folder) / "results.json"
+    path = Path(folder) / RESULTS
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings: dict[str, Any] = {

@@ -19,7 +19,7 @@ import torch
 from .checkpoint import open_checkpoint
 from .errors import CheckpointError, TuneportError, first_of
 from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
-from .output import PathLike, new_file
+from .output import PathLike, check_file_name, new_file
 from .soundness import is_quantised, same_structure
 from .tensors import (
     LazyMapping,
@@ -257,8 +257,9 @@ def save_task_vector(
     """Write a task vector to one safetensors file, entry by entry, whole or not at all; return its norm.
 
     A dense entry is stored under its name, a low-rank one as `name::out` and `name::in`. The file's metadata
-    are `format: tuneport-task-vector`, `version: 1` and what is given here.
+    are `format: tuneport-task-vector`, `version: 1` and what is given here. The name must end in .safetensors.
     """
+    check_file_name(path)
     odd = [name for name in vector if name.endswith((_OUT, _IN))]
     if odd:
         raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(odd)}.")

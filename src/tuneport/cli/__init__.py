@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import TuneportError
@@ -21,8 +22,25 @@ from .recipes import bench
 from .terminal import emit, fail, tell
 from .tour import demo, methods, samplers
 
+
+class Commands(TyperGroup):
+    """All commands. An interrupt is told here: outside, typer has already turned it into an exit without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _interrupted()
+
+
+def _interrupted() -> NoReturn:
+    tell("interrupted; no output was written")
+    sys.exit(130)
+
+
 app = typer.Typer(
     name="tuneport",
+    cls=Commands,
     help="Port a fine-tune to a new base model, without training.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -86,5 +104,4 @@ def main() -> None:
             raise
         fail(type(error).__name__, f"{error} (unexpected: run tuneport --debug ... for the traceback and report it)")
     except KeyboardInterrupt:
-        tell("interrupted; no output was written")
-        sys.exit(130)
+        _interrupted()

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import TuneportError
 from .options import Device, Exclude, HeadName, Json, Overwrite, Seed, TrustRemoteCode
-from .terminal import emit, progress, say
+from .terminal import emit, note, progress, say
 
 
 def extract(
@@ -31,6 +31,8 @@ def extract(
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
     vector = arithmetic.extract(base, finetuned, exclude=exclude or ())
+    if exclude and (words := arithmetic.exclude_note(exclude, *map(arithmetic.names_of, (base, finetuned)))):
+        note(words)
     norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:
@@ -144,8 +146,8 @@ def finetune(
     from ..report import to_json
     from ..training import prepare_training, run_training
 
-    if not 0 < learning_rate < float("inf"):
-        raise TuneportError(f"--learning-rate must be a number above 0, got {learning_rate}.")
+    if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
+        raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")
     check_new_folder(out, overwrite, inputs=[place_of(path) for path in (model, data, head) if path])
     slow = min(200, steps // 10) if warmup is None else warmup
     schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)

@@ -98,7 +98,7 @@ def transfer(
     from .. import pipeline
     from ..budget import plan_passes
     from ..distributed import processes
-    from ..evaluation import read_test_split
+    from ..evaluation import check_test_split, read_test_split
     from ..families import place_of
     from ..low_rank import check_truncation
     from ..output import check_new_file, check_new_folder, claimed
@@ -120,10 +120,12 @@ def transfer(
             if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
                 raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
             check_truncation(rank, energy)
+            test = read_test_split(data) if evaluate else None
             job = _prepare(locals(), scored=scored)
             if as_ is OutputKind.adapter:
                 check_adapter(job, rank, energy)
-            test = read_test_split(data, job.target_head) if evaluate else None
+            if test is not None:
+                check_test_split(test, job.target_head)
             verdict = _compared(job) if compare else None
             passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
             if passes is not None:
@@ -209,7 +211,10 @@ def plan(
         return
     if finetuned is None:
         raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
-    outlook = expected(_prepare(locals()))
+    job = _prepare(locals())
+    for text in job.record.get("notes", ()):
+        note(text)
+    outlook = expected(job)
     if json:
         emit(to_json(outlook))
     else:

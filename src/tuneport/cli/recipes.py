@@ -49,13 +49,12 @@ def bench(
 ) -> None:
     """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
     from ..bench import run_recipe
-    from ..output import check_new_folder
-    from ..recipe import make_recipe, read_recipe
+    from ..recipe import Recipe, make_recipe
 
-    check_new_folder(out, overwrite, inputs=[] if recipe is None else [recipe])
+    wanted: Recipe | str
     if recipe is not None:
         _refuse_keys(context, recipe)
-        wanted = read_recipe(recipe, small=small, root=root)
+        wanted = recipe
     else:
         content: dict[str, Any] = {
             "finetuned": _by_task("finetuned", finetuned),
@@ -78,7 +77,8 @@ def bench(
         wanted = make_recipe(content, "tuneport bench", root=root)
     given = None if device == "auto" else device
     with stages() as stage:
-        run_recipe(wanted, out, cache=cache, device=given, resume=resume, overwrite=overwrite, stage=stage, note=tell)
+        options = {"small": small, "root": root, "cache": cache, "device": given}
+        run_recipe(wanted, out, resume=resume, overwrite=overwrite, stage=stage, note=tell, **options)
     _print_results(Path(out), json)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..adapter import is_adapter
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError
 from ..hub import local, looks_like_hub_id
@@ -63,6 +64,12 @@ def _found(reference: str | Path) -> tuple[Family, str | Path]:
         return _found(local(reference))
     if not Path(reference).exists():
         raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
+    if is_adapter(reference):
+        raise CheckpointError(
+            f"{reference} is a LoRA adapter, not a model. To port it, give it as --finetuned, with its base as "
+            f"--source; for a model of the two, tuneport extract BASE {reference} -o change.safetensors, then "
+            "tuneport apply change.safetensors BASE -o MODEL."
+        )
     raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
 
 

@@ -105,20 +105,24 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
 
     config = _config(folder)
     if stored is not None:
+        _check_plain(config, folder)
         _check_numbers(config, folder / "config.json", stored)
     else:
         check_config(config, folder / "config.json")
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     refuse_experts(config, stored or (), str(folder))
-    kind = getattr(transformers, name or "", None)
-    model_type = str(config.get("model_type"))
-    is_text = name is not None and text_class(name, model_type) is not None
-    if name is None or kind is None or not (is_text or name in ARCHITECTURES):
+    if name is None:
         raise CheckpointError(
-            f"{folder} holds a {name or config.get('model_type', 'model without architecture')}, which tuneport does "
-            f"not know. Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(TEXT_KINDS)}, as "
-            f"{', '.join(HEADS)}. See docs/add-a-family.md."
+            f"{folder / 'config.json'} does not say which class the model is: architectures is missing or empty. Add "
+            'it, as in "architectures": ["ViTForImageClassification"].'
+        )
+    kind = getattr(transformers, name, None)
+    is_text = text_class(name, str(config.get("model_type"))) is not None
+    if kind is None or not (is_text or name in ARCHITECTURES):
+        raise CheckpointError(
+            f"{folder} holds a {name}, which tuneport does not know. Known: {', '.join(sorted(ARCHITECTURES))}; and "
+            f"for text {', '.join(TEXT_KINDS)}, as {', '.join(HEADS)}. See docs/add-a-family.md."
         )
     if stored is not None:
         _check_size(kind, folder, stored)
@@ -207,6 +211,17 @@ def _build(
         raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {brief(error)}.") from error
     misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
     return module, sorted(info["missing_keys"]), sorted(misshapen)
+
+
+def _check_plain(config: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a quantised model, before its library asks for what else it would need to load it."""
+    found = config.get("quantization_config")
+    if found:
+        by = f" by {found['quant_method']}" if isinstance(found, dict) and found.get("quant_method") else ""
+        raise CheckpointError(
+            f"{folder} is quantised{by}, as quantization_config in its config.json says, and tuneport cannot subtract "
+            "or change quantised weights. Give the model in float32, bfloat16 or float16."
+        )
 
 
 def _config(folder: Path) -> dict[str, Any]:
