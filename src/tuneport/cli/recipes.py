@@ -77,8 +77,18 @@ def bench(
         wanted = make_recipe(content, "tuneport bench", root=root)
     given = None if device == "auto" else device
     with stages() as stage:
-        options = {"small": small, "root": root, "cache": cache, "device": given}
-        run_recipe(wanted, out, resume=resume, overwrite=overwrite, stage=stage, note=tell, **options)
+        run_recipe(
+            wanted,
+            out,
+            small=small,
+            root=root,
+            cache=cache,
+            device=given,
+            resume=resume,
+            overwrite=overwrite,
+            stage=stage,
+            note=tell,
+        )
     _print_results(Path(out), json)
 
 
