@@ -905,8 +905,9 @@ class TestExitCodes:
             "finetune": [str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"],
         }[command]
         program = """
-import sys, time
+import signal, sys, time
 from tuneport import capture, cli, finetuning
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests run in the background have not
 seen = []
 def waiting(work):
     def done(*given):

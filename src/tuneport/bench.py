@@ -118,6 +118,7 @@ def run_recipe(
     """
     out, say = Path(out), note or (lambda _: None)
     read = [] if isinstance(recipe, Recipe) else [recipe]
+    check_new_folder(out, overwrite, inputs=read, marks=())
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
     several = recipe.kind not in FIGURES and len(recipe.comparisons) > 1  # then each pair has a sub-folder
