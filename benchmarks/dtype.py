@@ -49,13 +49,13 @@ Row = dict[str, Any]
 @contextmanager
 def rank_cut_of(value: float | None) -> Iterator[None]:
     """Another rank cut than the library's own."""
-    own = alignment.rank_cut
+    own = alignment.cut_above_noise
     if value is not None:
-        alignment.rank_cut = lambda *_: value  # type: ignore[assignment]
+        alignment.cut_above_noise = lambda *_: value  # type: ignore[assignment]
     try:
         yield
     finally:
-        alignment.rank_cut = own
+        alignment.cut_above_noise = own
 
 
 def accuracy(job: Job, vector: TaskVector, test: list[Any]) -> float:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tuneport.alignment import CrossCovariance, Statistics, WeightGradient, procrustes, rank_cut
+from tuneport.alignment import CrossCovariance, Statistics, WeightGradient, procrustes
 from tuneport.completion import rectangular_identity
 from tuneport.errors import MethodError, TuneportError
+from tuneport.rank import rank_cut
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]
 FLAT = [(12, 12, 5), (8, 13, 5), (13, 8, 5), (10, 10, 1), (6, 6, 5)]  # widths and a rank below both

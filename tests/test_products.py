@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tuneport import products
-from tuneport.alignment import CrossCovariance, procrustes, rank_cut
+from tuneport.alignment import CrossCovariance, procrustes
 from tuneport.products import add_product, are_half, energy, work_bytes
+from tuneport.rank import rank_cut
 
 SETTING = getattr(torch.backends.mkldnn, "matmul", None)
 HALVES = [torch.bfloat16, torch.float16]

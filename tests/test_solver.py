@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport import completion, iteration, solver
+from tuneport import completion, iteration, solver, triangles
 from tuneport.certificate import certify
 from tuneport.completion import complete, complete_thin, rectangular_identity
 from tuneport.errors import TuneportError
@@ -202,7 +202,7 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
     turn = torch.linalg.matrix_exp(1e-4 * (randn(80, 80) - randn(80, 80).T))
     finish = iteration._finish
     wrong = {"turned": lambda X: X @ turn, "worst": lambda X: -X, "stretched": lambda X: X * (1 + 1e-5)}[fault]
-    monkeypatch.setattr(iteration, "_finish", lambda X, steps: wrong(finish(X, steps)))
+    monkeypatch.setattr(iteration, "_finish", lambda X, tail: wrong(finish(X, tail)))
     for route in ("qdwh", "lift"):
         found = ROUTES[route](C, CUT)
         assert found is None or not found.certificate.holds
@@ -216,9 +216,9 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
 def test_many_at_once_are_what_each_is_alone(
     rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(iteration, "_FEW", few)
-    for name in ("_LEAF", "_PART"):
-        monkeypatch.setattr(iteration, name, leaf)
+    monkeypatch.setattr(triangles, "_FEW", few)
+    for name in ("_LEAF", "_PART", "_HALF", "_ALONE"):
+        monkeypatch.setattr(triangles, name, leaf)
     monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
     spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
@@ -245,7 +245,7 @@ def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
     above = values > cut / 1.05
     assert float(lifted[above].min()) >= steps.lifted > float(lifted[~above].max())
-    for a, b, c in steps.tail:
+    for a, b, c in steps.tail.steps:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
     assert float((1 - lifted[above]).abs().max()) < 0.021
     for route in ("qdwh", "lift"):

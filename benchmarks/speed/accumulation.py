@@ -19,8 +19,9 @@ import torch
 from record import now, publish, table
 from torch import Tensor
 
-from tuneport.alignment import procrustes, rank_cut
+from tuneport.alignment import procrustes
 from tuneport.products import add_product
+from tuneport.rank import rank_cut
 
 
 def signals(widths: tuple[int, int], tokens: int, null: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
 
 Towers and samples as in vit.py. First the whole of solving and carrying over without clocks in between (twice: the
 second has everything loaded), then once more with a clock around each phase, which waits for the device and so costs
-a little. Phases contain each other: `iterate` holds `_step`, `_null_directions`, `_finish` and `_finished`.
+a little. Phases contain each other: `iterate` holds `_turn`, `_null_directions`, `_finish` and `_finished`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = (
     (solver, "iterate"),
     (iteration, "_split"),
     (iteration, "largest_values"),
-    (iteration, "_step"),
+    (iteration, "_turn"),
     (iteration, "_null_directions"),
     (iteration, "_finish"),
     (iteration, "_finished"),

@@ -20,6 +20,7 @@ from .certificate import Certificate
 from .completion import CoordinateMap, complete, complete_thin
 from .errors import MethodError, TuneportError
 from .products import add_product, energy
+from .rank import cut_above_noise, rank_cut
 from .solver import Polar, polar, polar_of_factors, polar_together, together_bytes
 
 Completion = Literal["none", "svd"]
@@ -100,6 +101,15 @@ class CrossCovariance:
             self.rows.append((source.clone(), target.clone()))
 
     @property
+    def whole(self) -> Tensor:
+        """|X_A| |X_B|, the most that <X_A R, X_B> can be for any orthogonal R."""
+        return (self.source_energy * self.target_energy).sqrt()
+
+    def cut(self, size: float, whole: float) -> float:
+        """The rank cut, given the norm of C and `whole`: numbers that a device gives for many at once."""
+        return cut_above_noise(self.signal_dtype, self.dtype, self.shape, self.tokens, size, whole)
+
+    @property
     def most(self) -> int:
         """The largest rank that C can have by the number of tokens."""
         return self.tokens if self.rows is None else sum(len(source) for source, _ in self.rows)
@@ -155,33 +165,6 @@ class Alignment:
         return self.map.dense()
 
 
-def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> float:
-    """The share of the largest singular value of C below which a direction counts as undetermined.
-
-    Two floors: rounding of the sum (width * eps of its dtype), and rounding of the signals. A direction with
-    relative amplitude a in both signals shows as a^2 in C, and is trustworthy while a stays above the signals'
-    own error. Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of
-    float32, in a direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once,
-    from sums in float32: (4 eps)^2. Where the widths differ, `noise_of` may lie higher.
-    """
-    eps = torch.finfo(signal_dtype).eps
-    return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
-
-
-def noise_of(covariance: CrossCovariance, size: float) -> float:
-    """What the rounding of one signal leaves in C, of norm `size`, as a share of that norm.
-
-    A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding, of
-    eps |X_A| / sqrt(M d) in each token, and meets whatever the other signal has left: over all tokens, out of step,
-    eps |X_A| |X_B| / sqrt(M d). With equal widths the other is empty there as well, and nothing shows.
-    """
-    if not size > 0 or not covariance.tokens:
-        return 0.0
-    both = float(covariance.source_energy * covariance.target_energy) ** 0.5
-    spread = (covariance.tokens * min(covariance.shape)) ** 0.5
-    return float(torch.finfo(covariance.signal_dtype).eps * both / (spread * size))
-
-
 def procrustes(
     covariance: CrossCovariance | Tensor, *, completion: Completion = "svd", rtol: float | None = None
 ) -> Alignment:
@@ -207,12 +190,14 @@ def procrustes(
         raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C[0].shape)}")
     if not all(bool(torch.isfinite(part).all()) for part in C):
         raise TuneportError(_NOT_FINITE)
+    whole = float(streamed.whole) if streamed is not None else None
     if rtol is None:
         size = 0.0 if few else float(C[0].norm())  # of few tokens, all directions are seen
-        rtol = _cut_of(streamed, size) if streamed else rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
+        rtol = rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
+        rtol = rtol if streamed is None or whole is None else streamed.cut(size, whole)
     most = streamed.most if streamed is not None else None
     found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=most)
-    return _alignment(found, streamed, completion, thin=few is not None)
+    return _alignment(found, whole, completion, thin=few is not None)
 
 
 def procrustes_together(covariances: Sequence[CrossCovariance], completion: Completion = "svd") -> list[Alignment]:
@@ -224,44 +209,33 @@ def procrustes_together(covariances: Sequence[CrossCovariance], completion: Comp
             alignments[index] = procrustes(covariance, completion=completion)
         else:
             together.append(index)
-    sizes = torch.stack([covariances[index].matrix.norm() for index in together]).tolist() if together else []
-    if not all(map(math.isfinite, sizes)):
+    numbers = [part for i in together for part in (covariances[i].matrix.norm().double(), covariances[i].whole)]
+    told = torch.stack(numbers).tolist() if numbers else []  # all at once: the host waits for a device
+    sizes, wholes = dict(zip(together, told[::2], strict=True)), dict(zip(together, told[1::2], strict=True))
+    if not all(map(math.isfinite, sizes.values())):
         raise TuneportError(_NOT_FINITE)
     alike: dict[tuple[tuple[int, int], float], list[int]] = {}
-    for index, size in zip(together, sizes, strict=True):
-        alike.setdefault((covariances[index].shape, _cut_of(covariances[index], size)), []).append(index)
+    for index, size in sizes.items():
+        cut = covariances[index].cut(size, wholes[index])
+        alike.setdefault((covariances[index].shape, cut), []).append(index)
     for (_, cut), indices in alike.items():
-        chosen = [covariances[index] for index in indices]
-        found = polar_together([one.matrix.double() for one in chosen], cut, fill=completion == "svd")
-        for index, one, solved in zip(indices, chosen, found, strict=True):
-            alignments[index] = _alignment(solved, one, completion)
+        found = polar_together([covariances[i].matrix.double() for i in indices], cut, fill=completion == "svd")
+        for index, solved in zip(indices, found, strict=True):
+            alignments[index] = _alignment(solved, wholes[index], completion)
     return [alignments[index] for index in range(len(covariances))]
 
 
 _NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
-_FINE = 1e-6  # eps of signals that a model rounds at every step, not once
-_ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
-
-
-def _cut_of(covariance: CrossCovariance, size: float) -> float:
-    """The rank cut of C, of norm `size`: above all noise, in steps of four, so that many maps have one in common."""
-    cut = rank_cut(covariance.signal_dtype, covariance.dtype, max(covariance.shape))
-    if torch.finfo(covariance.signal_dtype).eps >= _FINE:
-        return cut
-    above = _ABOVE_NOISE * noise_of(covariance, size) / cut
-    return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut
-
-
-def _alignment(found: Polar, streamed: CrossCovariance | None, completion: Completion, thin: bool = False) -> Alignment:
+def _alignment(found: Polar, whole: float | None, completion: Completion, thin: bool = False) -> Alignment:
+    """`whole` is |X_A| |X_B|, where it is known."""
     if completion == "none":
         mapping = CoordinateMap(found.left, found.right)
     else:
         mapping = complete_thin(found) if thin else complete(found)
     residual = None
-    if streamed is not None:
-        whole = float(streamed.source_energy * streamed.target_energy) ** 0.5
+    if whole is not None:
         cosine = min(found.total / whole, 1.0) if whole > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from .certificate import PROBES, STATIONARITY, Certificate, gaussian, rounding
+from .triangles import inverse, inverse_root, lower_product, symmetric_product
 
 NULLS = 8  # null directions that inverse iteration looks for, less one
 _HEAVIEST = 1e6  # the largest weight c
 _MARGIN = 1.05  # above the largest singular value, which is found from below
 _SURE = 1.2  # how far above the cut a value counts as determined without a closer look; below it, three times
-_LEAF = 192  # width of an inverse that is not divided any more
-_FEW = 8  # matrices, of which fewer have their Cholesky factors from the library
-_PART = 128  # the least width of a quarter that is worth a product of its own
+_NEAR = 0.98  # to 1, for the polynomial at the end
 _BLIND = 1e-3  # the least that the identity must say about a null direction, to be filled in here
 _TINY = 1e-300
 
@@ -87,7 +86,7 @@ def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated
 
 
 def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Iterated | None]:
-    below = _projector_below(X @ X.mT, steps.lifted**2)
+    below = _projector_below(symmetric_product(X, X), steps.lifted**2)
     X = _finish(X - below @ X, steps.tail)
     found = _finished(C, cut, size, X - below @ X, below, fill)
     return [None if one is None else one._replace(split=True) for one in found]
@@ -112,13 +111,20 @@ def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
     return largest
 
 
+class Tail(NamedTuple):
+    """What is left to do where one Gram matrix resolves everything: a few steps, and a polynomial in 1 - G."""
+
+    steps: tuple[Weights, ...]
+    polynomial: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Steps:
     """The weights of all steps for one rank cut."""
 
     heavy: tuple[Weights, ...]
     lifted: float  # what the heavy steps make of a singular value at the cut
-    tail: tuple[Weights, ...]
+    tail: Tail
 
 
 @lru_cache(maxsize=64)
@@ -131,23 +137,32 @@ def _steps(cut: float) -> Steps:
 
 
 @lru_cache(maxsize=64)
-def _tail(low: float) -> tuple[Weights, ...]:
-    """The steps from singular values in [low, 1] to where two polynomials do the rest, see `_finish`."""
+def _tail(low: float) -> Tail:
+    """From singular values in [low, 1] to 1."""
     steps = []
-    while low < 0.98:
+    while low < _NEAR:
         steps.append(step_weights(low))
         low = _image(steps[-1], low)
-    return tuple(steps)
+    return Tail(tuple(steps), _polynomial(low))
+
+
+def _polynomial(low: float) -> tuple[float, ...]:
+    """(1 - x)^-1/2 for x in [0, 1 - low^2] as a polynomial of order four: to 10^-10 for _NEAR, and to 10^-12 above."""
+    width = 1 - min(low, 0.99) ** 2  # narrower, it would be wild beyond
+    angles = torch.arange(1, 10, 2, dtype=torch.float64) * math.pi / 10
+    spots = (1 - angles.cos()) / 2  # Chebyshev's
+    found = torch.linalg.solve(torch.linalg.vander(spots), (1 - width * spots).rsqrt())
+    return tuple(float(value) / width**order for order, value in enumerate(found))
 
 
 @lru_cache(maxsize=64)
-def _sign_steps(limit: float) -> tuple[Weights, ...]:
+def _sign_steps(limit: float) -> Steps:
     """The steps to the sign of eigenvalues in [-1, 1] that are no nearer to zero than one in 10^4 of `limit`."""
     heavy, low = [], 1e-4 * limit
     while low < 1e-3:  # the weights are capped here too
         heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / low)))
         low = _image(heavy[-1], low)
-    return (*heavy, *_tail(low))
+    return Steps(tuple(heavy), low, _tail(low))
 
 
 def step_weights(low: float) -> Weights:
@@ -175,36 +190,61 @@ def _image(weights: Weights, low: float) -> float:
 def _lifted(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
     X = C / (_MARGIN * size[:, None, None])
     for weights in steps.heavy:
-        X = _step(X, weights)
+        X = _turn(X, weights) @ X
     return X
 
 
-def _step(X: Tensor, weights: Weights) -> Tensor:
+def _turn(X: Tensor, weights: Weights) -> Tensor:
+    """W, of which W X is the next X."""
     a, b, c = weights
-    gram = _lower_gram(X).mul_(c)
-    gram.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    inverse = _inverse(gram).mul_(a - b / c)
-    inverse.diagonal(dim1=-2, dim2=-1).add_(b / c)
-    return inverse @ X
+    return _add_identity(_resolvent(lower_product(X, X), c).mul_(a - b / c), b / c)
 
 
-def _finish(X: Tensor, steps: tuple[Weights, ...]) -> Tensor:
-    for weights in steps:
-        X = _step(X, weights)
-    gram = _gram(X)  # the orders five and three of Newton and Schulz: an error of e becomes 10 e^6 or so
-    turn = _gram(gram).mul_(0.375).sub_(gram, alpha=1.25)
-    turn.diagonal(dim1=-2, dim2=-1).add_(1.875)
-    X = turn @ X
-    return torch.baddbmm(X, _gram(X), X, beta=1.5, alpha=-0.5)  # null directions stay null
+def _resolvent(gram: Tensor, c: float) -> Tensor:
+    """(1 + c G)^-1; G is used up."""
+    return inverse(_add_identity(gram.mul_(c), 1.0))
+
+
+def _add_identity(matrices: Tensor, times: float) -> Tensor:
+    matrices.diagonal(dim1=-2, dim2=-1).add_(times)
+    return matrices
+
+
+def _finish(X: Tensor, tail: Tail) -> Tensor:
+    """The polar factor of X, whose singular values lie where the tail begins; null directions stay null."""
+    return _root_of_inverse(symmetric_product(X, X), tail) @ X
+
+
+def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
+    """G^-1/2, by the steps of the iteration for G alone: a step's turn is W, G becomes W^2 G, and W G needs no product.
+
+    Everything commutes, so that all products are symmetric. At the end the singular values are near to 1, and a
+    polynomial does the rest.
+    """
+    total = None
+    for a, b, c in tail.steps:
+        turn = _resolvent(gram.clone(), c)
+        moved = _add_identity(gram.mul_(b / c).sub_(turn, alpha=(a - b / c) / c), (a - b / c) / c)  # W G
+        _add_identity(turn.mul_(a - b / c), b / c)
+        gram = symmetric_product(turn, moved)
+        total = turn if total is None else symmetric_product(turn, total)
+    rest = _add_identity(gram.neg_(), 1.0)
+    square = symmetric_product(rest, rest)
+    k0, k1, k2, k3, k4 = tail.polynomial
+    upper = (rest * k3).add_(square, alpha=k4)
+    last = symmetric_product(square, upper).add_(square, alpha=k2).add_(rest, alpha=k1)
+    _add_identity(last, k0)
+    return last if total is None else symmetric_product(last, total)
 
 
 def _projector_below(gram: Tensor, limit: float) -> Tensor:
     """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
-    sign = -gram
-    sign.diagonal(dim1=-2, dim2=-1).add_(limit)
-    projector = _finish(sign, _sign_steps(limit)).div_(2)
-    projector.diagonal(dim1=-2, dim2=-1).add_(0.5)
-    return (projector + projector.mT).div_(2)
+    sign, steps = _add_identity(-gram, limit), _sign_steps(limit)
+    for weights in steps.heavy:
+        sign = _turn(sign, weights) @ sign
+    sign = _finish(sign, steps.tail)
+    sign = torch.baddbmm(sign, symmetric_product(sign, sign), sign, beta=1.5, alpha=-0.5)  # an error e becomes e^2
+    return _add_identity((sign + sign.mT).div_(4), 0.5)
 
 
 def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
@@ -214,16 +254,14 @@ def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     quotients are bounds from above, so never too many directions are taken out.
     """
     shift = 1e4 / steps.lifted**2
-    gram = _lower_gram(X).mul_(shift)
-    gram.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    inverse = _inverse(gram)
-    found = _orthonormal(inverse @ _orthonormal(inverse @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
+    near = _resolvent(lower_product(X, X), shift)
+    found = _orthonormal(near @ _orthonormal(near @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
     for _ in range(3):
         seen = X.mT @ found
         squares, turn = _small_eigh(seen.mT @ seen)
         found, seen = found @ turn, seen @ turn
         residual = X @ seen - found * squares[:, None]
-        found = _orthonormal(found - shift * (inverse @ residual))
+        found = _orthonormal(found - shift * (near @ residual))
     seen = X.mT @ found
     squares, turn = _small_eigh(seen.mT @ seen)
     found, limit = found @ turn, steps.lifted**2
@@ -279,13 +317,13 @@ def _stationarity(
     H is lifted by the null directions and lowered by the cut: no factor means that a value lies below the cut. Also
     the spread of H, its trace, and where there was no factor.
     """
-    lifted = _lower_product(C, X)
+    lifted = lower_product(C, X)
     diagonal = lifted.diagonal(dim1=-2, dim2=-1)
     spread, total = diagonal.amax(-1), diagonal.sum(-1)
     if null is not None:
         lifted += (null * size[:, None, None]) @ null.mT
     diagonal.sub_((cut * size)[:, None])
-    root, bad = _inverse_root(lifted)
+    root, bad = inverse_root(lifted)
     turned = root.mT @ probe
     residual = root @ (C @ (X.mT @ turned) - X @ (C.mT @ turned)) / 2
     spread = spread * root.diagonal(dim1=-2, dim2=-1).square().amax(-1)
@@ -304,94 +342,6 @@ def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
         return X + null @ (root @ F), (squares < _BLIND**2).any(-1)
     F = torch.nn.functional.pad(null @ null.mT, (0, columns - rows))
     return _finish(X + F - (F @ X.mT) @ X, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
-
-
-def _gram(X: Tensor) -> Tensor:
-    gram = _lower_gram(X)
-    return gram.tril() + gram.tril(-1).mT
-
-
-def _lower_gram(X: Tensor) -> Tensor:
-    return _lower_product(X, X)
-
-
-def _lower_product(X: Tensor, Y: Tensor, parts: int = 4) -> Tensor:
-    """The lower triangle of X Y^T; what stands above the diagonal blocks is not set."""
-    n = X.shape[-2]
-    if n < parts * _PART:
-        return X @ Y.mT
-    product = X.new_empty(*X.shape[:-1], n)
-    for start in range(0, n, -(-n // parts)):
-        stop = min(start - (-n // parts), n)
-        product[..., start:, start:stop] = X[..., start:, :] @ Y[..., start:stop, :].mT
-    return product
-
-
-def _inverse(A: Tensor, parts: int = 4) -> Tensor:
-    """The inverse of a positive definite matrix of which the lower triangle is read, nearly all by products.
-
-    By way of the inverse of its Cholesky factor: halving A itself would square its condition.
-    """
-    root, _ = _inverse_root(A)
-    n = A.shape[-1]
-    if n < parts * _PART:
-        return root.mT @ root
-    whole, size = torch.empty_like(A), -(-n // parts)
-    for start in range(0, n, size):
-        stop = min(start + size, n)
-        rows = root[..., start:, start:stop].mT @ root[..., start:, :stop]
-        whole[..., start:stop, :stop] = rows
-        whole[..., :start, start:stop] = rows[..., :start].mT
-    return whole
-
-
-def _inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of the Cholesky factor, lower triangular, and where there is none."""
-    whole = torch.zeros_like(A, memory_format=torch.contiguous_format)
-    if len(A) >= _FEW:
-        return whole, _put_inverse_root(A, whole)
-    root, info = torch.linalg.cholesky_ex(A)
-    _put_triangular_inverse(root, whole)
-    return whole, info != 0
-
-
-def _put_inverse_root(A: Tensor, into: Tensor) -> Tensor:
-    n = A.shape[-1]
-    if n <= _LEAF:
-        root, info = torch.linalg.cholesky_ex(A)
-        into.copy_(_triangular_inverse(root))
-        failed: Tensor = info != 0
-        return failed
-    k = n // 2
-    bad = _put_inverse_root(A[..., :k, :k], into[..., :k, :k])
-    below = A[..., k:, :k] @ into[..., :k, :k].mT
-    worse = _put_inverse_root(torch.baddbmm(A[..., k:, k:], below, below.mT, alpha=-1), into[..., k:, k:])
-    into[..., k:, :k] = (into[..., k:, k:] @ below).neg_() @ into[..., :k, :k]
-    return bad | worse
-
-
-def _put_triangular_inverse(root: Tensor, into: Tensor) -> None:
-    """Of lower triangular matrices: all blocks on the diagonal at once, then by products, pair by pair."""
-    n = root.shape[-1]
-    size, odd = min(_LEAF, n), n % min(_LEAF, n)
-    starts = range(0, n - odd, size)
-    blocks = _triangular_inverse(torch.stack([root[..., at : at + size, at : at + size] for at in starts]))
-    for at, block in zip(starts, blocks, strict=True):
-        into[..., at : at + size, at : at + size] = block
-    if odd:
-        into[..., -odd:, -odd:] = _triangular_inverse(root[..., -odd:, -odd:])
-    while size < n:
-        for at in range(0, n - size, 2 * size):
-            first, second = slice(at, at + size), slice(at + size, at + 2 * size)
-            below = into[..., second, second] @ root[..., second, first]
-            into[..., second, first] = below.neg_() @ into[..., first, first]
-        size *= 2
-
-
-def _triangular_inverse(root: Tensor) -> Tensor:
-    eye = torch.eye(root.shape[-1], device=root.device, dtype=root.dtype).expand_as(root)
-    inverse: Tensor = torch.linalg.solve_triangular(root, eye, upper=False)
-    return inverse
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Products of two paired signals, `X_A^T X_B`, in as much precision as the signals carry. Torch only.
 
 float32 signals are multiplied in float64. Half-precision ones say nothing below 10^-3 of the largest singular value
-(bfloat16; 10^-5 float16: `alignment.rank_cut`). Their products are exact in float32; they are summed in float32 over a
+(bfloat16; 10^-5 float16: `rank.rank_cut`). Their products are exact in float32; they are summed in float32 over a
 piece of tokens, and the pieces in float64, which leaves an error of 10^-7.
 """
 
