@@ -16,8 +16,8 @@ from tuneport.alignment import Statistics
 from tuneport.families import Model, describe_module
 from tuneport.layers import Layer
 from tuneport.methods import Problem
-from tuneport.methods.spaces import UNMATCHED
-from tuneport.methods.transfusion import TransFusion
+from tuneport.methods.spaces import TURNED, UNMATCHED
+from tuneport.methods.transfusion import TransFusion, match_weights
 from tuneport.outlook import expected
 from tuneport.planning import plan_of
 from tuneport.preparation import prepare
@@ -39,7 +39,6 @@ SIGLIP_HEAD = (
 )
 KEPT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mpnet", "t5", "t5-gated", "t5-classifier", "t5-encoder"), ("relative_attention_bias.weight",)),
-    **dict.fromkeys(("qwen3", "gemma3"), ("q_norm.weight", "k_norm.weight")),
     "modernbert": ("head.norm.weight",),
     "siglip": SIGLIP_HEAD,
     "dinov2": ("classifier.weight", "classifier.bias"),  # it reads two tokens side by side
@@ -151,3 +150,56 @@ def test_a_task_vector_of_some_layers(changed: tuple[str, ...]) -> None:
     assert {item.reason for item in answer.kept} <= {UNMATCHED}
     after_attention = {name for name in vector if "attention.output.LayerNorm" in name}
     assert unmatched == after_attention | {name for name in vector if f"{SIZE.depth - 1}.output.LayerNorm" in name}
+
+
+class Shuffled(Reordered):
+    """Heads in another order too, and the units inside them where positions are not turned into these."""
+
+    def order(self, stack: str, block: int | None, cross: bool) -> Tensor:
+        return Twin.order(self, stack, block, cross)
+
+    def attention(self, layer: Layer, part: str, width: int) -> Tensor:
+        key, order = (layer.stack, layer.block), self.order(layer.stack, layer.block, False).flatten()
+        size, kind = width // self.heads, "v" if part in ("v", "mixed") else "qk"
+        turned = [torch.eye(size, dtype=torch.float64)] * self.heads
+        if kind == "v":
+            inside = self.once((*key, kind), lambda: torch.stack([self.shuffle(size) for _ in range(self.heads)]))
+            turned = list(inside)
+        whole = torch.zeros(width, width, dtype=torch.float64)
+        for head, place in enumerate(order.tolist()):
+            whole[head * size : (head + 1) * size, place * size : (place + 1) * size] = turned[head]
+        return whole
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt-neox", "modernbert"])
+def test_rotary_positions_keep_the_units_of_queries_and_keys_in_their_places(family: str) -> None:
+    """A model that reads the same: heads in another order, values inside them, queries and keys as they were."""
+    source = module_of(family)
+    target, wanted = (Shuffled(describe_module(module)).build() for module in (source, moved(source)))
+    with torch.no_grad():
+        torch.testing.assert_close(answer(target), answer(source), atol=2e-4, rtol=1e-4)
+    result = transfer(source, moved(source), target, method="transfusion")
+    before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
+    for name in result.task_vector:
+        tau = (after[name] - before[name]).detach()
+        torch.testing.assert_close(result.task_vector.dense(name), tau, atol=1e-5, rtol=1e-4, msg=name)
+    strangers = module_of(family)
+    with torch.no_grad():
+        for parameter in strangers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    plan = plan_of(
+        describe_module(source),
+        describe_module(strangers),
+        TaskVector.between(*map(weights_of, (source, moved(source)))),
+    )
+    found = match_weights(Problem(plan, TaskVector({}), Statistics(), "svd", weights_of(source), weights_of(strangers)))
+    turned = {space: order for space, order in found.items() if space is not None and space[1] == TURNED}
+    assert len(turned) == SIZE.depth
+    for (stack, _, block), order in turned.items():
+        size = len(order) // SIZE.heads
+        assert torch.equal(order % size, torch.arange(len(order)) % size)
+        assert torch.equal(order[::size] // size, found[stack, "heads", block][::size] // size)
+
+
+def weights_of(module: Any) -> dict[str, Tensor]:
+    return dict(module.named_parameters())

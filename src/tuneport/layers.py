@@ -48,6 +48,7 @@ OUTER_ROLES: tuple[tuple[str, str], ...] = (
 )
 FUSED: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "in_proj_weight": ("q", "k", "v")}
 ATTENTION_ROLES = frozenset({"q", "k", "v", "out"})
+ROTARY = re.compile(r"Rotary|Rope")  # in the name of a class
 CROSS_ATTENTION = re.compile(r"cross|EncDec|encoder_attn", re.IGNORECASE)
 
 
@@ -57,7 +58,8 @@ class Layer:
 
     `rows` selects output rows of a fused weight; `transposed` weights are stored (in, out); `kernel` is
     (channels, height, width) of a patch-embedding convolution, whose inputs are unfolded patches; `heads` is
-    the number of attention heads on the inner side of q, k, v and out, where it is known.
+    the number of attention heads on the inner side of q, k, v and out, where it is known; `rotary` queries and keys
+    have positions turned into them, so that the units of a head have places of their own.
     """
 
     weight: str
@@ -72,6 +74,7 @@ class Layer:
     transposed: bool = False
     kernel: tuple[int, int, int] | None = None
     heads: int | None = None
+    rotary: bool = False
 
     @property
     def name(self) -> str:
@@ -171,6 +174,8 @@ def find_layers(
     kept = [layer for layer in found if not within or layer.weight.startswith(tuple(within))]
     if heads is not None:
         kept = [replace(layer, heads=heads) if _attends(layer) else layer for layer in kept]
+    if any(ROTARY.search(type(part).__name__) for part in module.modules()):
+        kept = [replace(layer, rotary=True) if layer.role in ("q", "k") else layer for layer in kept]
     return _distinct(sorted(kept, key=lambda layer: order[layer.weight]))
 
 

@@ -20,6 +20,7 @@ from ..pairing import Kept, Plan, count_blocks
 Space = tuple[str, str, int]  # stack, kind, block
 Axes = tuple[Space | None, Space | None]
 
+TURNED = "turned heads"  # positions are turned into their units, which keep their order in a head
 # role -> (space of the output axis, space of the input axis); "next" is the stream of the following block, "mixed"
 # what the MLP reads, "memory" the end of the stack that is attended to, "second" what the second of two norms reads.
 SPACES: Mapping[str, tuple[str, str]] = {
@@ -59,6 +60,7 @@ LOOSE_SPACES: Mapping[str, str] = {
     "ls_2.gamma": "next",
 }
 HEADS = frozenset({"pooler", "pre-classifier", "projection"})  # a classifier reads what such a layer gives
+IN_HEADS = re.compile(r"\b[qk]_norm$")
 TOKENS = re.compile(r"(mask|reg|register|dist)_tokens?")
 AT_START = re.compile(r"pre|first|emb")
 AT_END = re.compile(r"post|final|ln_f$|^(fc_)?norm$|^layer_?norm$")
@@ -111,13 +113,15 @@ def places_of(plan: Plan) -> Places:
 class _Model:
     """What is known of the target as a whole.
 
-    `reading` are the stacks that attend to another one; `ends` the roles of the layers after the blocks; `same` leads
+    `reading` are the stacks that attend to another one; `ends` the roles of the layers after the blocks; with `rotary`
+    positions, the units of queries and keys keep their order inside a head; `same` leads
     from a space to the one whose order it shares.
     """
 
     blocks: Mapping[str, int]
     reading: frozenset[str]
     ends: frozenset[str]
+    rotary: bool
     same: Mapping[Space, Space] = field(default_factory=dict)
 
     @classmethod
@@ -125,7 +129,8 @@ class _Model:
         layers = plan.target_layers or [pair.target for pair in plan.pairs]
         reading = frozenset(layer.stack for layer in layers if layer.role.startswith("cross_"))
         ends = frozenset(layer.role for layer in layers if layer.block is None) - {"patch"}
-        model = cls(plan.target_blocks or count_blocks(layers), reading, ends)
+        rotary = any(layer.rotary for layer in layers)
+        model = cls(plan.target_blocks or count_blocks(layers), reading, ends, rotary)
         return replace(model, same=model._joined(pair.target for pair in plan.loose))
 
     def layer(self, layer: Layer) -> Axes | None:
@@ -133,7 +138,8 @@ class _Model:
         if layer.block is not None:
             if layer.role not in SPACES:
                 return None
-            rows, columns = (self._inner(kind, layer.stack, layer.block) for kind in SPACES[layer.role])
+            kinds = (TURNED, SPACES[layer.role][1]) if layer.rotary else SPACES[layer.role]
+            rows, columns = (self._inner(kind, layer.stack, layer.block) for kind in kinds)
             return (rows, columns) if rows is not None and columns is not None else None
         if layer.role == "patch":
             first = self._first(layer.weight)
@@ -150,6 +156,8 @@ class _Model:
             return None
         if "relative_attention_bias" in part.name:
             return BY_DISTANCE
+        if self.rotary and IN_HEADS.search(part.role):
+            return None
         if part.block is not None:
             kind = LOOSE_SPACES.get(part.role.removesuffix(".bias"))
             return (self._inner(kind, part.stack, part.block) if kind else None) or UNTOLD

@@ -2,14 +2,15 @@
 
 Data-free and for identical architectures. Which units may be permuted is told by `spaces`: each residual stream has
 its own permutation before attention, after attention and after the MLP, tied by identity shortcuts; attention is
-matched in two levels, heads by their singular values, then units inside a head. Coordinate descent in random (seeded)
-order until nothing improves. Of a low-rank update the factors are permuted, which is exact. A tensor of which the order
-of units cannot be told stays the target's own: it is never added in the source's order.
+matched in two levels, heads by their singular values, then units inside a head (of queries and keys without rotary
+positions only: those give each unit a place). Coordinate descent in random (seeded) order until nothing improves. Of
+a low-rank update the factors are permuted, which is exact. A tensor of which the order of units cannot be told stays
+the target's own: it is never added in the source's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..layers import ATTENTION_ROLES, Layer
 from ..low_rank import Entry, LowRank, as_dense
 from ..pairing import Kept, LayerPair, Plan
 from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes, matrix_of, recorded_norm
-from .spaces import SPACES, Axes, Space, places_of
+from .spaces import SPACES, TURNED, Axes, Space, places_of
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,12 @@ def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict
         identity = torch.eye(sizes[first], dtype=torch.float64)
         tensors.append(((second, first), identity, identity))
     permutations: dict[Space | None, Tensor] = {space: torch.arange(size) for space, size in sizes.items()}
-    order = {space: _match_heads(space, count, tensors) for space, count in heads.items()}
+    order = {space: _match_heads(_same_heads(space, heads), count, tensors) for space, count in heads.items()}
     for space, matched in order.items():
         width = sizes[space] // len(matched)
         permutations[space] = (matched[:, None] * width + torch.arange(width)).flatten()
     generator = np.random.default_rng(seed)
-    spaces = list(sizes)
+    spaces = [space for space in sizes if space[1] != TURNED]
     for _ in range(sweeps):
         improved = False
         for index in generator.permutation(len(spaces)):
@@ -184,12 +185,19 @@ def _gain(
     return total
 
 
-def _match_heads(space: Space, count: int, tensors: list[tuple[Axes, Tensor, Tensor]]) -> Tensor:
+def _same_heads(space: Space, heads: Mapping[Space, int]) -> list[Space]:
+    """The spaces of the same heads: of values, and of rotary queries and keys."""
+    stack, kind, block = space
+    kinds = (kind,) if kind.startswith("cross") else ("heads", TURNED)
+    return [(stack, one, block) for one in kinds if (stack, one, block) in heads]
+
+
+def _match_heads(spaces: Collection[Space], count: int, tensors: list[tuple[Axes, Tensor, Tensor]]) -> Tensor:
     """Source head for every target head: least distance between the singular values of their weights."""
     cost = torch.zeros(count, count, dtype=torch.float64)
     for axes, ours, theirs in tensors:
         for axis in (0, 1):
-            if axes[axis] != space:
+            if axes[axis] not in spaces:
                 continue
             a, b = (torch.linalg.svdvals((w if axis == 0 else w.T).unflatten(0, (count, -1))) for w in (ours, theirs))
             cost += torch.cdist(b, a)
