@@ -177,6 +177,7 @@ def test_other_broken_tables(tmp_path: Path) -> None:
         ("a.csv", b"text,label\na\n", ["line 2 of", "a.csv has 1 fields; expected 2 as in its header."]),
         ("b.csv", b'text,label\n"a"b,1\n', ["line 2 of", "b.csv is malformed: "]),
         ("c.csv", b"text,label\n", ["c.csv is empty: it has no rows."]),
+        ("h.csv", b'text,label\n"",a\n" ",b\n', ["text of", "h.csv is empty in all of 2 rows; expected text."]),
         ("d.jsonl.gz", b"hello", ["cannot read", "d.jsonl.gz: Not a gzipped file"]),
         ("e.jsonl.gz", gzip.compress(b"{}" * 999)[:-9], ["cannot read", "e.jsonl.gz: "]),
         ("f.jsonl", b'{"text": "\xff"}', ["cannot read", "f.jsonl: 'utf-8' codec"]),

@@ -59,13 +59,13 @@ class Cells:
         return self.out.parent / f".{self.out.name}.tuneport-cells"
 
     def load(self) -> dict[str, dict[str, Any]]:
-        """Finished cells by name; a line that was cut off by a kill is left out."""
+        """Finished cells by name; a line that was cut off by a kill, or is no cell, is left out."""
         found: dict[str, dict[str, Any]] = {}
         for number, line in enumerate(self._whole_lines().splitlines()):
             try:
                 content = json.loads(line)
                 if number:
-                    found[content["cell"]] = content
+                    found[content["cell"]] = {key: content[key] for key in ("rows", "passes", "seconds")}
                 elif content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "

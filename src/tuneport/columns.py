@@ -248,6 +248,8 @@ def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDAr
         for row, text in zip(rows, texts, strict=True):
             if not isinstance(text, str):
                 raise DataError(f"{key} of row {row + 1} of {path} is {type(text).__name__}; expected text.")
+    if len(rows) and not any(text.strip() for texts in picked for text in texts):
+        raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
     return picked[0] if len(keys) == 1 else list(zip(*picked, strict=True))
 
 

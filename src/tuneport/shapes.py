@@ -32,6 +32,7 @@ from .task_vector import TaskVector
 
 DEVICES = (1, 2, 4, 8)
 COLUMNS = ("devices", "runs over the data", "peak of a device", "at home", "fetched by a device", "seconds")
+MOST = 2**24  # tokens in a batch that a plan is made for
 
 
 def prepare_shapes(
@@ -51,6 +52,8 @@ def prepare_shapes(
 
     The `device` is the one that is planned for, whether this machine has it or not.
     """
+    if batch_size * length > MOST:
+        raise TuneportError(f"{batch_size} texts of {length} tokens are no batch: plan for {MOST} tokens at most.")
     ours, theirs = (outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target))
     for model in (ours, theirs):
         if model.kind != "text" or model.generates == "seq2seq":

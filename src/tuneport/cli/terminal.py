@@ -80,7 +80,7 @@ def _plain(text: str, style: str = "") -> Text:
 @contextmanager
 def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that a callback advances by so many samples."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as bar:
         task = bar.add_task(words, total=total or None)
         yield lambda done: bar.advance(task, done)
@@ -89,7 +89,12 @@ def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per named stage; the callback says (stage, done, total)."""
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:24}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err_console, disable=not err_console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
