@@ -27,6 +27,7 @@ from tuneport.formats import read_plain
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.pairing import LayerPair
 from tuneport.pipeline import transfer
+from tuneport.planning import NO_PARAMETER
 from tuneport.preparation import prepare
 from tuneport.result import Result
 
@@ -66,7 +67,7 @@ class TestEveryCrossing:
         assert not moved & set(kept)
         assert len(kept) == len(set(kept))
         assert moved | set(kept) == set(stored)
-        assert all(item.reason and item.reason != "not a parameter" for item in result.not_transported)
+        assert all(item.reason and item.reason != NO_PARAMETER for item in result.not_transported)
         for name in result.task_vector:
             assert tuple(result.task_vector.shape(name)) == tuple(stored[names[name]].shape)
             assert bool(result.task_vector.dense(name).isfinite().all())

@@ -29,6 +29,8 @@ from .pairing import (
 )
 from .task_vector import TaskVector
 
+NO_PARAMETER = "no parameter of the model that the configuration describes"
+
 
 def plan_of(
     source: Model,
@@ -170,5 +172,5 @@ def not_transported_by(job: Job, moved: TaskVector, kept: Iterable[Kept]) -> tup
         if item.tensor not in moved:
             reasons.setdefault(stored, item.reason)
     changed = {job.target.file_names.get(name, name) for name in moved}
-    listed = [Kept(name, reasons.pop(name, "not a parameter")) for name in job.target.tensors if name not in changed]
+    listed = [Kept(name, reasons.pop(name, NO_PARAMETER)) for name in job.target.tensors if name not in changed]
     return (*listed, *(Kept(name, reason) for name, reason in reasons.items()))
