@@ -227,6 +227,12 @@ def _with_heads(
 ) -> _Asked:
     """The same with a head of each model, which must know the classes of the samples."""
     dataset = asked.dataset
+    writer, other = sorted(models, key=lambda model: model.generates is None)
+    if writer.generates is not None and other.generates is None and wanted is None:
+        raise TuneportError(
+            f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
+            f"classes of {dataset.name} with --head FILE."
+        )
     if labels == "data" and not isinstance(data, Dataset):
         dataset = read_data(data, "train")  # says what is missing where there are no labels
     heads = []
