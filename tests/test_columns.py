@@ -188,6 +188,15 @@ def test_other_broken_tables(tmp_path: Path) -> None:
             read_plain(tmp_path / name, "train")
 
 
+def test_an_empty_column_of_targets_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,label,target\nhello,0,\nworld,1, \n")
+    found = read_plain(path, "train")
+    assert found.targets is None
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1]
+
+
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "datasets", None)

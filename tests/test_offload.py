@@ -388,7 +388,9 @@ def test_the_command_plans_from_shapes(tmp_path: Path) -> None:
     assert "28 layers, 8 texts of 32 tokens" in answer.stdout
     answer = CliRunner().invoke(app, [*words, *rates, "--length", str(10**12)])
     assert isinstance(answer.exception, TuneportError)
-    assert "4 texts of 1000000000000 tokens are no batch: plan for 16777216" in str(answer.exception)
+    assert "8 texts of 1000000000000 tokens in batches of 4: plan for one text" in str(answer.exception)
+    answer = CliRunner().invoke(app, [*words, *rates, "--samples", str(10**12)])
+    assert isinstance(answer.exception, TuneportError)
 
 
 def test_seconds_are_work_over_rate() -> None:

@@ -31,6 +31,7 @@ from tuneport.tasks import TASKS
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 TEXT = ("t5-linear-probe",)
+SPENT = {"passes": {"captures": 1, "forward": 2, "backward": 2}, "seconds": 1.0}
 IMAGE = ("cifar10", "fashion", "gtsrb", "mnist")
 SIZES = {
     "a": SMALL,
@@ -335,7 +336,13 @@ class TestRunning:
         kept = tmp_path / ".out.tuneport-cells"
         assert len(kept.read_text().splitlines()) == 3
         with kept.open("a") as file:
-            file.write('{"cell": "1/fashion/random/0"}\n')  # no cell of ours: it is measured again
+            for rest in (
+                {},
+                {"rows": 3, **SPENT},
+                {"rows": [{}], **SPENT},
+                {"rows": [{"a": 1}], "passes": {}, "seconds": 1},
+            ):
+                file.write(json.dumps({"cell": "1/fashion/random/9", **rest}) + "\n")  # no cells: not counted
             file.write('{"cell": "1/fash')  # cut off while writing
         told: list[str] = []
         out = run_recipe(recipe, tmp_path / "out", resume=True, note=told.append)
@@ -354,19 +361,19 @@ class TestRunning:
     def test_a_cut_line_does_not_swallow_the_next_cell(self, tmp_path: Path) -> None:
         cells = Cells(tmp_path / "out", "conditions")
         assert cells.load() == {}
-        cells.add("one", {"rows": [1], "passes": {}, "seconds": 1})
+        cells.add("one", {"rows": [{"a": 1}], **SPENT})
         whole = cells.path.read_bytes()
-        second = b'{"cell": "two", "rows": [2], "passes": {}, "seconds": 1}\n'
+        second = json.dumps({"cell": "two", "rows": [{"a": 2}], **SPENT}).encode() + b"\n"
         for length in range(len(second)):
             cells.path.write_bytes(whole + second[:length])
             assert list(cells.load()) == ["one"]
-            cells.add("two", {"rows": [2], "passes": {}, "seconds": 1})
+            cells.add("two", {"rows": [{"a": 2}], **SPENT})
             assert cells.path.read_bytes() == whole + second
         assert list(cells.load()) == ["one", "two"]
         for length in range(len(whole.splitlines()[0]) + 1):  # the fingerprint is cut off: nothing was finished
             cells.path.write_bytes(whole[:length])
             assert cells.load() == {}
-            cells.add("one", {"rows": [1], "passes": {}, "seconds": 1})
+            cells.add("one", {"rows": [{"a": 1}], **SPENT})
             assert cells.path.read_bytes() == whole
 
     @pytest.mark.parametrize("first", ['{"fingerpr{"cell": "0"}', '{"cell": "1"}', "[]", "3", "", "\x00"])

@@ -14,11 +14,12 @@ from texts import FAMILIES, Size, make, scatter
 from tuneport import transfer
 from tuneport.alignment import Statistics
 from tuneport.families import Model, describe_module
-from tuneport.layers import Layer
+from tuneport.layers import Layer, find_layers, find_loose
 from tuneport.methods import Problem
-from tuneport.methods.spaces import TURNED, UNMATCHED
+from tuneport.methods.spaces import TURNED, UNMATCHED, places_of
 from tuneport.methods.transfusion import TransFusion, match_weights
 from tuneport.outlook import expected
+from tuneport.pairing import pair_layers
 from tuneport.planning import plan_of
 from tuneport.preparation import prepare
 from tuneport.task_vector import TaskVector
@@ -203,3 +204,21 @@ def test_rotary_positions_keep_the_units_of_queries_and_keys_in_their_places(fam
 
 def weights_of(module: Any) -> dict[str, Tensor]:
     return dict(module.named_parameters())
+
+
+def test_a_norm_across_all_heads_is_put_in_their_order() -> None:
+    config = transformers.Olmo2Config(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    module = transformers.Olmo2ForCausalLM(config)
+    layers = find_layers(module, heads=4)
+    found = find_loose(module, layers)
+    places = places_of(pair_layers(layers, layers, source_loose=found, target_loose=found))
+    norms = [part for part in found if part.name.endswith(("q_norm.weight", "k_norm.weight"))]
+    assert len(norms) == 4
+    assert [places.loose[part.name] for part in norms] == [(part.stack, TURNED, part.block) for part in norms]

@@ -42,6 +42,7 @@ from .tasks import read_data
 from .training import prepare_training, run_training
 
 Note = Callable[[str], None]
+PASSES = ("captures", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Cells:
             try:
                 content = json.loads(line)
                 if number:
-                    found[content["cell"]] = {key: content[key] for key in ("rows", "passes", "seconds")}
+                    found[content["cell"]] = _sound(content)
                 elif content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
@@ -95,6 +96,14 @@ class Cells:
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
+
+
+def _sound(cell: dict[str, Any]) -> dict[str, Any]:
+    """A finished cell as it was kept; a ValueError or such where something is missing or not what it was."""
+    rows, passes, seconds = cell["rows"], {name: int(cell["passes"][name]) for name in PASSES}, float(cell["seconds"])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+        raise ValueError("rows")
+    return {"rows": rows, "passes": passes, "seconds": seconds}
 
 
 def run_recipe(
@@ -207,7 +216,7 @@ def _run_pair(
     opened: list[Model] = []
     judges: dict[str, Any] = {}
     found: list[dict[str, Any]] = []
-    counts = {"captures": 0, "forward": 0, "backward": 0}
+    counts = dict.fromkeys(PASSES, 0)
     names = cell_names(recipe.kind, comparison)
     seconds = 0.0
     for index, (task, sampler, seed) in enumerate(names):

@@ -215,14 +215,18 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     rows = np.array(chosen, dtype=np.int64)
     labels, classes = _read_labels(columns.get("label", [None] * size), table.classes, rows, path)
     images = keys == ("image",)
+    inputs: Any = _images(columns["image"], rows, path) if images else _texts(columns, keys, rows, path)
+    if not images and len(rows) and not any("".join(texts).strip() for texts in inputs):
+        raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
+    targets = _texts(columns, ("target",), rows, path) if "target" in columns else None
     return Dataset(
-        inputs=_images(columns["image"], rows, path) if images else _texts(columns, keys, rows, path),
+        inputs=inputs,
         labels=labels,
         classes=classes,
         name=dataset_name(path),
         kind="image" if images else "text",
         split=found or "all",
-        targets=_texts(columns, ("target",), rows, path) if "target" in columns else None,
+        targets=targets if targets and any(map(str.strip, targets)) else None,
         files=tuple(sorted(filter(Path.is_file, path.rglob("*")))) if path.is_dir() else (path,),
     )
 
@@ -248,8 +252,6 @@ def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDAr
         for row, text in zip(rows, texts, strict=True):
             if not isinstance(text, str):
                 raise DataError(f"{key} of row {row + 1} of {path} is {type(text).__name__}; expected text.")
-    if len(rows) and not any(text.strip() for texts in picked for text in texts):
-        raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
     return picked[0] if len(keys) == 1 else list(zip(*picked, strict=True))
 
 

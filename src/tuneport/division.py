@@ -151,12 +151,12 @@ class Sums:
         maps: dict[tuple[str, int | None], int] = {}
         works: dict[tuple[int, int], list[int]] = {}
         blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
+        device = runs_on(self._job)
         for (layer, _), found in self._of(pairs):
-            mapped, working = _solving(found.shape, self.tokens(found))
+            mapped, working = _solving(found.shape, self.tokens(found), device)
             maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
             works.setdefault(found.shape, []).append(working)
         moving = max((_moving(pair) for pair in pairs), default=0)
-        device = runs_on(self._job)
         with within(self._job.memory_budget):
             together, held = together_bytes(device), held_bytes(device)
         at_once = {
@@ -199,12 +199,13 @@ def result_device(job: Job) -> torch.device:
     return torch.device("cpu") if found.type == "meta" else found
 
 
-def _solving(shape: tuple[int, int], tokens: int) -> tuple[int, int]:
-    """Bytes of one map, and of the work on it."""
+def _solving(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple[int, int]:
+    """Bytes of one map, and of the work on it: by eigenvectors on a CPU, elsewhere by an iteration for any rank."""
     short, long = sorted(shape)
     if 3 * tokens <= short:
         return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
-    return 8 * short * (short + long), 8 * short * (2 * long + 5 * short)
+    work = 2 * long + 5 * short if device.type == "cpu" else 4 * long + 8 * short
+    return 8 * short * (short + long), 8 * short * work
 
 
 def _moving(pair: LayerPair) -> int:

@@ -58,13 +58,14 @@ def iterate(
     steps, size = _steps(cut), largest_values(C)
     X = _lifted(C, size, steps)
     if not look:
-        return _finished(C, cut, size, _finish(X, steps.tail), None, fill)
+        X = _finish(X, steps.tail)
+        return _finished(C, cut, size, X, None, fill)
     null, unclear = _null_directions(X, steps)
     results: list[Iterated | None] = [None] * len(C)
     clear = (~unclear).nonzero()[:, 0]
     if len(clear):
         here, lifted, known, largest = (_some(part, clear) for part in (C, X, null, size))
-        found = _finish(lifted - known @ (known.mT @ lifted), steps.tail)
+        found = _finish(lifted.baddbmm_(known, known.mT @ lifted, alpha=-1), steps.tail)  # X itself where all are clear
         for index, one in zip(clear.tolist(), _finished(here, cut, largest, found, known, fill), strict=True):
             results[index] = one
     many = unclear.nonzero()[:, 0]
@@ -87,8 +88,9 @@ def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated
 
 def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Iterated | None]:
     below = _projector_below(symmetric_product(X, X), steps.lifted**2)
-    X = _finish(X - below @ X, steps.tail)
-    found = _finished(C, cut, size, X - below @ X, below, fill)
+    X = _finish((below @ X).neg_().add_(X), steps.tail)
+    X = (below @ X).neg_().add_(X)
+    found = _finished(C, cut, size, X, below, fill)
     return [None if one is None else one._replace(split=True) for one in found]
 
 
@@ -218,16 +220,17 @@ def _finish(X: Tensor, tail: Tail) -> Tensor:
 def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
     """G^-1/2, by the steps of the iteration for G alone: a step's turn is W, G becomes W^2 G, and W G needs no product.
 
-    Everything commutes, so that all products are symmetric. At the end the singular values are near to 1, and a
-    polynomial does the rest.
+    G is used up. Everything commutes, so that all products are symmetric. At the end the singular values are near to
+    1, and a polynomial does the rest.
     """
     total = None
     for a, b, c in tail.steps:
         turn = _resolvent(gram.clone(), c)
-        moved = _add_identity(gram.mul_(b / c).sub_(turn, alpha=(a - b / c) / c), (a - b / c) / c)  # W G
+        gram = _add_identity(gram.mul_(b / c).sub_(turn, alpha=(a - b / c) / c), (a - b / c) / c)  # W G
         _add_identity(turn.mul_(a - b / c), b / c)
-        gram = symmetric_product(turn, moved)
+        gram = symmetric_product(turn, gram)
         total = turn if total is None else symmetric_product(turn, total)
+        del turn  # and its memory
     rest = _add_identity(gram.neg_(), 1.0)
     square = symmetric_product(rest, rest)
     k0, k1, k2, k3, k4 = tail.polynomial
@@ -239,7 +242,7 @@ def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
 
 def _projector_below(gram: Tensor, limit: float) -> Tensor:
     """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
-    sign, steps = _add_identity(-gram, limit), _sign_steps(limit)
+    sign, steps = _add_identity(gram.neg_(), limit), _sign_steps(limit)
     for weights in steps.heavy:
         sign = _turn(sign, weights) @ sign
     sign = _finish(sign, steps.tail)
@@ -340,8 +343,9 @@ def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
         squares, turn = _small_eigh(F @ F.mT + torch.diag_embed((~there).double()))
         root = turn @ (squares.clamp_min(_TINY).rsqrt()[..., None] * turn.mT)
         return X + null @ (root @ F), (squares < _BLIND**2).any(-1)
-    F = torch.nn.functional.pad(null @ null.mT, (0, columns - rows))
-    return _finish(X + F - (F @ X.mT) @ X, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
+    F = torch.nn.functional.pad(symmetric_product(null, null), (0, columns - rows))
+    F.baddbmm_(F @ X.mT, X, alpha=-1).add_(X)
+    return _finish(F, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

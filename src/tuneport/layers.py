@@ -48,7 +48,7 @@ OUTER_ROLES: tuple[tuple[str, str], ...] = (
 )
 FUSED: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "in_proj_weight": ("q", "k", "v")}
 ATTENTION_ROLES = frozenset({"q", "k", "v", "out"})
-ROTARY = re.compile(r"Rotary|Rope")  # in the name of a class
+ROTARY = re.compile(r"Rotary|Rope|RoFormer|GPTJ|CodeGen")  # in the name of a class
 CROSS_ATTENTION = re.compile(r"cross|EncDec|encoder_attn", re.IGNORECASE)
 
 

@@ -32,7 +32,7 @@ from .task_vector import TaskVector
 
 DEVICES = (1, 2, 4, 8)
 COLUMNS = ("devices", "runs over the data", "peak of a device", "at home", "fetched by a device", "seconds")
-MOST = 2**24  # tokens in a batch that a plan is made for
+MOST = 2**24  # texts, and tokens in a batch, that a plan is made for
 
 
 def prepare_shapes(
@@ -52,8 +52,11 @@ def prepare_shapes(
 
     The `device` is the one that is planned for, whether this machine has it or not.
     """
-    if batch_size * length > MOST:
-        raise TuneportError(f"{batch_size} texts of {length} tokens are no batch: plan for {MOST} tokens at most.")
+    if min(samples, length, batch_size) < 1 or max(samples, batch_size * length) > MOST:
+        raise TuneportError(
+            f"{samples} texts of {length} tokens in batches of {batch_size}: plan for one text or more, and for {MOST} "
+            "texts and tokens in a batch at most."
+        )
     ours, theirs = (outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target))
     for model in (ours, theirs):
         if model.kind != "text" or model.generates == "seq2seq":

@@ -28,7 +28,7 @@ FEW = 12  # the block of subspace iteration is this part of the width, and half 
 TURNS = 12
 WIDE = 512  # from this width on, it pays to look whether a few directions are all
 LARGE = 2048  # from this width on, full rank is tried first
-TOGETHER = 48  # matrices that an accelerator solves at once take this part of its memory, their work six times that
+TOGETHER = 48  # matrices that an accelerator solves at once take this part of its memory, their work twelve times that
 
 
 @dataclass(frozen=True, eq=False)

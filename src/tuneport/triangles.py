@@ -39,20 +39,19 @@ def symmetric_product(X: Tensor, Y: Tensor) -> Tensor:
 
 
 def inverse(A: Tensor) -> Tensor:
-    """The inverse of a positive definite matrix of which the lower triangle is read.
+    """The inverse of a positive definite matrix of which the lower triangle is read, in its place.
 
     By way of the inverse of its Cholesky factor: halving A itself would square its condition.
     """
     root, _ = inverse_root(A)
     n = A.shape[-1]
     if n < _PARTS * _PART:
-        return root.mT @ root
-    whole = torch.empty_like(root)
+        return torch.bmm(root.mT, root, out=A)
     for start, stop in _parts(n):
-        rows = whole[..., start:stop, :stop]
+        rows = A[..., start:stop, :stop]
         torch.bmm(root[..., start:, start:stop].mT, root[..., start:, :stop], out=rows)
-        whole[..., :start, start:stop] = rows[..., :start].mT
-    return whole
+        A[..., :start, start:stop] = rows[..., :start].mT
+    return A
 
 
 def inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,8 @@ def inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
         return whole, _put_inverse_root(A, whole)
     each = A.split(1) if A.shape[-1] >= _ALONE else (A,)
     found = [torch.linalg.cholesky_ex(one) for one in each]
-    _put_triangular_inverse(torch.cat([root for root, _ in found]), whole)
+    for (root, _), into in zip(found, whole.split(len(each[0])), strict=True):
+        _put_triangular_inverse(root, into)
     return whole, torch.cat([info for _, info in found]) != 0
 
 

@@ -113,15 +113,14 @@ def places_of(plan: Plan) -> Places:
 class _Model:
     """What is known of the target as a whole.
 
-    `reading` are the stacks that attend to another one; `ends` the roles of the layers after the blocks; with `rotary`
-    positions, the units of queries and keys keep their order inside a head; `same` leads
-    from a space to the one whose order it shares.
+    `reading` are the stacks that attend to another one; `ends` the roles of the layers after the blocks; `turned`
+    the rotary queries by stack and block; `same` leads from a space to the one whose order it shares.
     """
 
     blocks: Mapping[str, int]
     reading: frozenset[str]
     ends: frozenset[str]
-    rotary: bool
+    turned: Mapping[tuple[str, int | None], Layer]
     same: Mapping[Space, Space] = field(default_factory=dict)
 
     @classmethod
@@ -129,8 +128,8 @@ class _Model:
         layers = plan.target_layers or [pair.target for pair in plan.pairs]
         reading = frozenset(layer.stack for layer in layers if layer.role.startswith("cross_"))
         ends = frozenset(layer.role for layer in layers if layer.block is None) - {"patch"}
-        rotary = any(layer.rotary for layer in layers)
-        model = cls(plan.target_blocks or count_blocks(layers), reading, ends, rotary)
+        turned = {(layer.stack, layer.block): layer for layer in layers if layer.rotary and layer.role == "q"}
+        model = cls(plan.target_blocks or count_blocks(layers), reading, ends, turned)
         return replace(model, same=model._joined(pair.target for pair in plan.loose))
 
     def layer(self, layer: Layer) -> Axes | None:
@@ -156,8 +155,8 @@ class _Model:
             return None
         if "relative_attention_bias" in part.name:
             return BY_DISTANCE
-        if self.rotary and IN_HEADS.search(part.role):
-            return None
+        if part.block is not None and IN_HEADS.search(part.role.removesuffix(".bias")):
+            return self._norm_of_heads(part, part.block)
         if part.block is not None:
             kind = LOOSE_SPACES.get(part.role.removesuffix(".bias"))
             return (self._inner(kind, part.stack, part.block) if kind else None) or UNTOLD
@@ -169,6 +168,15 @@ class _Model:
         if token or part.kind in ("embedding", "position embedding", "class token"):
             return self._first(part.name) or UNTOLD
         return UNTOLD
+
+    def _norm_of_heads(self, part: LooseTensor, block: int) -> Space | str | None:
+        """Of queries or keys: of one head, whose units keep their order where positions are rotary, or across all."""
+        queries = self.turned.get((part.stack, block))
+        if queries is None or not queries.heads:
+            return UNTOLD
+        if part.shape[-1] * queries.heads == queries.out_features:
+            return None
+        return self._inner(TURNED, part.stack, block) or UNTOLD
 
     def shortcuts(self) -> Iterator[tuple[Space, Space]]:
         """Residual connections: the stream before and after each attention and each MLP."""
