@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
-from tuneport import completion, iteration, solver, triangles
+from tuneport import completion, division, iteration, solver, triangles
 from tuneport.certificate import certify
 from tuneport.completion import complete, complete_thin, rectangular_identity
 from tuneport.errors import TuneportError
@@ -312,3 +317,35 @@ def test_a_gpu_gives_the_maps_of_the_cpu_also_together(spectrum: str) -> None:
         for one, other, expected in zip(here, together, there, strict=True):
             assert float((one.dense().cpu() - expected).abs().max()) < 1e-6
             assert float((other.dense().cpu() - expected).abs().max()) < 1e-6
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+                self.peak = max(self.peak, sum(self.sizes.values()))
+        return result
+
+
+@pytest.mark.parametrize("spectrum", ["conditioned", "down to the cut", "a few null directions", "half of them null"])
+@pytest.mark.parametrize(("rows", "columns", "many"), [(300, 300, 4), (300, 400, 10), (500, 250, 4)])
+def test_a_plan_reckons_with_what_is_held_while_maps_are_solved(
+    rows: int, columns: int, many: int, spectrum: str
+) -> None:
+    matrices = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for _ in range(many)]
+    _, work = division._solving((rows, columns), 10**6, torch.device("cuda"))
+    with Live() as live:
+        found = polar_together(matrices, CUT, fill=True)
+    assert all(one.certificate.holds for one in found)
+    assert 0.4 * many * work < live.peak <= many * work

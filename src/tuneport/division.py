@@ -204,7 +204,7 @@ def _solving(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple
     short, long = sorted(shape)
     if 3 * tokens <= short:
         return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
-    work = 2 * long + 5 * short if device.type == "cpu" else 4 * long + 8 * short
+    work = 2 * long + 5 * short if device.type == "cpu" else 5 * long + 8 * short
     return 8 * short * (short + long), 8 * short * work
 
 
