@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tuneport.alignment import CrossCovariance, Statistics, WeightGradient, procrustes
+from tuneport.alignment import CrossCovariance, Statistics, WeightGradient, procrustes, procrustes_together
 from tuneport.completion import rectangular_identity
 from tuneport.errors import MethodError, TuneportError
 from tuneport.rank import rank_cut
@@ -402,3 +402,25 @@ def test_tokens_without_a_signal_change_nothing() -> None:
     assert float(sparse.source_energy) == pytest.approx(float(x.square().sum()))
     assert procrustes(sparse).rank == procrustes(plain).rank == 3
     assert float((procrustes(sparse).matrix - procrustes(plain).matrix).abs().max()) < 1e-9
+
+
+def test_maps_solved_together_are_those_solved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of accelerators, on a CPU: several shapes and cuts, low ranks, few tokens and NaN among them."""
+    generator = torch.Generator().manual_seed(3)
+    covariances = []
+    for rows, columns, tokens, rank in [(70, 90, 400, 70), (70, 90, 400, 30), (90, 70, 300, 69), (70, 90, 20, 20)] * 4:
+        core = torch.randn(tokens, rank, generator=generator)
+        sides = [core @ torch.randn(rank, width, generator=generator) for width in (rows, columns)]
+        covariances.append(CrossCovariance(rows, columns))
+        covariances[-1].update(*sides)
+    alone = [procrustes(one) for one in covariances]
+    monkeypatch.setattr(CrossCovariance, "device", torch.device("cuda"))
+    together = procrustes_together(covariances)
+    assert {"qdwh", "lift"} < {one.route for one in together}
+    for one, other in zip(together, alone, strict=True):
+        assert one.rank == other.rank
+        assert one.residual == pytest.approx(other.residual, abs=1e-9)
+        assert torch.allclose(one.matrix, other.matrix, atol=1e-7)
+    covariances[1].matrix = torch.full((70, 90), torch.nan, dtype=torch.float64)
+    with pytest.raises(TuneportError, match="the cross-covariance holds NaN or Inf"):
+        procrustes_together(covariances)

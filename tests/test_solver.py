@@ -222,7 +222,7 @@ def test_many_at_once_are_what_each_is_alone(
     rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triangles, "_FEW", few)
-    for name in ("_LEAF", "_PART", "_HALF", "_ALONE"):
+    for name in ("_LEAF", "_PART", "_HALF", "_ONE_BY_ONE"):
         monkeypatch.setattr(triangles, name, leaf)
     monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)

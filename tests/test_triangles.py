@@ -12,7 +12,7 @@ from tuneport.triangles import inverse, inverse_root, lower_product, symmetric_p
 
 @pytest.fixture(params=["by halves", "at once"], autouse=True)
 def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_PART", "_LEAF", "_HALF", "_ALONE"):
+    for name in ("_PART", "_LEAF", "_HALF", "_ONE_BY_ONE"):
         monkeypatch.setattr(triangles, name, 7 if request.param == "by halves" else 10**6)
 
 

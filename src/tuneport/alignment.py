@@ -209,19 +209,17 @@ def procrustes_together(covariances: Sequence[CrossCovariance], completion: Comp
             alignments[index] = procrustes(covariance, completion=completion)
         else:
             together.append(index)
-    numbers = [part for i in together for part in (covariances[i].matrix.norm().double(), covariances[i].whole)]
-    told = torch.stack(numbers).tolist() if numbers else []  # all at once: the host waits for a device
-    sizes, wholes = dict(zip(together, told[::2], strict=True)), dict(zip(together, told[1::2], strict=True))
-    if not all(map(math.isfinite, sizes.values())):
+    numbers = [torch.stack([covariances[i].matrix.norm().double(), covariances[i].whole]) for i in together]
+    told = dict(zip(together, torch.stack(numbers).tolist() if numbers else [], strict=True))  # in one wait
+    if not all(math.isfinite(size) for size, _ in told.values()):
         raise TuneportError(_NOT_FINITE)
     alike: dict[tuple[tuple[int, int], float], list[int]] = {}
-    for index, size in sizes.items():
-        cut = covariances[index].cut(size, wholes[index])
-        alike.setdefault((covariances[index].shape, cut), []).append(index)
+    for index, (size, whole) in told.items():
+        alike.setdefault((covariances[index].shape, covariances[index].cut(size, whole)), []).append(index)
     for (_, cut), indices in alike.items():
         found = polar_together([covariances[i].matrix.double() for i in indices], cut, fill=completion == "svd")
         for index, solved in zip(indices, found, strict=True):
-            alignments[index] = _alignment(solved, wholes[index], completion)
+            alignments[index] = _alignment(solved, told[index][1], completion)
     return [alignments[index] for index in range(len(covariances))]
 
 

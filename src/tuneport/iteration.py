@@ -65,7 +65,8 @@ def iterate(
     clear = (~unclear).nonzero()[:, 0]
     if len(clear):
         here, lifted, known, largest = (_some(part, clear) for part in (C, X, null, size))
-        found = _finish(lifted.baddbmm_(known, known.mT @ lifted, alpha=-1), steps.tail)  # X itself where all are clear
+        lifted.baddbmm_(known, known.mT @ lifted, alpha=-1)  # a copy, or all of X, which nobody needs any more
+        found = _finish(lifted, steps.tail)
         for index, one in zip(clear.tolist(), _finished(here, cut, largest, found, known, fill), strict=True):
             results[index] = one
     many = unclear.nonzero()[:, 0]

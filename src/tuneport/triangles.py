@@ -15,7 +15,7 @@ _PART = 128  # the least width of a part that is worth a product of its own
 _LEAF = 192  # width of an inverse that is not divided any more
 _HALF = 384  # from this width on, a triangular factor is multiplied by halves
 _FEW = 9  # matrices, of which fewer have their Cholesky factors from the library
-_ALONE = 1024  # from this width on, the library makes a few of them faster one by one
+_ONE_BY_ONE = 1024  # from this width on, the library makes a few of them faster one by one
 
 
 def lower_product(X: Tensor, Y: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
     whole = torch.zeros_like(A, memory_format=torch.contiguous_format)
     if len(A) >= _FEW:
         return whole, _put_inverse_root(A, whole)
-    each = A.split(1) if A.shape[-1] >= _ALONE else (A,)
+    each = A.split(1) if A.shape[-1] >= _ONE_BY_ONE else (A,)
     found = [torch.linalg.cholesky_ex(one) for one in each]
     for (root, _), into in zip(found, whole.split(len(each[0])), strict=True):
         _put_triangular_inverse(root, into)

@@ -139,7 +139,11 @@ def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict
         identity = torch.eye(sizes[first], dtype=torch.float64)
         tensors.append(((second, first), identity, identity))
     permutations: dict[Space | None, Tensor] = {space: torch.arange(size) for space, size in sizes.items()}
-    order = {space: _match_heads(_same_heads(space, heads), count, tensors) for space, count in heads.items()}
+    order: dict[Space, Tensor] = {}
+    for space, count in heads.items():
+        if space not in order:
+            same = _same_heads(space, heads)
+            order |= dict.fromkeys(same, _match_heads(same, count, tensors))
     for space, matched in order.items():
         width = sizes[space] // len(matched)
         permutations[space] = (matched[:, None] * width + torch.arange(width)).flatten()
