@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers.utils import logging
 
 from folders import Zoo
+from forwards import count_forwards
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +23,11 @@ def _small_and_quiet() -> None:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Tiny model folders, built when asked for; read only: copy one before changing it."""
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture
+def no_forward() -> Iterator[None]:
+    """Fail the test if any model runs forward in this process, also where the test catches every exception."""
+    with count_forwards() as ran:
+        yield
+    assert ran == []

@@ -31,7 +31,7 @@ from loras import (
     saved,
     t5,
 )
-from tuneport import arithmetic, cli, measuring
+from tuneport import arithmetic, cli
 from tuneport.adapter import is_adapter, open_adapter
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.families.huggingface import HuggingFace
@@ -297,10 +297,8 @@ def test_transfer_as_adapter(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytes
     assert "<th scope=col>rank</th>" in text
 
 
-def test_errors_come_before_any_work(
-    zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measuring, "measure", forbidden)
+@pytest.mark.usefixtures("no_forward")
+def test_errors_come_before_any_work(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", tmp_path / "out"]
     for words, message in (
         (["--rank", "3"], "--rank and --energy shape an adapter; they go with --as adapter"),

@@ -341,10 +341,10 @@ class TestRecipes:
         with pytest.raises(DataError, match="there is no recipe at"):
             read_recipe(tmp_path / "other.toml")
 
+    @pytest.mark.usefixtures("no_forward")
     def test_a_method_that_cannot_serve_the_pair_is_refused_before_work(
-        self, zoo: Zoo, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self, zoo: Zoo, settings: dict[str, Any]
     ) -> None:
-        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("measured"))
         with pytest.raises(Exception, match="needs two models of one architecture"):
             run_comparison(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
 
@@ -538,12 +538,12 @@ class TestCommand:
         assert "Traceback" not in err
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.usefixtures("no_forward")
     def test_an_output_that_exists_is_refused_before_work(
-        self, run: Run, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, run: Run, settings: dict[str, Any], tmp_path: Path
     ) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine.txt").write_text("mine")
-        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("worked"))
         code, _, err = run(*self.options(settings), "--out", tmp_path / "out")
         assert code == 1
         assert "exists" in err

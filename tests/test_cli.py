@@ -166,11 +166,9 @@ class TestTransfer:
         assert recorded["device"] == "cpu"
         assert done.json["method"] == "theseus"
 
-    def test_evaluate_looks_for_labels_first(
-        self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.usefixtures("no_forward")
+    def test_evaluate_looks_for_labels_first(self, run: Run, zoo: Zoo, place: Path) -> None:
         bare = npz(place / "bare.npz", x=images(30, 1)[0])
-        monkeypatch.setattr("tuneport.preparation.labelled_by", lambda *_, **__: pytest.fail("samples were labelled"))
         words = options(zoo, data=bare, head="animals", labels="source")
         done = run("transfer", *words, "--evaluate", "--out", place / "out")
         assert_refused(done, 1, "bare.npz has no labels")
@@ -232,8 +230,8 @@ class TestTransfer:
 
 
 class TestPlan:
-    def test_json(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("a plan does no work"))
+    @pytest.mark.usefixtures("no_forward")
+    def test_json(self, run: Run, zoo: Zoo) -> None:
         done = run("plan", *options(zoo), "--json")
         assert done.code == 0
         assert len(done.json["layers"]) == 20
@@ -576,11 +574,8 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("no_forward")
 class TestBadInput:
-    @pytest.fixture(autouse=True)
-    def _no_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("work has begun"))
-
     @pytest.mark.parametrize("case", BAD)
     def test_is_refused_in_one_line_before_any_work(
         self, run: Run, zoo: Zoo, tmp_path: Path, place: Path, case: str

@@ -13,11 +13,8 @@ from tuneport.errors import CheckpointError, DataError
 from tuneport.pipeline import transfer
 
 
+@pytest.mark.usefixtures("no_forward")
 class TestRefusals:
-    @pytest.fixture(autouse=True)
-    def _no_measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.measuring.measure", lambda *_, **__: pytest.fail("work has begun"))
-
     def test_nothing_changed(self, zoo: Zoo) -> None:
         base = zoo["vit-base"]
         with pytest.raises(CheckpointError, match="equals its base in every tensor: there is nothing to transfer"):

@@ -301,10 +301,8 @@ class TestReading:
         with pytest.raises(DataError, match="made/mnist does not exist"):
             make_recipe(self.content(finetuned="made/{task}"), root=root)
 
-    def test_a_pair_that_a_method_cannot_serve_stops_before_work(
-        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(cells, "measure_job", lambda *_, **__: pytest.fail("measured"))
+    @pytest.mark.usefixtures("no_forward")
+    def test_a_pair_that_a_method_cannot_serve_stops_before_work(self, root: Path, tmp_path: Path) -> None:
         content = self.content(target="zoo/b", methods=["transfusion", "gradfix"])
         with pytest.raises(DataError, match=r"mnist: .*one architecture"):
             run_recipe(make_recipe(content, root=root), tmp_path / "out")
@@ -537,10 +535,8 @@ class TestRunning:
         part = self.recipe(root, samplers=["random", "class_balanced"]).comparison
         assert len(cell_names("comparison", part)) == len(set(cell_names("comparison", part))) == 8
 
-    def test_an_output_that_holds_an_input_is_refused(
-        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(bench, "run_cell", lambda *_: pytest.fail("ran"))
+    @pytest.mark.usefixtures("no_forward")
+    def test_an_output_that_holds_an_input_is_refused(self, root: Path, tmp_path: Path) -> None:
         for name in ("source", "target", "finetuned", "reference", "data", "head"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "mine.txt").write_text("mine")
