@@ -67,7 +67,7 @@ class Browser:
 
     def __exit__(self, *error: object) -> None:
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait()
         os.close(self._out)
         os.close(self._in)
         self._home.cleanup()
@@ -117,7 +117,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            if not select.select([self._in], [], [], 60)[0]:
+            if not select.select([self._in], [], [], 600)[0]:
                 raise TimeoutError("Chromium does not answer")
             part = os.read(self._in, 2**20)
             if not part:

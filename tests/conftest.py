@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers.utils import logging
 
 from folders import Zoo
 from forwards import count_forwards
+
+settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
+settings.load_profile("tuneport")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,6 +42,7 @@ class TestTaskVectors:
             edit_weights(folder, lambda t: t.update({name: (x * 1024).round() / 1024 for name, x in t.items()}))
         apply(extract(*folders), folders[0], tmp_path / "again")
         ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folders[1]))
+        assert ours.keys() == theirs.keys() != set()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     @pytest.mark.parametrize("form", ["file", "vector", "module", "model"])

@@ -247,6 +247,7 @@ class TestEqualTerms:
 
         monkeypatch.setattr(bench, "open_model", kept)
         run_comparison(make_comparison(settings | {"seeds": [0]}))
+        assert opened
         for model in opened:
             fresh = plain(str(model.folder), device=torch.device("cpu")).module.state_dict()
             assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.module.state_dict().items())

@@ -153,6 +153,7 @@ def test_models_keep_their_weights(zoo: Zoo) -> None:
     job = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
     before = {name: tensor.clone() for name, tensor in job.target.module.state_dict().items()}
     cost_of(job)
+    assert before
     for name, tensor in job.target.module.state_dict().items():
         assert tensor.device.type == "cpu"
         assert torch.equal(tensor, before[name])

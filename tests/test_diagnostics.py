@@ -210,6 +210,7 @@ class TestModels:
     def test_without_alignment_one_pass_is_enough(self) -> None:
         source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
         plain, whole = compare(source, target, aligned=False), compare(source, target)
+        assert plain.keys() == whole.keys() != set()
         for key, item in plain.items():
             assert (item.cka, item.cosine_before) == (whole[key].cka, whole[key].cosine_before)
             assert math.isnan(item.cosine_after)

@@ -51,8 +51,10 @@ def by_processes(size: int, folder: Path, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 33}, {"method": "theseus"}], ids=str)
 def test_any_number_of_processes_gives_the_same_result(tmp_path: Path, options: dict[str, Any]) -> None:
     alone = result(**options)
+    assert alone.task_vector
     for size in (2, 4):
         found = by_processes(size, tmp_path / str(size), **options)
+        assert len(found) == size
         for entries, records, samples in found:  # every process has all of it
             assert samples == alone.record["samples"] == 44
             assert list(entries) == list(alone.task_vector)
@@ -63,6 +65,7 @@ def test_any_number_of_processes_gives_the_same_result(tmp_path: Path, options: 
                 assert torch.equal(entry, found[0][0][name])
     again = by_processes(2, tmp_path / "again", **options)
     first = torch.load(tmp_path / "2" / "0")
+    assert again[0][0].keys() == first[0].keys()
     assert all(torch.equal(again[0][0][name], entry) for name, entry in first[0].items())
 
 

@@ -99,6 +99,7 @@ class TestLabels:
         head = choose_head(job.source, None, data.name, data.classes, (), ())
         labelled_by(job.source, job.task_vector, head, data)
         after = job.source.module.state_dict()
+        assert before.keys() == after.keys() != set()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
     def test_do_not_look_at_true_ones(self, zoo: Zoo, tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ def test_layers_cover_their_weights_once_and_fit_them(name: str) -> None:
     model = MODELS[name]()
     parameters = dict(model.named_parameters())
     written = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    for layer in find_layers(model):
+    layers = find_layers(model)
+    assert layers
+    for layer in layers:
         weight = parameters[layer.weight]
         assert layer.weight_shape == tuple(weight.shape)
         assert tuple(layer.matrix(weight).shape) == (layer.out_features, layer.in_features)
@@ -151,7 +153,7 @@ def test_layers_cover_their_weights_once_and_fit_them(name: str) -> None:
             ones = torch.zeros_like(written[layer.bias])
             layer.store(torch.ones(layer.out_features), ones)
             written[layer.bias] += ones
-    owned = {name for layer in find_layers(model) for name in (layer.weight, layer.bias) if name is not None}
+    owned = {name for layer in layers for name in (layer.weight, layer.bias) if name is not None}
     for name in owned:
         assert bool((written[name] == 1).all()), name
 

@@ -153,9 +153,11 @@ def test_names_of_the_files_are_understood(tmp_path: Path) -> None:
         stored = names[f"{module}.weight"].removesuffix(".weight")
         assert stored != module
         renamed[f"base_model.model.{stored}.lora_{rest}"] = tensor
+    assert renamed
     save_file(renamed, file)
     other = {stored: live for live, stored in names.items()}
     vector = task_vector_of(open_adapter(folder), dict(base.named_parameters()), other_names=other)
+    assert set(vector) == set(expected) != set()
     assert all(torch.equal(vector.dense(name), expected.dense(name)) for name in expected)
 
 

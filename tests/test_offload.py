@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,7 @@ def test_an_outline_is_written_as_the_whole_model_is(folders: dict[str, Path], t
     whole.save(tmp_path / "whole")
     found.save(tmp_path / "found")
     written = [Qwen3ForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "found")]
+    assert written[0].keys() == written[1].keys() != set()
     assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
 
 
@@ -405,9 +408,15 @@ def test_seconds_are_work_over_rate() -> None:
         RATES.with_({"speed": 1.0})
 
 
-def test_a_probe_finds_rates_above_zero() -> None:
+def test_a_probe_divides_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every measurement takes one second
     rates = probe(CPU, torch.float32)
-    assert all(rate > 1e3 for rate in vars(rates).values())
+    assert rates.passes == 20 * 2 * 512**3, "20 products of 512 x 512 matrices"
+    assert rates.products == 3 * 2 * 512**3
+    assert (rates.link, rates.back) == (4 * 2**25, 2 * 2**25)
+    assert rates.dense == 20 * 128**3
+    assert rates.thin == 30 * (512 + 512) * 128**2 + 100 * 128**3
 
 
 def test_live_modules_and_adapters_of_other_dtypes(folders: dict[str, Path]) -> None:

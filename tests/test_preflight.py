@@ -98,6 +98,7 @@ class TestTrial:
     def test_nothing_is_left_changed(self, job: Any) -> None:
         before = {name: tensor.clone() for name, tensor in job.target.module.state_dict().items()}
         compare(job)
+        assert before
         assert all(torch.equal(tensor, before[name]) for name, tensor in job.target.module.state_dict().items())
 
     def test_methods_without_signals(self, zoo: Zoo) -> None:
@@ -158,7 +159,9 @@ class TestPair:
 
     def test_a_model_with_itself(self, zoo: Zoo) -> None:
         job = prepare_pair(zoo["vit-base"], zoo["vit-base"], zoo.data, samples=16)
-        for item in compare(job, trial=False).similarity:
+        similarity = compare(job, trial=False).similarity
+        assert similarity
+        for item in similarity:
             assert item.cka == pytest.approx(1.0, abs=1e-6)
             assert item.cosine_before == pytest.approx(1.0, abs=1e-6)
 

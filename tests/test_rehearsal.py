@@ -44,7 +44,9 @@ class TestViews:
     def test_a_view_of_an_image_is_made_of_its_pixels(self) -> None:
         image = picture(0)
         known = {tuple(pixel) for row in np.array(image) for pixel in row}
-        for view in Views([image], 8, 0):
+        views = list(Views([image], 8, 0))
+        assert len(views) == 8
+        for view in views:
             assert {tuple(pixel) for row in np.array(view) for pixel in row} <= known
 
     def test_a_view_of_a_text_drops_words_and_adds_none(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -268,25 +269,49 @@ def command(zoo: Zoo, out: Path, *more: str) -> list[str]:
     source, finetuned, target = map(str, zoo.trio("clip_vision"))
     words = ["--source", source, "--finetuned", finetuned, "--target", target, "--data", str(zoo.data)]
     words += ["--samples", "48", "--batch-size", "2", "--save-every", "0", "--out", str(out), *more]
-    return [sys.executable, "-m", "tuneport", "transfer", *words]
+    return ["transfer", *words]
+
+
+KILLED = """
+import os, signal, sys
+from tuneport import cli
+place, last = sys.argv.pop(1), int(sys.argv.pop(1))
+seen = 0
+def count(event, given):
+    global seen
+    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(given[0]).startswith(place):
+        seen += 1
+        if seen == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+try:
+    cli.main()
+finally:
+    print(seen)
+"""
 
 
 @pytest.mark.slow
 def test_killed_runs(zoo: Zoo, tmp_path: Path) -> None:
-    """Five runs killed at random moments; benchmarks/kill_test.py does fifty."""
+    """Five runs killed before a random change in the folder of the output; benchmarks/kill_test.py does fifty."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
-    started = time.perf_counter()
-    subprocess.run(command(zoo, tmp_path / "whole"), check=True, **quiet)
-    whole = time.perf_counter() - started
-    choose = random.Random(0)
-    for number in range(5):
-        out = tmp_path / f"out{number}"
-        with subprocess.Popen(command(zoo, out), **quiet) as process:
-            time.sleep(choose.uniform(0.5, 1.0) * whole)
-            process.kill()
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def start(last: int, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", KILLED, str(place), str(last), *command(zoo, out, *more)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+
+    whole = start(0, place / "whole")
+    assert whole.returncode == 0, whole.stderr
+    changes = int(whole.stdout.splitlines()[-1])
+    assert changes > 48 // 2, "every batch is saved"
+    for number, last in enumerate(random.Random(0).sample(range(1, changes + 1), 5)):
+        out = place / f"out{number}"
+        assert start(last, out).returncode == -signal.SIGKILL, last
         if out.exists():
             assert load_file(out / "model.safetensors")
-        subprocess.run(command(zoo, out, "--resume"), check=True, **quiet)
-        assert_same_output(out, tmp_path / "whole")
-    assert not [name for name in names(tmp_path) if name.startswith(".")]
+        again = start(0, out, "--resume")
+        assert again.returncode == 0, again.stderr
+        assert_same_output(out, place / "whole")
+    assert not [name for name in names(place) if name.startswith(".")]

@@ -61,8 +61,10 @@ def test_outputs_and_input_gradients_follow_from_the_weight(case: str) -> None:
     batch = batch.double() if batch.is_floating_point() else batch
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     layers = layers_of(model)
+    assert layers
     signals = watch(model, layers, batch, squares, SIGNALS)
     for layer in layers:
+        assert all(signals[layer.name, signal] for signal in SIGNALS)
         weight = layer.matrix(parameters[layer.weight])
         bias = layer.vector(parameters[layer.bias]) if layer.bias is not None else 0
         if layer.bias is None and "attn.in_proj_bias" in parameters:  # separate projections share one bias
@@ -79,6 +81,7 @@ def test_forward_signals_need_no_backward_pass(case: str) -> None:
     """Without gradients torch would take fused paths that hide layers: the same signals must be seen."""
     model, batch = CASES[case]()
     layers = layers_of(model)
+    assert layers
     alone, together = (watch(model, layers, batch, squares, which) for which in ([INPUT, OUTPUT], SIGNALS))
     assert set(alone) == {(layer.name, signal) for layer in layers for signal in (INPUT, OUTPUT)}
     for key, values in alone.items():
@@ -95,6 +98,7 @@ def test_inputs_are_the_tensors_that_a_plain_hook_sees() -> None:
     signals = watch(model, layers_of(model), batch, squares, [INPUT, OUTPUT])
     for handle in handles:
         handle.remove()
+    assert seen.keys() == dict(model.named_children()).keys() != set()
     for name, (x, y) in seen.items():
         assert torch.equal(signals[f"{name}.weight", INPUT][0], x)
         assert torch.equal(signals[f"{name}.weight", OUTPUT][0], y)

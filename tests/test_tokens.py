@@ -302,6 +302,7 @@ def test_one_tokenizer_on_both_sides_gives_the_sums_of_the_plain_path(tmp_path: 
     texts = [f"{one} {two}" for one in short for two in short]
     data = Dataset(inputs=texts, labels=np.arange(16) % 4, classes=tuple(map(str, range(LABELS))))
     job = prepare(*paths, data, samples=16)
+    assert list(job.batches)
     assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.batches)
     by_spans = measure_job(job)
     plain = [replace(batch, match=None, part=None) for batch in job.batches]
@@ -315,6 +316,7 @@ def test_one_tokenizer_on_both_sides_gives_the_sums_of_the_plain_path(tmp_path: 
         target_loss=job.target_loss,
         most_samples=samples_at_once(torch.device("cpu")),
     )
+    assert by_place.covariances.keys() == by_spans.covariances.keys() != set()
     for key, found in by_place.covariances.items():
         assert torch.equal(found.matrix, by_spans.covariances[key].matrix), key
 

@@ -155,6 +155,7 @@ class TestDescribing:
         """For every projection, also inside nn.MultiheadAttention and for the bare matrix after pooling."""
         module = build(name)
         model = describe_module(module)
+        assert model.layers
         pixels = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
         def loss(live: Any, batch: Tensor) -> Tensor:
@@ -401,6 +402,7 @@ class TestTransfer:
         for base in (str(trio[0]), f"tiny:{file}"):
             out = apply(load_task_vector(tmp_path / "tau.safetensors"), base, tmp_path / "out", overwrite=True)
             found, wanted = reload(out)[0].state_dict(), reload(trio[1])[0].state_dict()
+            assert found.keys() == wanted.keys() != set()
             assert all(float((found[name] - wanted[name]).abs().max()) < 1e-6 for name in wanted)
 
     def test_an_input_beside_its_file_is_not_overwritten(self, trio: tuple[Path, Path, Path]) -> None:

@@ -149,6 +149,7 @@ class TestDescribing:
     def test_gradient_times_input_is_the_weight_gradient(self, variant: str) -> None:
         module = build(variant)
         model = describe_module(module)
+        assert model.layers
         size = module.patch_embed.img_size
         pixels = torch.randn(5, 3, *size, generator=torch.Generator().manual_seed(1))
 
@@ -312,6 +313,7 @@ class TestTransfer:
     def test_extract_and_apply(self, trio: tuple[Path, Path, Path], tmp_path: Path) -> None:
         out = apply(extract(trio[0], trio[1]), trio[0], tmp_path / "out")
         found, wanted = reload(out).state_dict(), reload(trio[1]).state_dict()
+        assert found.keys() == wanted.keys() != set()
         assert all(float((found[name] - wanted[name]).abs().max()) < 1e-6 for name in wanted)
 
     def test_extract_and_apply_by_name(self, tmp_path: Path) -> None:
@@ -321,9 +323,10 @@ class TestTransfer:
             save_file(module.state_dict(), tmp_path / f"{name}.safetensors")
             references.append(f"timm:{ARCHITECTURE}:{tmp_path / name}.safetensors")
         out = apply(extract(*references), references[0], tmp_path / "out")
-        again = reload(out)
-        for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-5, rtol=0)
+        found, wanted = reload(out).state_dict(), module.state_dict()
+        assert found.keys() == wanted.keys() != set()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["plain", "registers"])
