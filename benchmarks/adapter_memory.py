@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
-from tuneport.alignment import CrossCovariance, Statistics
+from tuneport.io.tensors import LazyMapping
 from tuneport.layers import Layer
-from tuneport.low_rank import LowRank
+from tuneport.maps.procrustes import CrossCovariance, Statistics
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
-from tuneport.task_vector import EntrySpec, TaskVector
-from tuneport.tensors import LazyMapping
+from tuneport.task_vectors.low_rank import LowRank
+from tuneport.task_vectors.vector import EntrySpec, TaskVector
 
 
 def square(width: int, block: int) -> Layer:

@@ -39,8 +39,8 @@ def shapes(gigabytes: float) -> dict[str, tuple[int, int]]:
 def write_model(folder: Path, names: Mapping[str, tuple[int, int]], change: float) -> None:
     import torch
 
-    from tuneport.checkpoint import write_checkpoint
-    from tuneport.tensors import LazyTensors, TensorSpec
+    from tuneport.io.checkpoint import write_checkpoint
+    from tuneport.io.tensors import LazyTensors, TensorSpec
 
     noise = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
 

@@ -30,17 +30,17 @@ import torch
 from lab import TEXTS, Places
 from torch.nn import functional as F
 
-from tuneport import alignment
-from tuneport.crossfit import halves
-from tuneport.data import align_labels
-from tuneport.evaluation import encoded
-from tuneport.families import open_model
+from tuneport.data.dataset import align_labels
+from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.measuring import measure_job, problem_of
-from tuneport.preparation import prepare
-from tuneport.scaling import Scaled
-from tuneport.task_vector import TaskVector
-from tuneport.tasks import read_data
+from tuneport.maps import procrustes as alignment
+from tuneport.measure.accuracy import encoded
+from tuneport.models.open import open_model
+from tuneport.pipeline.crossfit import halves
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.task_vectors.vector import TaskVector
 
 CELLS = ("a:b:cifar10", "a:b:gtsrb", "a:c:mnist", "a:c:fashion", "c:b:cifar10", "a:a2:cifar10")
 Row = dict[str, Any]

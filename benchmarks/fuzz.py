@@ -37,16 +37,17 @@ from PIL import Image
 from safetensors.torch import save, save_file
 
 from tuneport import TuneportError
-from tuneport.adapter import open_adapter
-from tuneport.alignment import CrossCovariance, Statistics
-from tuneport.checkpoint import open_checkpoint, read_json
-from tuneport.families import open_model, read_head
-from tuneport.formats import read_plain
-from tuneport.lora import task_vector_of
-from tuneport.recipe import read_recipe
-from tuneport.resume import load_statistics, save_statistics
-from tuneport.soundness import check_finite
-from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
+from tuneport.bench.recipe import read_recipe
+from tuneport.data.formats import read_plain
+from tuneport.io.checkpoint import open_checkpoint, read_json
+from tuneport.io.validate import check_finite
+from tuneport.maps.procrustes import CrossCovariance, Statistics
+from tuneport.models.base import read_head
+from tuneport.models.open import open_model
+from tuneport.runtime.resume import load_statistics, save_statistics
+from tuneport.task_vectors.lora_format import open_adapter
+from tuneport.task_vectors.lora_read import task_vector_of
+from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 
 SLOW = 10.0  # seconds
 ODD_VALUES: tuple[Any, ...] = (

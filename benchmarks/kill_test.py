@@ -31,8 +31,8 @@ def make_inputs(root: Path) -> list[str]:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from tuneport.companions import copy_companions
-    from tuneport.demo import MODELS, mirrored_digits
+    from tuneport.demo.run import MODELS, mirrored_digits
+    from tuneport.io.companions import copy_companions
 
     np.savez(root / "digits.npz", **mirrored_digits())
     (root / "tuned").mkdir()

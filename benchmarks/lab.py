@@ -27,15 +27,15 @@ import torch
 from lab_study import Row, begin, keep, study_parser
 from torch import Tensor
 
-from tuneport.crossfit import halves, transfer_auto
-from tuneport.data import align_labels
-from tuneport.evaluation import encoded
+from tuneport.data.dataset import align_labels
+from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.measuring import measure_job, problem_of
+from tuneport.measure.accuracy import encoded
 from tuneport.methods import METHODS
-from tuneport.preparation import prepare
-from tuneport.scaling import RULES, SCALES, Rule, Scaled, Score, choose_scale
-from tuneport.tasks import read_data
+from tuneport.pipeline.crossfit import halves, transfer_auto
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import RULES, SCALES, Rule, Scaled, Score, choose_scale
+from tuneport.pipeline.statistics import measure_job, problem_of
 
 IMAGES = ("cifar10", "fashion", "gtsrb", "mnist")
 TEXTS = {

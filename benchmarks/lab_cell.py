@@ -33,19 +33,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from tuneport.capture import measure
-from tuneport.crossfit import halves
-from tuneport.data import align_labels
-from tuneport.evaluation import encoded
-from tuneport.families import Head, choose_head
-from tuneport.job import Job
-from tuneport.low_rank import as_dense
+from tuneport.data.dataset import align_labels
+from tuneport.data.tasks import read_data
+from tuneport.job import Job, views_of
+from tuneport.measure.accuracy import encoded
+from tuneport.measure.capture import measure_pairs
 from tuneport.methods.base import matrix_of
+from tuneport.models.base import Head, choose_head
 from tuneport.pairing import DepthRule, LayerPair, nearest_block
-from tuneport.preparation import prepare
-from tuneport.rehearsal import views_of
-from tuneport.scaling import SCALES, Score, choose_scale, score_of_classes
-from tuneport.tasks import read_data
+from tuneport.pipeline.crossfit import halves
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import SCALES, Score, choose_scale, score_of_classes
+from tuneport.task_vectors.low_rank import as_dense
 
 READS = ("q_proj", "fc1", "self.query", "attn.q", "intermediate.dense")  # the residual stream
 WRITES = ("out_proj", "fc2", "attn.o", "output.dense")
@@ -184,7 +183,7 @@ class Bench(nn.Module):
     ) -> Sums:  # fmt: skip
         job = self.job
         ours, theirs = losses or (job.source_loss, job.target_loss)
-        found = measure(
+        found = measure_pairs(
             job.source.module, self.module, pairs or job.plan.pairs, batches, signals=[signal], source_loss=ours,
             target_loss=theirs, match=job.match, make_sum=lambda *given: Moments(*given[2:], full=full),
         )  # fmt: skip

@@ -19,11 +19,11 @@ from lab_study import Row, begin, keep, study_parser
 from torch import Tensor
 
 import tuneport
-from tuneport.data import align_labels
-from tuneport.evaluation import encoded
-from tuneport.low_rank import as_dense
-from tuneport.task_vector import TaskVector
-from tuneport.tasks import read_data
+from tuneport.data.dataset import align_labels
+from tuneport.data.tasks import read_data
+from tuneport.measure.accuracy import encoded
+from tuneport.task_vectors.low_rank import as_dense
+from tuneport.task_vectors.vector import TaskVector
 
 CELLS = [f"a:c:b:{task}" for task in ("cifar10", "mnist", "fashion")]
 

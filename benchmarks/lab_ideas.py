@@ -6,7 +6,8 @@
 All ideas are tried on one measurement of each cell of the shared zoo, or with --encoders of text: moments of inputs and
 output gradients, for each half of the calibration samples. Maps of a shape are solved together, without completion,
 and the scales are evaluated together; so numbers differ a little from those of `tuneport transfer`. The scale is chosen
-by `tuneport.scaling`, from maps of one half judged on the other. Made for a GPU; says so where the zoo is not there.
+by `tuneport.pipeline.scale`, from maps of one half judged on the
+other half. Made for a GPU; says so where the zoo is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lab import CELLS, FULL, Places
 from lab_cell import BICO, Bench, Idea
 from lab_study import begin, keep, study_parser
 
-from tuneport.scaling import Score, choose_scale
+from tuneport.pipeline.scale import Score, choose_scale
 
 IDEAS = [
     BICO,

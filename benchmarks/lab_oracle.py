@@ -25,13 +25,13 @@ from lab_study import begin, keep, study_parser
 from torch import Tensor
 
 from tuneport import TaskVector
-from tuneport.data import align_labels
-from tuneport.evaluation import encoded
-from tuneport.families import open_model
-from tuneport.low_rank import as_dense
-from tuneport.pipeline import run
-from tuneport.preparation import prepare
-from tuneport.tasks import read_data
+from tuneport.data.dataset import align_labels
+from tuneport.data.tasks import read_data
+from tuneport.measure.accuracy import encoded
+from tuneport.models.open import open_model
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import run
+from tuneport.task_vectors.low_rank import as_dense
 
 CELLS = [(a, b, task) for a, b in (("a", "c"), ("c", "a")) for task in ("cifar10", "mnist")]
 ROLES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")

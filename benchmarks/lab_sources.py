@@ -18,11 +18,12 @@ from lab import Places
 from lab_study import begin, keep, study_parser
 
 import tuneport
-from tuneport.data import Dataset
-from tuneport.evaluation import zero_shot
-from tuneport.families import Head, Model, choose_head, open_model
-from tuneport.low_rank import as_dense
-from tuneport.tasks import read_data
+from tuneport.data.dataset import Dataset
+from tuneport.data.tasks import read_data
+from tuneport.measure.accuracy import zero_shot
+from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.open import open_model
+from tuneport.task_vectors.low_rank import as_dense
 
 SOURCES, CELLS = ("a", "c"), [(target, task) for target in ("a2", "b") for task in ("cifar10", "mnist")]
 

@@ -29,16 +29,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tuneport.alignment import Statistics
-from tuneport.crossfit import halves, transfer_auto
-from tuneport.data import Dataset
-from tuneport.evaluation import perplexity
-from tuneport.families import Model, open_model
+from tuneport.data.dataset import Dataset
 from tuneport.job import Job
-from tuneport.measuring import measure_job, problem_of
+from tuneport.maps.procrustes import Statistics
+from tuneport.measure.accuracy import perplexity
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.preparation import prepare
-from tuneport.scaling import Scaled
+from tuneport.models.base import Model
+from tuneport.models.open import open_model
+from tuneport.pipeline.crossfit import halves, transfer_auto
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.statistics import measure_job, problem_of
 
 LENGTH = 256
 SHAPES = {

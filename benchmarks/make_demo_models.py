@@ -1,4 +1,4 @@
-"""Pre-train the two base models of `tuneport demo` and write them into src/tuneport/demo_models.
+"""Pre-train the two base models of `tuneport demo` and write them into src/tuneport/demo/models.
 
     python benchmarks/make_demo_models.py [--out FOLDER] [--seeds SMALL LARGE]
 
@@ -157,7 +157,7 @@ def write(folder: Path, model: CLIPVisionModelWithProjection, class_embeds: Tens
 def main() -> None:
     package = Path(__file__).resolve().parents[1] / "src" / "tuneport"
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=package / "demo_models")
+    parser.add_argument("--out", type=Path, default=package / "demo" / "models")
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 2), metavar=("SMALL", "LARGE"))
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()

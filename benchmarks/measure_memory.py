@@ -26,8 +26,8 @@ def one(samples: int) -> None:
     from torch.nn import functional as F
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-    from tuneport.capture import measure
     from tuneport.layers import find_layers
+    from tuneport.measure.capture import measure_pairs
     from tuneport.pairing import pair_layers
 
     def tower(width: int) -> CLIPVisionModelWithProjection:
@@ -59,7 +59,7 @@ def one(samples: int) -> None:
 
     plan = pair_layers(find_layers(source), find_layers(target))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    measure(
+    measure_pairs(
         source,
         target,
         plan.pairs,

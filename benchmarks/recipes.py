@@ -22,11 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from tuneport.bench import make_finetunes, run_recipe, wanted_finetunes
+from tuneport.bench.figures import draw
+from tuneport.bench.recipe import FIGURES, Comparison, Recipe, read_recipe
+from tuneport.bench.run import make_finetunes, run_recipe, wanted_finetunes
+from tuneport.bench.tables import load, plot
 from tuneport.errors import TuneportError
-from tuneport.figures import draw
-from tuneport.recipe import FIGURES, Comparison, Recipe, read_recipe
-from tuneport.tables import load, plot
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 

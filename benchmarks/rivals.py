@@ -18,9 +18,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tuneport.bench import run_comparison
-from tuneport.recipe import Comparison
-from tuneport.tables import Comparing, load, markdown, merge, save
+from tuneport.bench.recipe import Comparison
+from tuneport.bench.run import run_comparison
+from tuneport.bench.tables import Comparing, load, markdown, merge, save
 
 
 def main() -> None:

@@ -30,18 +30,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tuneport.alignment import Statistics
-from tuneport.crossfit import halves, transfer_auto
-from tuneport.data import Dataset
-from tuneport.evaluation import features
-from tuneport.families import Head, Model, choose_head, open_model
-from tuneport.finetuning import Schedule, finetune
+from tuneport.data.dataset import Dataset
+from tuneport.data.tasks import TASKS
 from tuneport.job import Job
-from tuneport.measuring import measure_job, problem_of
+from tuneport.maps.procrustes import Statistics
+from tuneport.measure.accuracy import features
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.preparation import prepare
-from tuneport.scaling import Scaled
-from tuneport.tasks import TASKS
+from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.crossfit import halves, transfer_auto
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.training.finetuning import Schedule, finetune
 
 FILES = {
     "trec6": "trec6.jsonl.gz",

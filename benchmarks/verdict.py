@@ -3,7 +3,8 @@
     python benchmarks/verdict.py --shared ../shared --runs runs-verdict
     python benchmarks/verdict.py --runs runs-verdict --write benchmarks/results/verdict.md
 
-The first command runs `tuneport.preflight.compare` for each cell on the calibration samples that the transfers of
+The first command runs `tuneport.pipeline.preflight.compare` for each cell on the calibration samples that the
+transfers of
 zoo-n100.json drew (the same seed), and keeps a file per cell. The second holds them against the real gains of
 zoo-n100.json: rank correlations of every candidate feature, the verdicts, and thresholds chosen anew with each pair
 and each task left out.
@@ -28,7 +29,17 @@ import torch
 from scipy.stats import spearmanr
 from zoo import PAIRS
 
-from tuneport.preflight import LIKELY, UNCERTAIN, UNLIKELY, Trial, compare, judge, prepare_pair, summary, try_transfer
+from tuneport.pipeline.preflight import (
+    LIKELY,
+    UNCERTAIN,
+    UNLIKELY,
+    Trial,
+    compare,
+    judge,
+    prepare_pair,
+    summary,
+    try_transfer,
+)
 
 RESULTS = Path(__file__).parent / "results"
 HARM = 0.5  # points: less than that is neither a gain nor a loss
@@ -112,7 +123,7 @@ def within_tasks(cells: list[Cell], feature: Callable[[Cell], float]) -> float:
 
 
 def says(trial: Trial, falls: float, wrong: float) -> str:
-    """The rule of tuneport.preflight.judge with other thresholds."""
+    """The rule of tuneport.pipeline.preflight.judge with other thresholds."""
     assert trial.gain is not None
     assert trial.lean is not None
     if trial.lean <= wrong or trial.loss_falls < 0.5:

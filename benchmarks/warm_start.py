@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from lab_study import begin, keep, study_parser
 
-from tuneport.data import align_labels
-from tuneport.evaluation import zero_shot
-from tuneport.finetuning import Schedule, finetune
-from tuneport.pipeline import run
-from tuneport.preparation import prepare
-from tuneport.tasks import read_data
+from tuneport.data.dataset import align_labels
+from tuneport.data.tasks import read_data
+from tuneport.measure.accuracy import zero_shot
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import run
+from tuneport.training.finetuning import Schedule, finetune
 
 CELLS = ["a:a2:cifar10", "a:a2:fashion", "a:a2:gtsrb", "a:a2:mnist", "a:b:cifar10", "a:b:mnist"]
 STOPS = (5, 10, 20, 40, 60, 100, 200)

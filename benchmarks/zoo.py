@@ -19,9 +19,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tuneport.bench import run_comparison
-from tuneport.recipe import Comparison
-from tuneport.tables import Comparing, load, save
+from tuneport.bench.recipe import Comparison
+from tuneport.bench.run import run_comparison
+from tuneport.bench.tables import Comparing, load, save
 
 PAIRS = {
     ("a", "a2"): ("cifar10", "fashion", "gtsrb", "mnist"),

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 import tuneport
-from tuneport.calibration import select
-from tuneport.data import Dataset
-from tuneport.evaluation import zero_shot
-from tuneport.families import Head, Model, choose_head, open_model
-from tuneport.finetuning import Schedule, finetune
-from tuneport.tasks import TASKS
+from tuneport.data.dataset import Dataset
+from tuneport.data.samplers import select
+from tuneport.data.tasks import TASKS
+from tuneport.measure.accuracy import zero_shot
+from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.open import open_model
+from tuneport.training.finetuning import Schedule, finetune
 
 
 def head_of(model: Model, data: Dataset) -> Head:

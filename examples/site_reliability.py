@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tuneport
-from tuneport.families import Model, open_model
+from tuneport.models.base import Model
+from tuneport.models.open import open_model
 
 PAIRS = Path(__file__).with_name("site_reliability.jsonl")
 SAMPLES, CHOICE = 36, 12

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from tuneport.families.base import PROMPTS
-from tuneport.pipeline import transfer
-from tuneport.result import Result
-from tuneport.task_vector import TaskVector
+from tuneport.models.base import PROMPTS
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import transfer
+from tuneport.task_vectors.vector import TaskVector
 
 CLASSES = ("cat", "dog", "owl")
 HEAD_CLASSES = ("owl", "wolf", "cat", "dog")  # another order than the data, and one class more

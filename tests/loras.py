@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tuneport.adapter import open_adapter
-from tuneport.lora import task_vector_of, transposed_weights
-from tuneport.task_vector import TaskVector
+from tuneport.task_vectors.lora_format import open_adapter
+from tuneport.task_vectors.lora_read import task_vector_of, transposed_weights
+from tuneport.task_vectors.vector import TaskVector
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

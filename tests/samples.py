@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tuneport.data import Dataset
+from tuneport.data.dataset import Dataset
 from tuneport.errors import DataError
 
 

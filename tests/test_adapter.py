@@ -31,14 +31,15 @@ from loras import (
     saved,
     t5,
 )
-from tuneport import arithmetic, cli
-from tuneport.adapter import is_adapter, open_adapter
+from tuneport import cli
 from tuneport.errors import CheckpointError, TuneportError
-from tuneport.families.huggingface import HuggingFace
-from tuneport.low_rank import LowRank, as_dense
 from tuneport.methods import METHODS
 from tuneport.methods.checks import check_method
-from tuneport.task_vector import TaskVector, load_task_vector
+from tuneport.models.families.huggingface import HuggingFace
+from tuneport.pipeline import change as arithmetic
+from tuneport.task_vectors.lora_format import is_adapter, open_adapter
+from tuneport.task_vectors.low_rank import LowRank, as_dense
+from tuneport.task_vectors.vector import TaskVector, load_task_vector
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

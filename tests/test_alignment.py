@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tuneport.alignment import CrossCovariance, Statistics, WeightGradient, procrustes, procrustes_together
-from tuneport.completion import rectangular_identity
 from tuneport.errors import MethodError, TuneportError
-from tuneport.rank import rank_cut
+from tuneport.maps.completion import rectangular_identity
+from tuneport.maps.procrustes import CrossCovariance, Statistics, WeightGradient, procrustes, procrustes_together
+from tuneport.maps.rank import rank_cut
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]
 FLAT = [(12, 12, 5), (8, 13, 5), (13, 8, 5), (10, 10, 1), (6, 6, 5)]  # widths and a rank below both
@@ -362,7 +362,7 @@ def test_tokens_are_kept_while_they_are_few_and_summed_up_to_the_same_bits() -> 
 
 
 def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneport.alignment.HELD", 8 * 6 * 12 * 2)  # two maps
+    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 8 * 6 * 12 * 2)  # two maps
     own = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6, seed=9)) for index in range(4)}
     statistics = Statistics(own)
     first = statistics.align("0", "input")
@@ -377,7 +377,7 @@ def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPa
 
 
 def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneport.alignment.HELD", 1)  # no room at all
+    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 1)  # no room at all
     statistics = Statistics(
         {("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))}
     )

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from folders import FAMILIES, SAMPLES, Zoo, edit_weights, load, same
-from tuneport.arithmetic import apply, extract
-from tuneport.families import open_model
-from tuneport.pipeline import transfer
-from tuneport.preparation import prepare
-from tuneport.task_vector import load_task_vector, save_task_vector
+from tuneport.models.open import open_model
+from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import transfer
+from tuneport.task_vectors.vector import load_task_vector, save_task_vector
 
 
 class TestTaskVectors:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tuneport.batches import PairedBatch, count_samples, part_of, parts_of
 from tuneport.errors import CaptureError
+from tuneport.measure.batches import PairedBatch, count_samples, part_of, parts_of
 
 
 class Named(NamedTuple):

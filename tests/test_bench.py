@@ -19,17 +19,22 @@ import pytest
 import torch
 
 from folders import LARGE, Zoo, build
-from tuneport import bench, cells, cli, measuring, opening, pipeline
-from tuneport.alignment import Statistics
-from tuneport.bench import run_comparison
+from tuneport import cli
+from tuneport.bench import cells
+from tuneport.bench import run as bench
+from tuneport.bench.recipe import Comparison, make_comparison, read_recipe
+from tuneport.bench.run import run_comparison
+from tuneport.bench.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
 from tuneport.errors import DataError
-from tuneport.families import open_model
-from tuneport.finetuning import Schedule
-from tuneport.measuring import measure_job
-from tuneport.preparation import prepare
-from tuneport.recipe import Comparison, make_comparison, read_recipe
-from tuneport.scaling import first_half
-from tuneport.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
+from tuneport.maps.procrustes import Statistics
+from tuneport.models import opening
+from tuneport.models.open import open_model
+from tuneport.pipeline import statistics as measuring
+from tuneport.pipeline import transfer as pipeline
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import first_half
+from tuneport.pipeline.statistics import measure_job
+from tuneport.training.finetuning import Schedule
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
 SHOTS = (1, 8)  # 3 and 24 samples: with and without samples to hold out
@@ -205,9 +210,9 @@ class TestEqualTerms:
         assert len({row.accuracy for row in found.rows}) == 1
 
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
-        from tuneport.evaluation import zero_shot
-        from tuneport.families import choose_head
-        from tuneport.formats import read_plain
+        from tuneport.data.formats import read_plain
+        from tuneport.measure.accuracy import zero_shot
+        from tuneport.models.base import choose_head
 
         paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
         moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")

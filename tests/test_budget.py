@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from toy import ToyViT, batches, finetuned, loss, plan
-from tuneport.budget import plan_passes
-from tuneport.crossfit import halves
 from tuneport.errors import TuneportError
 from tuneport.job import Job
-from tuneport.measuring import measure_job
-from tuneport.pipeline import run
-from tuneport.preparation import prepare
+from tuneport.pipeline.crossfit import halves
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.transfer import run
+from tuneport.runtime.budget import plan_passes
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Job:

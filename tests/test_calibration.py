@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samples import labelled, raises
-from tuneport.calibration import SAMPLERS, batches, select
-from tuneport.data import UNLABELLED, Dataset
+from tuneport.data.dataset import UNLABELLED, Dataset
+from tuneport.data.samplers import SAMPLERS, batches, select
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
 

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from linear_maps import CASES, Called, attention, layers_of, relative, squares
 from toy import ToyViT, batches, loss, plan
-from tuneport.alignment import Statistics
-from tuneport.batches import PairedBatch
-from tuneport.capture import measure
 from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
+from tuneport.maps.procrustes import Statistics
+from tuneport.measure.batches import PairedBatch
+from tuneport.measure.capture import measure_pairs
+from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT, watch
+from tuneport.measure.tokens import TokenLimit, match_tokens
 from tuneport.pairing import LayerPair, pair_layers
-from tuneport.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT, watch
-from tuneport.tokens import TokenLimit, match_tokens
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 
@@ -41,7 +41,7 @@ def pairs_of(source: nn.Module, target: nn.Module) -> list[LayerPair]:
 
 
 def measured(source: nn.Module, target: nn.Module, data: list, signals: Any = BICO, **options: Any):
-    return measure(
+    return measure_pairs(
         source,
         target,
         options.pop("pairs", None) or pairs_of(source, target),
@@ -450,7 +450,9 @@ def test_limited_covariances_are_those_of_the_drawn_tokens() -> None:
 
     def measured(size: int) -> Statistics:
         samples = given(size)
-        return measure(source, target, pairs, samples, signals=BICO, source_loss=loss, target_loss=loss, limit=limit)
+        return measure_pairs(
+            source, target, pairs, samples, signals=BICO, source_loss=loss, target_loss=loss, limit=limit
+        )
 
     whole, parts = measured(12), measured(5)
     for key in whole:

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tuneport.charts import KNOWN, LETTER, bars, chart, colours_of, round_ticks
+from tuneport.bench.charts import KNOWN, LETTER, bars, chart, colours_of
+from tuneport.report.plots import round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAN = math.nan

@@ -15,13 +15,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import tuneport.checkpoint as module
-from tuneport.checkpoint import file_digests, open_checkpoint, read_json, write_checkpoint
+import tuneport.io.checkpoint as module
 from tuneport.errors import TuneportError
-from tuneport.memory import parse_bytes
-from tuneport.soundness import same_structure
-from tuneport.tensors import TensorSpec, UnknownTensorError, describe
-from tuneport.weight_file import SafetensorsFile
+from tuneport.io.checkpoint import file_digests, open_checkpoint, read_json, write_checkpoint
+from tuneport.io.sizes import parse_bytes
+from tuneport.io.tensors import TensorSpec, UnknownTensorError, describe
+from tuneport.io.validate import same_structure
+from tuneport.io.weight_file import SafetensorsFile
 from weights import assert_same, error_of
 
 

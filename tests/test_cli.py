@@ -22,12 +22,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from folders import Zoo, edit_weights, images, write_data, write_head
-from tuneport import __version__, capture, cli
+from tuneport import __version__, cli
 from tuneport.cli import terminal
-from tuneport.evaluation import Evaluation
-from tuneport.memory import format_bytes
+from tuneport.io.output import claimed
+from tuneport.io.sizes import format_bytes
+from tuneport.measure import capture
+from tuneport.measure.accuracy import Evaluation
 from tuneport.methods import METHODS
-from tuneport.output import claimed
 
 COMMANDS = ("transfer", "plan", "compare", "extract", "apply", "evaluate", "methods", "samplers", "demo", "bench")
 
@@ -408,10 +409,10 @@ class TestEvaluate:
         self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         endless = Evaluation(0.0, 30, "perplexity", float("inf"), 60)
-        monkeypatch.setattr("tuneport.evaluation.zero_shot", lambda *_, **__: endless)
+        monkeypatch.setattr("tuneport.measure.accuracy.zero_shot", lambda *_, **__: endless)
         done = run("evaluate", zoo["vit-base"], "--data", zoo.data, "--json")
         assert (done.code, done.json["perplexity"], done.json["tokens"]) == (0, None, 60)
-        monkeypatch.setattr("tuneport.task_vector.save_task_vector", lambda *_, **__: float("nan"))
+        monkeypatch.setattr("tuneport.task_vectors.vector.save_task_vector", lambda *_, **__: float("nan"))
         done = run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / "tau.safetensors", "--json")
         assert (done.code, done.json["norm"]) == (0, None)
 
@@ -876,7 +877,7 @@ class TestExitCodes:
         def broken(*_: Any, **__: Any) -> None:
             raise ZeroDivisionError("division\nby zero")
 
-        monkeypatch.setattr("tuneport.preparation.prepare", broken)
+        monkeypatch.setattr("tuneport.pipeline.prepare.prepare", broken)
         done = run("transfer", *options(zoo), "--out", place / "out")
         assert done.code == 1
         assert done.err.count("\n") == 1
@@ -889,7 +890,7 @@ class TestExitCodes:
         def interrupted(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("tuneport.measuring.measure", interrupted)
+        monkeypatch.setattr("tuneport.pipeline.statistics.measure_pairs", interrupted)
         done = run("transfer", *options(zoo), "--out", place / "out")
         assert (done.code, done.err) == (130, "interrupted; no output was written\n")
         assert list(place.iterdir()) == []

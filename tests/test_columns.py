@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from samples import image_folder, jsonl, picture, png, raises
-from tuneport.formats import read_plain
+from tuneport.data.formats import read_plain
 
 ROWS = [
     {"split": "train", "text": "good, really", "label": "pos"},

@@ -10,15 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import toy
 from folders import Zoo, load
-from tuneport.cost import cost_of
-from tuneport.families import open_model
-from tuneport.forecast import foretell
 from tuneport.job import Job
-from tuneport.low_rank import LowRank
-from tuneport.measuring import measure_job, problem_of
-from tuneport.pipeline import port, transfer
-from tuneport.preparation import prepare
-from tuneport.task_vector import TaskVector
+from tuneport.models.open import open_model
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.pipeline.transfer import port, transfer
+from tuneport.runtime.cost import cost_of
+from tuneport.runtime.forecast import foretell
+from tuneport.task_vectors.low_rank import LowRank
+from tuneport.task_vectors.vector import TaskVector
 
 SAMPLES = 24
 
@@ -41,7 +41,7 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
 @pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
 def test_the_count_is_what_torch_counts(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are summed here: those without a signal, which a count cannot foresee, would be left out."""
-    monkeypatch.setattr("tuneport.alignment._with_signal", lambda source, target: (source, target))
+    monkeypatch.setattr("tuneport.maps.procrustes._with_signal", lambda source, target: (source, target))
     job = eager(zoo, family, method=method)
     cost = cost_of(job)
     found = cost["counted"]
@@ -143,7 +143,7 @@ def test_batches_in_named_tuples() -> None:
 def test_the_paper_needs_no_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES)
     expected = cost_of(job)
-    monkeypatch.setattr("tuneport.cost._count", lambda *_: 1 / 0)
+    monkeypatch.setattr("tuneport.runtime.cost._count", lambda *_: 1 / 0)
     found = cost_of(job)
     assert found["counted"] is None
     assert (found["paper"], found["tokens"]) == (expected["paper"], expected["tokens"])

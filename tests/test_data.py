@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samples import raises
-from tuneport.data import Dataset, LazySequence, align_labels
+from tuneport.data.dataset import Dataset, LazySequence, align_labels
 
 
 def test_subset_is_a_lazy_view_of_a_view() -> None:

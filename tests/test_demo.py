@@ -11,7 +11,7 @@ from transformers import CLIPVisionModelWithProjection
 from typer.testing import CliRunner
 
 from tuneport.cli import app
-from tuneport.demo import run_demo
+from tuneport.demo.run import run_demo
 from tuneport.errors import CheckpointError
 
 

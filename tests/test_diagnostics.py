@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 import toy
 from folders import Zoo
-from tuneport.diagnostics import activation_drift, by_block, layer_similarity, output_similarity
+from tuneport.data.formats import read_plain
 from tuneport.errors import TuneportError
-from tuneport.families import open_model
-from tuneport.formats import read_plain
-from tuneport.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
-from tuneport.similarity import Similarity, TokenAgreement, cka, token_cosine
+from tuneport.measure.likeness import activation_drift, by_block, layer_similarity, output_similarity
+from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.similarity import Similarity, TokenAgreement, cka, token_cosine
+from tuneport.models.open import open_model
 
 Array = NDArray[np.float64]
 

@@ -11,11 +11,11 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from toy import ToyViT, batches, finetuned, loss, plan
-from tuneport.distributed import processes, ranks
 from tuneport.errors import TuneportError
-from tuneport.pipeline import run
-from tuneport.preparation import prepare
-from tuneport.result import Result
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import run
+from tuneport.runtime.distributed import processes, ranks
 
 
 def result(**options: Any) -> Result:

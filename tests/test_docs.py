@@ -32,9 +32,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import tuneport
 from tuneport import cli
-from tuneport.calibration import SAMPLERS
+from tuneport.bench.recipe import read_recipe
+from tuneport.data.samplers import SAMPLERS
 from tuneport.methods import METHODS
-from tuneport.recipe import read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

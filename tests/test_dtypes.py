@@ -19,14 +19,15 @@ from folders import FAMILIES, WITH_TEXT, Zoo, edit_weights
 from test_planted import clip_twin, clip_vision
 from toy import batches
 from tuneport.cli import app
-from tuneport.evaluation import features
-from tuneport.families import choose_head, open_model
+from tuneport.data.tasks import read_data
 from tuneport.layers import find_layers
-from tuneport.pipeline import transfer
-from tuneport.preparation import prepare
-from tuneport.scaling import Scaled
-from tuneport.task_vector import TaskVector
-from tuneport.tasks import read_data
+from tuneport.measure.accuracy import features
+from tuneport.models.base import choose_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.transfer import transfer
+from tuneport.task_vectors.vector import TaskVector
 
 BF16 = torch.bfloat16
 

@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 import toy
 from folders import CLASSES, HEAD_CLASSES, Zoo, load
-from tuneport.data import Dataset
+from tuneport.data.dataset import Dataset
+from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.evaluation import check_protocol, features, linear_probe, perplexity, zero_shot
-from tuneport.families import Head, Model, choose_head, describe_any, open_model
-from tuneport.formats import read_plain
+from tuneport.measure.accuracy import check_protocol, features, linear_probe, perplexity, zero_shot
+from tuneport.models.base import Head, Model, choose_head, describe_any
+from tuneport.models.open import open_model
 
 
 def pixels(data: Dataset) -> torch.Tensor:

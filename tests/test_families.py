@@ -20,23 +20,14 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from folders import CLASSES, FAMILIES, HEAD_CLASSES, Zoo, edit_json, edit_weights, linear_parameters, load, write_head
-from tuneport.arithmetic import apply
-from tuneport.checkpoint import open_checkpoint
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.families import (
-    choose_head,
-    describe_any,
-    describe_module,
-    open_model,
-    open_stored,
-    outline_model,
-    place_of,
-    read_head,
-)
-from tuneport.families.base import PROMPTS
-from tuneport.families.libraries import quiet as _quiet
+from tuneport.io.checkpoint import open_checkpoint
 from tuneport.layers import TokenLayout
-from tuneport.task_vector import TaskVector
+from tuneport.models.base import PROMPTS, choose_head, describe_any, read_head
+from tuneport.models.families import quiet as _quiet
+from tuneport.models.open import describe_module, open_model, open_stored, outline_model, place_of
+from tuneport.pipeline.change import apply
+from tuneport.task_vectors.vector import TaskVector
 
 
 def copied(zoo: Zoo, name: str, tmp_path: Path) -> Path:
@@ -480,7 +471,7 @@ class TestOptionalLibraries:
 
     @pytest.fixture(autouse=True)
     def _without(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.families.libraries.find_spec", lambda _: None)
+        monkeypatch.setattr("tuneport.models.families.libraries.find_spec", lambda _: None)
 
     @pytest.mark.parametrize("reference", ["ViT-B-16:laion2b_s34b_b88k", "ViT-L-14:/some/file.pt"])
     def test_an_open_clip_name(self, reference: str) -> None:

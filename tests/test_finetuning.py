@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 import texts
 from folders import Zoo
-from tuneport.data import Dataset, align_labels
+from tuneport.data.dataset import Dataset, align_labels
+from tuneport.data.formats import read_plain
 from tuneport.errors import TuneportError
-from tuneport.families import Head, Model, choose_head, open_model
-from tuneport.finetuning import Schedule, finetune, prepared
-from tuneport.formats import read_plain
+from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.open import open_model
+from tuneport.training.finetuning import Schedule, finetune, prepared
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ def test_a_run_that_diverges_is_told(setting: tuple[Model, Head, Dataset], monke
         list(finetune(*setting, Schedule(steps=3, learning_rate=1e30)))
     assert str(caught.value) == expected
     seen: list[int] = []
-    monkeypatch.setattr("tuneport.finetuning.CHECK_EVERY", 4)
+    monkeypatch.setattr("tuneport.training.finetuning.CHECK_EVERY", 4)
     with pytest.raises(TuneportError, match="at step 2 of 99"):
         list(finetune(*setting, Schedule(steps=99, learning_rate=1e30), progress=seen.append))
     assert len(seen) == 4, "a long run stops soon"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from samples import image_folder, picture, png, raises
-from tuneport.formats import read_plain
+from tuneport.data.formats import read_plain
 
 
 def test_image_data_can_be_pickled_for_worker_processes(tmp_path: Path) -> None:

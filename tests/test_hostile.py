@@ -22,16 +22,18 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from folders import Zoo, edit_json, edit_weights, write_head
-from tuneport import columns, formats
-from tuneport.arithmetic import apply
-from tuneport.capture import measure
-from tuneport.checkpoint import open_checkpoint
+from tuneport.bench.recipe import read_recipe
+from tuneport.data import formats
+from tuneport.data import tables as columns
+from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError
-from tuneport.families import open_model, read_head
-from tuneport.formats import read_plain
-from tuneport.pipeline import transfer
-from tuneport.recipe import read_recipe
-from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
+from tuneport.io.checkpoint import open_checkpoint
+from tuneport.measure.capture import measure_pairs
+from tuneport.models.base import read_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.change import apply
+from tuneport.pipeline.transfer import transfer
+from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,7 +68,7 @@ class TestConfigurations:
     ) -> None:
         folder = copied(zoo, "vit-base", tmp_path)
         edit_json(folder / "config.json", **changes)
-        monkeypatch.setattr("tuneport.families.huggingface._check_size", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr("tuneport.models.families.huggingface._check_size", lambda *_: pytest.fail("too late"))
         with pytest.raises(CheckpointError, match="which rules out") as caught:
             open_model(folder)
         assert next(iter(changes)) in str(caught.value)
@@ -281,7 +283,7 @@ class TestNumbers:
 
         batches = [torch.ones(2, 3), torch.full((2, 3), float("inf"))]
         with pytest.raises(CaptureError, match=r"NaN or Inf in batch 1 at 0\.weight \(weight_gradient\)"):
-            measure(
+            measure_pairs(
                 module,
                 module,
                 [LayerPair(layer, layer)],

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from folders import Zoo, load
-from tuneport.arithmetic import extract
-from tuneport.bench import run_comparison
+from tuneport.bench.recipe import make_comparison
+from tuneport.bench.run import run_comparison
 from tuneport.errors import CheckpointError, DataError
-from tuneport.families import open_model
-from tuneport.hub import hub_name, local, looks_like_hub_id
-from tuneport.pipeline import transfer
-from tuneport.recipe import make_comparison
+from tuneport.io.hub import hub_name, local, looks_like_hub_id
+from tuneport.models.open import open_model
+from tuneport.pipeline.change import extract
+from tuneport.pipeline.transfer import transfer
 
 
 @pytest.fixture

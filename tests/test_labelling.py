@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from folders import FAMILIES, WITH_TEXT, Zoo
 from tuneport import transfer
-from tuneport.data import Dataset, align_labels
+from tuneport.data.dataset import Dataset, align_labels
+from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
-from tuneport.evaluation import encoded
-from tuneport.families import Model, choose_head, open_model
 from tuneport.job import PairedBatches
-from tuneport.labelling import agreement, labelled_by
-from tuneport.preparation import prepare
-from tuneport.tasks import read_data
+from tuneport.measure.accuracy import encoded
+from tuneport.models.base import Model, choose_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.labels import agreement, labelled_by
+from tuneport.pipeline.prepare import prepare
 
 CLASSES = ("cat", "dog")
 

@@ -27,11 +27,11 @@ from loras import (
     seeded,
     vit,
 )
-from tuneport.adapter import open_adapter
 from tuneport.errors import CheckpointError
-from tuneport.families import describe_module
-from tuneport.lora import task_vector_of
-from tuneport.low_rank import LowRank
+from tuneport.models.open import describe_module
+from tuneport.task_vectors.lora_format import open_adapter
+from tuneport.task_vectors.lora_read import task_vector_of
+from tuneport.task_vectors.low_rank import LowRank
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tuneport.errors import TuneportError
-from tuneport.low_rank import LowRank, truncate
+from tuneport.task_vectors.low_rank import LowRank, truncate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

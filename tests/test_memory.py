@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuneport.errors import TuneportError
-from tuneport.memory import format_bytes, free_memory, parse_bytes
+from tuneport.io.sizes import format_bytes, free_memory, parse_bytes
 
 
 @pytest.mark.parametrize(

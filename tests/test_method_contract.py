@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from toy import ToyViT, finetuned, plan, problem
-from tuneport.alignment import Statistics
 from tuneport.errors import MethodError
-from tuneport.low_rank import LowRank
+from tuneport.maps.procrustes import Statistics
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.methods.checks import check_method, target_shapes
 from tuneport.pairing import Kept
-from tuneport.task_vector import TaskVector
+from tuneport.task_vectors.low_rank import LowRank
+from tuneport.task_vectors.vector import TaskVector
 
 SCENARIOS: dict[str, tuple[dict, dict]] = {
     "same": ({}, {}),

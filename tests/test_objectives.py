@@ -31,14 +31,16 @@ from texts import (
     write,
     write_rows,
 )
-from tuneport import evaluation, transfer
+from tuneport import transfer
 from tuneport.cli import app
-from tuneport.data import Dataset
+from tuneport.data.dataset import Dataset
+from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.families import Head, Model, choose_head, describe_module, open_model
-from tuneport.families.huggingface_text import SENTENCE_SCALE
-from tuneport.formats import read_plain
-from tuneport.objectives import OBJECTIVES, batch_for, load_loss, objective_of
+from tuneport.measure import accuracy as evaluation
+from tuneport.measure.objectives import OBJECTIVES, batch_for, load_loss, objective_of
+from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.families.huggingface_text import SENTENCE_SCALE
+from tuneport.models.open import describe_module, open_model
 from twins import finetuned
 
 TOKENIZERS = {"llama": gpt_tokenizer, "gpt2": gpt_tokenizer, "t5": t5_tokenizer, "bert": bert_tokenizer}

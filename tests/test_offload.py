@@ -19,26 +19,26 @@ from typer.testing import CliRunner
 
 from folders import Zoo
 from toy import ToyViT, batches, finetuned, loss, plan
-from tuneport.batches import PairedBatch
-from tuneport.budget import plan_passes
-from tuneport.capture import measure
 from tuneport.cli import app
-from tuneport.cost import Flops, flops_of
-from tuneport.division import in_groups
 from tuneport.errors import CheckpointError, TuneportError
-from tuneport.families import describe_module, open_model, outline_model
-from tuneport.forecast import LiveBytes
 from tuneport.layers import find_layers
-from tuneport.measuring import measure_job
-from tuneport.offload import Placement, block_paths, is_hollow, nested_to, placed, shelved, sizes
+from tuneport.measure.batches import PairedBatch
+from tuneport.measure.capture import measure_pairs
+from tuneport.models.offload import Placement, block_paths, is_hollow, nested_to, placed, shelved, sizes
+from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
-from tuneport.pipeline import run
-from tuneport.preflight import compare
-from tuneport.preparation import prepare
-from tuneport.rates import Rates, parse_rates, probe, seconds_of
-from tuneport.result import Result
-from tuneport.shapes import plan_devices, prepare_shapes
-from tuneport.task_vector import TaskVector
+from tuneport.pipeline.preflight import compare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.shapes import plan_devices, prepare_shapes
+from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.transfer import run
+from tuneport.runtime.budget import plan_passes
+from tuneport.runtime.cost import Flops, flops_of
+from tuneport.runtime.forecast import LiveBytes
+from tuneport.runtime.passes import in_groups
+from tuneport.runtime.speed import Rates, parse_rates, probe, seconds_of
+from tuneport.task_vectors.vector import TaskVector
 
 CPU = torch.device("cpu")
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -94,10 +94,10 @@ def test_blocks_that_come_and_go_give_the_same_bits(signals: tuple[str, ...], on
     pairs = [pair for pair in plan(source, target).pairs if only is None or pair.target.block == only]
     options = {"signals": signals, "source_loss": loss, "target_loss": loss}
     data = batches(count=24, batch=8)
-    expected = measure(source, target, pairs, data, **options)
+    expected = measure_pairs(source, target, pairs, data, **options)
     held = {name: p.data_ptr() for name, p in target.named_parameters()}
     with placed(source, away(find_layers(source))), placed(target, away(find_layers(target), stay=1)):
-        found = measure(source, target, pairs, data, **options)
+        found = measure_pairs(source, target, pairs, data, **options)
     assert set(found.covariances) == set(expected.covariances)
     for key, covariance in expected.covariances.items():
         assert torch.equal(found.covariances[key].matrix, covariance.matrix)
@@ -119,9 +119,9 @@ def test_a_cache_of_keys_does_not_grow_and_autocast_holds() -> None:
 
     for each in (next_token, cast):
         options = {"signals": ("input", "output_gradient"), "source_loss": each, "target_loss": each}
-        expected = measure(source, target, pairs, texts(4), **options)
+        expected = measure_pairs(source, target, pairs, texts(4), **options)
         with placed(source, away(ours.layers)), placed(target, away(theirs.layers)):
-            found = measure(source, target, pairs, texts(4), **options)
+            found = measure_pairs(source, target, pairs, texts(4), **options)
         for key, covariance in expected.covariances.items():
             assert torch.equal(found.covariances[key].matrix, covariance.matrix), key
     assert source.config.use_cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from folders import SAMPLES, Zoo, cross, load
 from tuneport.job import Job
-from tuneport.outlook import expected
-from tuneport.preparation import prepare
+from tuneport.pipeline.outlook import expected
+from tuneport.pipeline.prepare import prepare
 
 
 class TestPlan:

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from tuneport.checkpoint import write_checkpoint
 from tuneport.errors import CheckpointError
-from tuneport.output import RECORD, check_new_folder, claimed, new_file, new_folder
+from tuneport.io.checkpoint import write_checkpoint
+from tuneport.io.output import RECORD, check_new_folder, claimed, new_file, new_folder
 
 HAS_DEV_FULL = Path("/dev/full").is_char_device()
 
@@ -343,7 +343,7 @@ class TestClaims:
         """Another process holds the output: one clear line, and nothing of it is touched."""
         out = tmp_path / "out"
         program = (
-            "import sys, time\nfrom tuneport.output import new_folder\n"
+            "import sys, time\nfrom tuneport.io.output import new_folder\n"
             "with new_folder(sys.argv[1]) as folder:\n"
             "    (folder / 'file').write_text('theirs')\n    print('ready', flush=True)\n    sys.stdin.read()\n"
         )
@@ -366,7 +366,7 @@ class TestClaims:
     def test_what_a_killed_run_left_is_cleared(self, tmp_path: Path) -> None:
         out = tmp_path / "out.d"
         program = (
-            "import os, sys\nfrom tuneport.output import new_folder\n"
+            "import os, sys\nfrom tuneport.io.output import new_folder\n"
             "with new_folder(sys.argv[1], overwrite=True) as folder:\n"
             "    (folder / 'half').write_text('x')\n    os.kill(os.getpid(), 9)\n"
         )
@@ -423,6 +423,6 @@ class TestClaims:
         with claimed(tmp_path / "out"):
             pass
         assert not (tmp_path / "victim").exists(), "a link in the lock's place is not followed"
-        monkeypatch.setattr("tuneport.output.fcntl", None)
+        monkeypatch.setattr("tuneport.io.output.fcntl", None)
         with claimed(tmp_path / "other"):
             pass

@@ -15,11 +15,11 @@ import toy
 import tuneport
 from folders import FAMILIES, Zoo
 from loras import assert_same, clip, clip_loss, gpt2, images, outputs, read, seeded
-from tuneport.adapter import write_adapter
 from tuneport.errors import TuneportError
-from tuneport.low_rank import LowRank, as_dense
-from tuneport.packing import no_place, pack
-from tuneport.task_vector import TaskVector
+from tuneport.task_vectors.lora_format import write_adapter
+from tuneport.task_vectors.lora_write import no_place, pack
+from tuneport.task_vectors.low_rank import LowRank, as_dense
+from tuneport.task_vectors.vector import TaskVector
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 import browser
 from folders import Zoo, load, write_data
 from tuneport.cli import app
-from tuneport.formats import read_plain
-from tuneport.page import report_page
-from tuneport.pipeline import port, transfer
-from tuneport.plots import curves, heat_map
-from tuneport.preflight import compare
-from tuneport.preparation import prepare
-from tuneport.report import repeat_command, to_json
-from tuneport.tasks import TASKS
+from tuneport.data.formats import read_plain
+from tuneport.data.tasks import TASKS
+from tuneport.pipeline.preflight import compare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import port, transfer
+from tuneport.report.page import report_page
+from tuneport.report.plots import curves, heat_map
+from tuneport.report.record import repeat_command, to_json
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
 VOID = {"meta", "br", "line", "polyline"}

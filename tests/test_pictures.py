@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from samples import image_folder, picture, raises
-from tuneport.formats import read_plain
+from tuneport.data.formats import read_plain
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "PNG"])

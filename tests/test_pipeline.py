@@ -19,17 +19,18 @@ from torch.nn import functional as F
 import toy
 from folders import CLASSES, FAMILIES, SAMPLES, Zoo, cross, edit_json, edit_weights, images, load, perturb, same
 from tuneport import TuneportError
-from tuneport.arithmetic import extract
-from tuneport.data import Dataset, align_labels
+from tuneport.data.dataset import Dataset, align_labels
+from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, MethodError, PairingError
-from tuneport.families import choose_head, open_model
-from tuneport.formats import read_plain
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
+from tuneport.models.base import choose_head
+from tuneport.models.open import open_model
 from tuneport.pairing import LayerPair
-from tuneport.pipeline import transfer
-from tuneport.planning import NO_PARAMETER
-from tuneport.preparation import prepare
-from tuneport.result import Result
+from tuneport.pipeline.change import extract
+from tuneport.pipeline.plan import NO_PARAMETER
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import transfer
 
 CROSSINGS = [
     *((family, family) for family in FAMILIES),

@@ -10,7 +10,7 @@ import torch
 
 from folders import SAMPLES, Zoo, cross, edit_weights
 from tuneport.errors import CheckpointError
-from tuneport.pipeline import transfer
+from tuneport.pipeline.transfer import transfer
 
 
 class TestExclude:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toy import ToyViT, batches, changed, finetuned, problem, rotation, twin
-from tuneport.capture import measure
 from tuneport.layers import find_layers, find_loose
+from tuneport.measure.capture import measure_pairs
 from tuneport.methods import METHODS, Problem, Transfer
 from tuneport.pairing import pair_layers
-from tuneport.task_vector import TaskVector
+from tuneport.task_vectors.vector import TaskVector
 
 SHAPES = {
     "equal": {"heads": 2, "head_width": 4, "hidden": 20},
@@ -167,7 +167,7 @@ def test_a_clip_twin_answers_like_the_finetuned_source() -> None:
     theirs = find_layers(target)
     plan = pair_layers(layers, theirs, source_loose=find_loose(source, layers), target_loose=find_loose(target, theirs))
     method = METHODS["bico"]
-    statistics = measure(
+    statistics = measure_pairs(
         source, target, plan.pairs, batches(256), signals=method.signals, source_loss=loss, target_loss=loss
     )
     answer = method.transfer(Problem(plan, TaskVector.between(source.state_dict(), moved.state_dict()), statistics))

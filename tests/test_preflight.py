@@ -12,11 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from folders import Zoo, load
+from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.formats import read_plain
 from tuneport.job import PairedBatches
-from tuneport.measuring import measure_job, problem_of
-from tuneport.preflight import (
+from tuneport.pipeline.preflight import (
     FOLDS,
     LIKELY,
     UNCERTAIN,
@@ -29,7 +28,8 @@ from tuneport.preflight import (
     summary,
     try_transfer,
 )
-from tuneport.preparation import prepare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job, problem_of
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ class TestTrial:
             limits.append(fold.max_tokens)
             return measure_job(fold, **given)
 
-        monkeypatch.setattr("tuneport.preflight.measure_job", seen)
+        monkeypatch.setattr("tuneport.pipeline.preflight.measure_job", seen)
         source, tuned, target = zoo.trio("clip_vision")
         try_transfer(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, max_tokens=40))
         assert limits == [10] * 4

@@ -10,7 +10,7 @@ import torch
 
 from folders import SAMPLES, Zoo, edit_weights, write_data
 from tuneport.errors import CheckpointError, DataError
-from tuneport.pipeline import transfer
+from tuneport.pipeline.transfer import transfer
 
 
 @pytest.mark.usefixtures("no_forward")

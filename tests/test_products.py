@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport import products
-from tuneport.alignment import CrossCovariance, procrustes
-from tuneport.products import add_product, are_half, energy, work_bytes
-from tuneport.rank import rank_cut
+from tuneport.maps import products
+from tuneport.maps.procrustes import CrossCovariance, procrustes
+from tuneport.maps.products import add_product, are_half, energy, work_bytes
+from tuneport.maps.rank import rank_cut
 
 SETTING = getattr(torch.backends.mkldnn, "matmul", None)
 HALVES = [torch.bfloat16, torch.float16]

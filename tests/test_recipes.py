@@ -19,15 +19,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
-from tuneport import bench, cells, figures
-from tuneport.bench import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench import cells, figures
+from tuneport.bench import run as bench
+from tuneport.bench.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
+from tuneport.bench.run import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
 from tuneport.cli import app
+from tuneport.data.tasks import TASKS
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.families import open_model
-from tuneport.finetuning import Schedule
-from tuneport.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
-from tuneport.tables import Comparing, Row, beside_paper, markdown, orders, plot
-from tuneport.tasks import TASKS
+from tuneport.models.open import open_model
+from tuneport.training.finetuning import Schedule
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 TEXT = ("t5-linear-probe",)
@@ -396,9 +397,9 @@ class TestRunning:
         assert mine.read_text() == "mine"
 
     def test_a_linear_probe_learns_from_the_calibration_samples_only(self, root: Path, tmp_path: Path) -> None:
-        from tuneport.calibration import select
-        from tuneport.evaluation import linear_probe
-        from tuneport.formats import read_plain
+        from tuneport.data.formats import read_plain
+        from tuneport.data.samplers import select
+        from tuneport.measure.accuracy import linear_probe
 
         recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[3], scales=["1"])
         out = run_recipe(recipe, tmp_path / "out")
@@ -415,8 +416,8 @@ class TestRunning:
         assert "± seeds" in (out / "table.md").read_text()
 
     def test_fine_tuned_models_get_a_probe_on_the_whole_training_split(self, root: Path, tmp_path: Path) -> None:
-        from tuneport.evaluation import linear_probe
-        from tuneport.formats import read_plain
+        from tuneport.data.formats import read_plain
+        from tuneport.measure.accuracy import linear_probe
 
         tuned = str(root / "zoo" / "a-mnist")
         more = {"source_rows": True, "reference": {"mnist": tuned}, "stated": {"fashion": 74.5}}
@@ -461,7 +462,7 @@ class TestRunning:
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("tuneport.hub._fetch", lambda *_: pytest.fail("fetched"))
+        monkeypatch.setattr("tuneport.io.hub._fetch", lambda *_: pytest.fail("fetched"))
         places = {"source": "zoo/a", "target": "zoo/a2", "data": "data/images/{task}.npz"}
         content = TestReading().content(**{key: str(root / path) for key, path in places.items()})
         content |= {"finetune": {"steps": 1}, "methods": ["naive"], "scales": ["1"]}
@@ -501,7 +502,7 @@ class TestRunning:
     def test_samplers_that_look_at_features_draw_as_a_transfer_does(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tuneport.preparation import prepare
+        from tuneport.pipeline.prepare import prepare
 
         looked: list[int] = []
         plain = cells.features

@@ -14,20 +14,20 @@ from safetensors import safe_open
 
 import tuneport
 from folders import Zoo, load, write_data
-from tuneport.arithmetic import apply, extract
-from tuneport.families import describe_any
-from tuneport.finetuning import Schedule
-from tuneport.formats import read_plain
-from tuneport.page import report_page
-from tuneport.pipeline import port, transfer
-from tuneport.preflight import compare
-from tuneport.preparation import prepare
-from tuneport.report import model_card, to_json
-from tuneport.task_vector import save_task_vector
-from tuneport.training import prepare_training, run_training
+from tuneport.data.formats import read_plain
+from tuneport.models.base import describe_any
+from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.preflight import compare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import port, transfer
+from tuneport.report.page import report_page
+from tuneport.report.record import model_card, to_json
+from tuneport.task_vectors.vector import save_task_vector
+from tuneport.training.finetune import prepare_training, run_training
+from tuneport.training.finetuning import Schedule
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMA = json.loads((Path(tuneport.__file__).parent / "schema.json").read_text())
+SCHEMA = json.loads((Path(tuneport.__file__).parent / "report" / "schema.json").read_text())
 
 
 def test_the_published_schema_is_the_one_in_the_package() -> None:

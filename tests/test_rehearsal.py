@@ -12,14 +12,14 @@ from PIL import Image
 
 from folders import Zoo
 from tuneport import transfer
-from tuneport.job import Job, PairedBatches
-from tuneport.measuring import measure_job
+from tuneport.data.views import VIEWS, Views
+from tuneport.job import Job, PairedBatches, views_of
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.methods import METHODS
-from tuneport.pipeline import check_scale, run
-from tuneport.preparation import prepare
-from tuneport.rehearsal import VIEWS, Views, views_of
-from tuneport.report import repeat_command
-from tuneport.signals import INPUT, OUTPUT_GRADIENT
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.transfer import check_scale, run
+from tuneport.report.record import repeat_command
 
 
 def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:

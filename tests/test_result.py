@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from folders import CLASSES, SAMPLES, Zoo, cross, load, write_head
 from tuneport import TuneportError
-from tuneport.arithmetic import apply
 from tuneport.errors import CheckpointError
-from tuneport.families import choose_head, open_model
-from tuneport.pipeline import transfer
-from tuneport.task_vector import load_task_vector
+from tuneport.models.base import choose_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.change import apply
+from tuneport.pipeline.transfer import transfer
+from tuneport.task_vectors.vector import load_task_vector
 
 
 @pytest.fixture(scope="module")

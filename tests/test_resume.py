@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from folders import Zoo
 from forwards import count_forwards
-from tuneport.alignment import CrossCovariance, Statistics, WeightGradient
-from tuneport.division import Passes
 from tuneport.errors import CheckpointError
 from tuneport.job import Job
+from tuneport.maps.procrustes import CrossCovariance, Statistics, WeightGradient
 from tuneport.methods import METHODS
-from tuneport.pipeline import port
-from tuneport.preparation import prepare
-from tuneport.resume import Work, fingerprint, load_statistics, save_statistics
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import port
+from tuneport.runtime.passes import Passes
+from tuneport.runtime.resume import Work, fingerprint, load_statistics, save_statistics
 
 SAMPLES, BATCH = 24, 4
 VOLATILE = ("seconds", "seconds_by_stage", "out")
@@ -131,7 +131,7 @@ class TestWork:
             now[0] += 20  # a slow disk
 
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        monkeypatch.setattr("tuneport.resume.save_statistics", save)
+        monkeypatch.setattr("tuneport.runtime.resume.save_statistics", save)
         keep = Work(tmp_path / "out", {}, every=60).keeper("all")
         while now[0] < 600:
             now[0] += 1

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from toy import ToyViT, batches, changed, finetuned, loss
 from toy import plan as toy_plan
 from toy import problem as toy_problem
-from tuneport.alignment import Statistics
-from tuneport.capture import measure
 from tuneport.layers import find_layers, find_loose
+from tuneport.maps.procrustes import Statistics
+from tuneport.measure.capture import measure_pairs
 from tuneport.methods import Problem
 from tuneport.methods.gradfix import GradFix
 from tuneport.methods.transfusion import TransFusion, match_weights
 from tuneport.pairing import pair_layers
-from tuneport.task_vector import TaskVector
+from tuneport.task_vectors.vector import TaskVector
 from twins import moved
 
 WIDTH, HIDDEN, HEADS, DEPTH = 16, 24, 4, 3
@@ -257,7 +257,7 @@ def test_gradfix_masks_are_those_of_a_plain_loop(vote, fused: bool) -> None:
     data = batches(21, classes=5, batch=8)
     data = [(images.double(), labels) for images, labels in data]
     between = toy_plan(source, target)
-    statistics = measure(
+    statistics = measure_pairs(
         source, target, between.pairs, data, signals={"weight_gradient"}, source_loss=loss, target_loss=loss
     )
     vector = TaskVector.between(source.state_dict(), tuned.state_dict())

@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tuneport.scaling import (
-    FEWEST,
-    SCALES,
-    Rule,
-    Scaled,
-    Score,
-    choose_scale,
-    first_half,
-    score_of_classes,
-)
-from tuneport.task_vector import TaskVector
+from tuneport.pipeline.scale import FEWEST, SCALES, Rule, Scaled, Score, choose_scale, first_half, score_of_classes
+from tuneport.task_vectors.vector import TaskVector
 
 losses = st.lists(st.floats(0, 10, allow_nan=False), min_size=len(SCALES), max_size=len(SCALES))
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from linear_maps import CASES, Called, layers_of, relative, squares
 from toy import MATRICES, ToyViT, batches, loss
 from tuneport.layers import find_layers
-from tuneport.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, frozen, watch
+from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, frozen, watch
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 

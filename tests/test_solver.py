@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from tuneport import completion, division, iteration, solver, triangles
-from tuneport.certificate import certify
-from tuneport.completion import complete, complete_thin, rectangular_identity
 from tuneport.errors import TuneportError
-from tuneport.solver import ROUTES, Polar, polar, polar_of_factors, polar_together, thin_factors
+from tuneport.maps import completion
+from tuneport.maps import halley as iteration
+from tuneport.maps import polar as solver
+from tuneport.maps import symmetric as triangles
+from tuneport.maps.certificate import certify
+from tuneport.maps.completion import complete, complete_thin, rectangular_identity
+from tuneport.maps.polar import ROUTES, Polar, polar, polar_of_factors, polar_together, thin_factors
+from tuneport.runtime import passes as division
 
 CUT = 1e-9
 SHAPES = [(96, 96), (80, 130), (130, 80)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tuneport.checkpoint import open_checkpoint, write_checkpoint
-from tuneport.output import new_folder
-from tuneport.soundness import check_finite, same_structure
+from tuneport.io.checkpoint import open_checkpoint, write_checkpoint
+from tuneport.io.output import new_folder
+from tuneport.io.validate import check_finite, same_structure
 from weights import error_of, many_kinds
 
 

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from texts import FAMILIES, Size, make, scatter
 from tuneport import transfer
-from tuneport.alignment import Statistics
-from tuneport.families import Model, describe_module
 from tuneport.layers import Layer, find_layers, find_loose
+from tuneport.maps.procrustes import Statistics
 from tuneport.methods import Problem
-from tuneport.methods.spaces import TURNED, UNMATCHED, places_of
 from tuneport.methods.transfusion import TransFusion, match_weights
-from tuneport.outlook import expected
+from tuneport.methods.transfusion.spaces import TURNED, UNMATCHED, places_of
+from tuneport.models.base import Model
+from tuneport.models.open import describe_module
 from tuneport.pairing import pair_layers
-from tuneport.planning import plan_of
-from tuneport.preparation import prepare
-from tuneport.task_vector import TaskVector
+from tuneport.pipeline.outlook import expected
+from tuneport.pipeline.plan import plan_of
+from tuneport.pipeline.prepare import prepare
+from tuneport.task_vectors.vector import TaskVector
 from twins import Twin, moved
 
 SIZE = Size(width=24, depth=3, groups=4)

@@ -13,14 +13,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import tuneport.task_vector as module
-from tuneport.checkpoint import open_checkpoint, write_checkpoint
+import tuneport.task_vectors.vector as module
 from tuneport.errors import CheckpointError, TuneportError
-from tuneport.low_rank import LowRank
-from tuneport.output import new_folder
-from tuneport.soundness import check_finite
-from tuneport.task_vector import TaskVector, load_task_vector, save_task_vector
-from tuneport.tensors import LazyMapping
+from tuneport.io.checkpoint import open_checkpoint, write_checkpoint
+from tuneport.io.output import new_folder
+from tuneport.io.tensors import LazyMapping
+from tuneport.io.validate import check_finite
+from tuneport.task_vectors.low_rank import LowRank
+from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -17,14 +17,14 @@ from scipy.io import savemat
 
 from folders import Zoo
 from tuneport import cli, prepare
-from tuneport.data import files_of
+from tuneport.data.dataset import files_of
+from tuneport.data.tasks import TASKS, get_task, read_data, split_reference
+from tuneport.data.tasks.base import VALIDATION_SHARE
+from tuneport.data.tasks.files import read_idx
+from tuneport.data.tasks.vision import EUROSAT_FOLDERS, RESISC_FOLDERS, scene_name
 from tuneport.errors import DataError
-from tuneport.families.base import PROMPTS, class_embeddings
-from tuneport.provenance import data_identity
-from tuneport.tasks import TASKS, get_task, read_data, split_reference
-from tuneport.tasks.base import VALIDATION_SHARE
-from tuneport.tasks.files import read_idx
-from tuneport.tasks.vision import EUROSAT_FOLDERS, RESISC_FOLDERS, scene_name
+from tuneport.models.base import PROMPTS, class_embeddings
+from tuneport.report.provenance import data_identity
 
 Maker = Callable[[Path], Path]
 

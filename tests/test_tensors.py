@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tuneport.tensors import (
+from tuneport.io.tensors import (
     LazyMapping,
     LazyTensors,
     TensorSpec,

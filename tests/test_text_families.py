@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from folders import edit_json, edit_weights, load
 from texts import FAMILIES, LABELS, LARGE, SMALL, Size, make, scatter, tokens, write
 from tuneport import transfer
-from tuneport.arithmetic import extract
 from tuneport.errors import CheckpointError, PairingError
-from tuneport.families import describe_module, open_model
-from tuneport.preparation import prepare
-from tuneport.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.models.open import describe_module, open_model
+from tuneport.pipeline.change import extract
+from tuneport.pipeline.prepare import prepare
 from twins import Twin, finetuned
 
 Batch = tuple[dict[str, Tensor], Tensor]

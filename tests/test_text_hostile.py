@@ -26,12 +26,13 @@ from texts import (
     write,
     write_rows,
 )
-from tuneport import evaluation
 from tuneport.cli import app
-from tuneport.data import Dataset
+from tuneport.data.dataset import Dataset
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.families import Model, choose_head, describe_module, open_model
-from tuneport.preparation import prepare
+from tuneport.measure import accuracy as evaluation
+from tuneport.models.base import Model, choose_head
+from tuneport.models.open import describe_module, open_model
+from tuneport.pipeline.prepare import prepare
 from twins import finetuned
 
 
@@ -140,7 +141,7 @@ class TestConfigurations:
     ) -> None:
         folder = spoiled(root, name, tmp_path)
         edit_json(folder / "config.json", **{key: 10**12})
-        monkeypatch.setattr("tuneport.families.huggingface._check_size", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr("tuneport.models.families.huggingface._check_size", lambda *_: pytest.fail("too late"))
         in_one_line(CheckpointError, rf"which rules out {key} = 1e\+12", lambda: open_model(folder))
 
     @pytest.mark.parametrize("value", [0, -4, "many", [1], 2.5])

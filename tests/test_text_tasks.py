@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from texts import write_rows
-from tuneport.data import worded
+from tuneport.data.dataset import worded
+from tuneport.data.tasks import TASKS, read_data
 from tuneport.errors import DataError
-from tuneport.tasks import TASKS, read_data
 
 COLUMNS = {
     "mnli": ("premise", "hypothesis"),

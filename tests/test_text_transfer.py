@@ -16,16 +16,18 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from texts import LABELS, SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, tokens, write, write_rows
-from tuneport import bench, evaluation, transfer
-from tuneport.calibration import select
+from tuneport import transfer
+from tuneport.bench import run as bench
+from tuneport.bench.tables import load
 from tuneport.cli import app
-from tuneport.crossfit import halves
+from tuneport.data.formats import read_plain
+from tuneport.data.samplers import select
 from tuneport.errors import MethodError
-from tuneport.families import describe_module, open_model
-from tuneport.formats import read_plain
+from tuneport.measure import accuracy as evaluation
 from tuneport.methods import METHODS
-from tuneport.preparation import prepare
-from tuneport.tables import load
+from tuneport.models.open import describe_module, open_model
+from tuneport.pipeline.crossfit import halves
+from tuneport.pipeline.prepare import prepare
 from twins import finetuned
 from twins import moved as all_moved
 

@@ -21,19 +21,19 @@ from transformers import PreTrainedTokenizerFast
 
 from texts import LABELS, SENTENCES, SMALL, TOKENIZERS, bert_tokenizer, make, write
 from tuneport import transfer
-from tuneport.alignment import Statistics
-from tuneport.batches import PairedBatch, samples_at_once
-from tuneport.capture import measure
-from tuneport.data import Dataset
+from tuneport.data.dataset import Dataset
 from tuneport.errors import CaptureError
-from tuneport.families import describe_module, open_model
-from tuneport.families.reader import Reader
 from tuneport.job import Job
 from tuneport.layers import TokenLayout
-from tuneport.measuring import measure_job
-from tuneport.preparation import prepare
-from tuneport.signals import INPUT, OUTPUT_GRADIENT
-from tuneport.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
+from tuneport.maps.procrustes import Statistics
+from tuneport.measure.batches import PairedBatch, samples_at_once
+from tuneport.measure.capture import measure_pairs
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
+from tuneport.measure.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
+from tuneport.models.open import describe_module, open_model
+from tuneport.models.tokenizer import Reader
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job
 from twins import Twin, finetuned
 
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split()})
@@ -233,7 +233,7 @@ def statistics(job: Job, more: tuple[int, int] | None = None) -> Statistics:
             for side, count in zip((ours, theirs), more, strict=True)
         ]
         batches.append(replace(padded(batch, more), match=match_spans(*longer)))
-    return measure(
+    return measure_pairs(
         job.source.module,
         job.target.module,
         job.plan.pairs,
@@ -306,7 +306,7 @@ def test_one_tokenizer_on_both_sides_gives_the_sums_of_the_plain_path(tmp_path: 
     assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.batches)
     by_spans = measure_job(job)
     plain = [replace(batch, match=None, part=None) for batch in job.batches]
-    by_place = measure(
+    by_place = measure_pairs(
         job.source.module,
         job.target.module,
         job.plan.pairs,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport import triangles
-from tuneport.triangles import inverse, inverse_root, lower_product, symmetric_product
+from tuneport.maps import symmetric as triangles
+from tuneport.maps.symmetric import inverse, inverse_root, lower_product, symmetric_product
 
 
 @pytest.fixture(params=["by halves", "at once"], autouse=True)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from tuneport.checkpoint import open_checkpoint
-from tuneport.tensors import describe
-from tuneport.weight_file import write_safetensors
+from tuneport.io.checkpoint import open_checkpoint
+from tuneport.io.tensors import describe
+from tuneport.io.weight_file import write_safetensors
 from weights import assert_same, error_of, many_kinds
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tuneport.alignment import Completion
-from tuneport.batches import PairedBatch
-from tuneport.capture import measure
 from tuneport.layers import TokenLayout, find_layers, find_loose
+from tuneport.maps.procrustes import Completion
+from tuneport.measure.batches import PairedBatch
+from tuneport.measure.capture import measure_pairs
+from tuneport.measure.tokens import match_tokens
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers
-from tuneport.task_vector import TaskVector
-from tuneport.tokens import match_tokens
+from tuneport.task_vectors.vector import TaskVector
 
 
 class Attention(nn.Module):
@@ -144,7 +144,7 @@ def problem(
         PairedBatch((resized(images, source.size), labels), (resized(images, target.size), labels))
         for images, labels in batches(count, classes=source.classifier.out_features)
     ]
-    statistics = measure(
+    statistics = measure_pairs(
         source,
         target,
         between.pairs,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from toy import rotation
-from tuneport.families import Model
 from tuneport.layers import Layer
+from tuneport.models.base import Model
 
 
 class Twin:

@@ -7,7 +7,7 @@ Two signals share a latent signal whose spectrum falls from 1 to 1e-3, plus nois
 layer inputs have; the last `--null` directions hold nothing but rounding. float32 signals; products in one precision,
 sums of the batches' products in float64. Map error: relative, on the completed map, against the map from float64
 products of the same signals. A second table has bfloat16 signals, their own rank cut, and the sums of the library,
-which multiplies such signals in float32 (`tuneport.products`).
+which multiplies such signals in float32 (`tuneport.maps.products`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from record import now, publish, table
 from torch import Tensor
 
-from tuneport.alignment import procrustes
-from tuneport.products import add_product
-from tuneport.rank import rank_cut
+from tuneport.maps.procrustes import procrustes
+from tuneport.maps.products import add_product
+from tuneport.maps.rank import rank_cut
 
 
 def signals(widths: tuple[int, int], tokens: int, null: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,13 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
-    from tuneport.budget import plan_passes
     from tuneport.errors import TuneportError
     from tuneport.layers import TokenLayout
-    from tuneport.pipeline import run
-    from tuneport.preparation import prepare
-    from tuneport.task_vector import TaskVector
-    from tuneport.tokens import match_tokens
+    from tuneport.measure.tokens import match_tokens
+    from tuneport.pipeline.prepare import prepare
+    from tuneport.pipeline.transfer import run
+    from tuneport.runtime.budget import plan_passes
+    from tuneport.task_vectors.vector import TaskVector
 
     device = torch.device(options.device)
     trial = tower(64, 1, 2, 112, device, 0)  # libraries load here, not in the peak

@@ -24,11 +24,11 @@ from record import in_own_process, now, peak_memory, publish, table
 
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
-    from tuneport.budget import plan_passes
-    from tuneport.memory import parse_bytes
-    from tuneport.pipeline import run
-    from tuneport.preparation import prepare
-    from tuneport.task_vector import TaskVector
+    from tuneport.io.sizes import parse_bytes
+    from tuneport.pipeline.prepare import prepare
+    from tuneport.pipeline.transfer import run
+    from tuneport.runtime.budget import plan_passes
+    from tuneport.task_vectors.vector import TaskVector
 
     device = torch.device("cpu")
     trial = make("llama", SHAPES["tiny"][0], device, torch.float32)  # libraries load here, not in the peak

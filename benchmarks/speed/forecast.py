@@ -3,7 +3,8 @@
     python benchmarks/speed/forecast.py --measured benchmarks/results/speed --out OUT
 
 Reads the results of llama.py at 8B (a full change and a LoRA; models, change and result on the device), and plans the
-same transfers without weights and without the GPU. Seconds are by the rates of `tuneport.rates.probe` on an NVIDIA H200
+same transfers without weights and without the GPU. Seconds are by the rates of `tuneport.runtime.speed.probe`
+on an NVIDIA H200
 (offload.py prints them), 2026-11-15.
 """
 
@@ -26,12 +27,12 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, required=True, help="folder with the results of llama.py")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from tuneport.cost import flops_of
-    from tuneport.division import Sums, result_bytes
-    from tuneport.forecast import foretell
-    from tuneport.offload import Placement, bytes_of
-    from tuneport.rates import Rates, seconds_of
-    from tuneport.shapes import prepare_shapes
+    from tuneport.models.offload import Placement, bytes_of
+    from tuneport.pipeline.shapes import prepare_shapes
+    from tuneport.runtime.cost import flops_of
+    from tuneport.runtime.forecast import foretell
+    from tuneport.runtime.passes import Sums, result_bytes
+    from tuneport.runtime.speed import Rates, seconds_of
 
     device = torch.device("cuda")  # planned for, not needed
     with tempfile.TemporaryDirectory() as folder:

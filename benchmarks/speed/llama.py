@@ -70,7 +70,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def random_change(source: nn.Module, rank: int | None) -> dict[str, Any]:
-    from tuneport.low_rank import LowRank
+    from tuneport.task_vectors.low_rank import LowRank
 
     change: dict[str, Any] = {}
     for name, weight in source.named_parameters():
@@ -113,10 +113,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    from tuneport.budget import plan_passes
-    from tuneport.memory import format_bytes, parse_bytes
-    from tuneport.preparation import prepare
-    from tuneport.task_vector import TaskVector
+    from tuneport.io.sizes import format_bytes, parse_bytes
+    from tuneport.pipeline.prepare import prepare
+    from tuneport.runtime.budget import plan_passes
+    from tuneport.task_vectors.vector import TaskVector
 
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

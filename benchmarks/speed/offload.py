@@ -56,13 +56,13 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device(options.device)
-    from tuneport.budget import plan_passes
-    from tuneport.cost import flops_of
-    from tuneport.memory import format_bytes, parse_bytes
-    from tuneport.pipeline import run
-    from tuneport.preparation import prepare
-    from tuneport.rates import probe, seconds_of
-    from tuneport.task_vector import TaskVector
+    from tuneport.io.sizes import format_bytes, parse_bytes
+    from tuneport.pipeline.prepare import prepare
+    from tuneport.pipeline.transfer import run
+    from tuneport.runtime.budget import plan_passes
+    from tuneport.runtime.cost import flops_of
+    from tuneport.runtime.speed import probe, seconds_of
+    from tuneport.task_vectors.vector import TaskVector
 
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

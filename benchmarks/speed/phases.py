@@ -19,8 +19,10 @@ import torch
 import vit
 from record import now, publish, table
 
-from tuneport import alignment, iteration, solver
-from tuneport.measuring import measure_job, problem_of
+from tuneport.maps import halley as iteration
+from tuneport.maps import polar as solver
+from tuneport.maps import procrustes as alignment
+from tuneport.pipeline.statistics import measure_job, problem_of
 
 PHASES = (
     (solver, "iterate"),

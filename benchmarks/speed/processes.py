@@ -29,11 +29,11 @@ from vit import SHAPES, Setting, loss
 
 
 def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
-    from tuneport import measuring
     from tuneport.layers import TokenLayout
-    from tuneport.preparation import prepare
-    from tuneport.task_vector import TaskVector
-    from tuneport.tokens import match_tokens
+    from tuneport.measure.tokens import match_tokens
+    from tuneport.pipeline import statistics as measuring
+    from tuneport.pipeline.prepare import prepare
+    from tuneport.task_vectors.vector import TaskVector
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)

@@ -36,9 +36,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from tuneport.memory import format_bytes, parse_bytes
-    from tuneport.rates import Rates
-    from tuneport.shapes import plan_devices, prepare_shapes
+    from tuneport.io.sizes import format_bytes, parse_bytes
+    from tuneport.pipeline.shapes import plan_devices, prepare_shapes
+    from tuneport.runtime.speed import Rates
 
     rows, data = [], []
     with tempfile.TemporaryDirectory() as folder:

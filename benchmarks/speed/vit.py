@@ -65,7 +65,7 @@ class Setting:
     """Both models, the samples and a task vector, made from seeds on the device."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        import tuneport.pipeline  # noqa: F401 - loading is no part of any time or memory
+        import tuneport.pipeline.transfer  # noqa: F401 - loading is no part of any time or memory
 
         self.device = torch.device(options.device)
         self.max_tokens = getattr(options, "max_tokens", None)
@@ -111,9 +111,9 @@ class Setting:
 
     def job(self, batches: list[Any], max_tokens: int | None = None) -> Any:
         from tuneport.layers import TokenLayout
-        from tuneport.preparation import prepare
-        from tuneport.task_vector import TaskVector
-        from tuneport.tokens import match_tokens
+        from tuneport.measure.tokens import match_tokens
+        from tuneport.pipeline.prepare import prepare
+        from tuneport.task_vectors.vector import TaskVector
 
         layouts = [TokenLayout(1, grid) for grid in self.grids]
         return prepare(
@@ -136,8 +136,8 @@ class Setting:
 
     def warm_up(self, contender: str) -> None:
         """Load what a GPU loads at its first use: kernels of the passes and of the solvers, at the real shapes."""
-        from tuneport.measuring import measure_job
-        from tuneport.solver import polar_together
+        from tuneport.maps.polar import polar_together
+        from tuneport.pipeline.statistics import measure_job
 
         few = [tuple(part[:2] for part in self.batches[0])]
         widths = [(side.config.hidden_size, side.config.intermediate_size) for side in (self.source, self.target)]

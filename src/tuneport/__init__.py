@@ -10,38 +10,59 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .alignment import Alignment, procrustes
-    from .capture import measure
-    from .checkpoint import open_checkpoint
+    from .data.tasks import read_data
     from .errors import TuneportError
-    from .evaluation import linear_probe, zero_shot
-    from .families import choose_head, open_model
+    from .io.checkpoint import open_checkpoint
     from .job import Job
     from .layers import find_layers
+    from .maps.procrustes import Alignment, procrustes
+    from .measure.accuracy import linear_probe, zero_shot
+    from .measure.capture import measure_pairs
     from .methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
+    from .models.base import choose_head
+    from .models.open import open_model
     from .pairing import LayerPair, pair_layers
-    from .pipeline import transfer
-    from .preparation import prepare
-    from .result import Result
-    from .task_vector import TaskVector, load_task_vector
-    from .tasks import read_data
+    from .pipeline.prepare import prepare
+    from .pipeline.result import Result
+    from .pipeline.transfer import transfer
+    from .task_vectors.vector import TaskVector, load_task_vector
 
 _HOME = {
-    "alignment": ("Alignment", "procrustes"),
-    "capture": ("measure",),
-    "checkpoint": ("open_checkpoint",),
     "errors": ("TuneportError",),
-    "evaluation": ("linear_probe", "zero_shot"),
-    "families": ("choose_head", "open_model"),
     "job": ("Job",),
     "layers": ("find_layers",),
-    "methods": ("METHODS", "BilinearAlignment", "Method", "Problem", "Transfer", "get_method"),
-    "pairing": ("LayerPair", "pair_layers"),
-    "pipeline": ("transfer",),
-    "preparation": ("prepare",),
-    "result": ("Result",),
-    "task_vector": ("TaskVector", "load_task_vector"),
-    "tasks": ("read_data",),
+    "pairing": (
+        "LayerPair",
+        "pair_layers",
+    ),
+    "data.tasks": ("read_data",),
+    "io.checkpoint": ("open_checkpoint",),
+    "maps.procrustes": (
+        "Alignment",
+        "procrustes",
+    ),
+    "measure.accuracy": (
+        "linear_probe",
+        "zero_shot",
+    ),
+    "measure.capture": ("measure_pairs",),
+    "methods": (
+        "METHODS",
+        "BilinearAlignment",
+        "Method",
+        "Problem",
+        "Transfer",
+        "get_method",
+    ),
+    "models.base": ("choose_head",),
+    "models.open": ("open_model",),
+    "pipeline.prepare": ("prepare",),
+    "pipeline.result": ("Result",),
+    "pipeline.transfer": ("transfer",),
+    "task_vectors.vector": (
+        "TaskVector",
+        "load_task_vector",
+    ),
 }
 
 __all__ = [
@@ -61,7 +82,7 @@ __all__ = [
     "get_method",
     "linear_probe",
     "load_task_vector",
-    "measure",
+    "measure_pairs",
     "open_checkpoint",
     "open_model",
     "pair_layers",

@@ -7,24 +7,26 @@ its own, made by `replace`. Samples are read and encoded anew each time they are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from .alignment import Completion
-from .batches import PairedBatch
-from .data import Dataset, align_labels, worded
-from .families import Encoded, Head, Model
+from .data.dataset import Dataset, align_labels, worded
+from .data.views import VIEWS, Views
+from .maps.procrustes import Completion
+from .measure.batches import PairedBatch
+from .measure.objectives import Objective, batch_for
+from .measure.signals import Loss
+from .measure.tokens import Coverage, Match, coverage, match_spans, match_tokens
 from .methods import Method
-from .objectives import Objective, batch_for
-from .offload import Placement, is_hollow
+from .models.base import Head, Model
+from .models.offload import Placement, is_hollow
+from .models.tokenizer import Encoded
 from .pairing import Plan
-from .signals import Loss
-from .task_vector import TaskVector
-from .tokens import Coverage, Match, coverage, match_spans, match_tokens
+from .task_vectors.vector import TaskVector
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,3 +122,24 @@ class PairedBatches:
                 for model, data in zip(self._sides, chosen, strict=True)
             )
             yield ours, theirs
+
+
+def views_of(job: Job) -> Job | None:
+    """A job with changed views of the samples, for the input side only; None where there are none to be had.
+
+    That is so where the batches are the caller's own, or pairs of texts.
+    """
+    if not isinstance(job.batches, PairedBatches) or not len(job.batches.indices):
+        return None
+    chosen = job.batches.dataset.subset(job.batches.indices)
+    if chosen.kind != "image" and not isinstance(chosen.inputs[0], str):
+        return None
+    seed = int(job.record.get("options", {}).get("seed", 0) or 0)
+    inputs = Views(chosen.inputs, VIEWS, seed)
+    labels = None if chosen.labels is None else np.tile(chosen.labels, VIEWS)
+    targets = None if chosen.targets is None else list(chosen.targets) * VIEWS
+    more = replace(chosen, inputs=inputs, labels=labels, targets=targets)
+    count = VIEWS * len(chosen)
+    tokens = None if job.max_tokens is None else max(job.max_tokens * count // max(job.samples, 1), 1)
+    batches = replace(job.batches, dataset=more, indices=np.arange(count))
+    return replace(job, batches=batches, samples=count, max_tokens=tokens)

@@ -6,6 +6,6 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tuneport.families.libraries import mend_torchvision
+from tuneport.models.families import mend_torchvision
 
 mend_torchvision()  # before anything imports torchvision

@@ -23,14 +23,14 @@ from torch.nn import functional as F
 import tuneport
 from folders import CLASSES, Zoo, write_data, write_head
 from toy import rotation
-from tuneport.arithmetic import apply, extract
 from tuneport.errors import CheckpointError
-from tuneport.families import choose_head, describe_module, open_model, open_stored
-from tuneport.families.base import PROMPTS
 from tuneport.layers import TokenLayout
-from tuneport.signals import INPUT, OUTPUT_GRADIENT, watch
-from tuneport.task_vector import load_task_vector, save_task_vector
-from tuneport.tokens import match_tokens
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.tokens import match_tokens
+from tuneport.models.base import PROMPTS, choose_head
+from tuneport.models.open import describe_module, open_model, open_stored
+from tuneport.pipeline.change import apply, extract
+from tuneport.task_vectors.vector import load_task_vector, save_task_vector
 from twins import Permuted, linear_names, scatter, tuned, twin
 
 

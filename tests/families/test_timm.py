@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 import tuneport
 from folders import CLASSES, Zoo, write_data, write_head
-from tuneport.arithmetic import apply, extract
 from tuneport.errors import CheckpointError
-from tuneport.families import choose_head, describe_module, open_model
 from tuneport.layers import TokenLayout
-from tuneport.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.models.base import choose_head
+from tuneport.models.open import describe_module, open_model
+from tuneport.pipeline.change import apply, extract
 from twins import Permuted, linear_names, scatter, tuned, twin
 
 ARCHITECTURE = "vit_tiny_patch16_224"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from toy import rotation
-from tuneport.families import Model
+from tuneport.models.base import Model
 
 
 def scatter(module: nn.Module, seed: int) -> Any:

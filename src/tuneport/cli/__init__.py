@@ -16,11 +16,11 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import TuneportError
+from .bench import bench
 from .models import apply, evaluate, extract, finetune
-from .porting import compare, plan, transfer
-from .recipes import bench
 from .terminal import emit, fail, tell
 from .tour import demo, methods, samplers
+from .transfer import compare, plan, transfer
 
 
 class Commands(TyperGroup):

@@ -23,11 +23,11 @@ def extract(
     json: Json = False,
 ) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
-    from .. import arithmetic
-    from ..families import place_of
-    from ..output import check_new_file
-    from ..report import to_json
-    from ..task_vector import save_task_vector
+    from ..io.output import check_new_file
+    from ..models.open import place_of
+    from ..pipeline import change as arithmetic
+    from ..report.record import to_json
+    from ..task_vectors.vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
     vector = arithmetic.extract(base, finetuned, exclude=exclude or ())
@@ -50,11 +50,11 @@ def apply(
     json: Json = False,
 ) -> None:
     """Write base + scale * task vector as a model folder."""
-    from .. import arithmetic
-    from ..families import place_of
-    from ..output import check_new_folder
-    from ..report import to_json
-    from ..task_vector import load_task_vector
+    from ..io.output import check_new_folder
+    from ..models.open import place_of
+    from ..pipeline import change as arithmetic
+    from ..report.record import to_json
+    from ..task_vectors.vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
     loaded = load_task_vector(vector)
@@ -83,13 +83,14 @@ def evaluate(
     """Accuracy of a model: with its zero-shot head, or of a linear probe on its features."""
     from dataclasses import asdict
 
-    from .. import evaluation
-    from ..calibration import select
-    from ..data import align_labels
-    from ..families import choose_head, open_model
-    from ..opening import pick_device
-    from ..report import to_json
-    from ..tasks import read_data
+    from ..data.dataset import align_labels
+    from ..data.samplers import select
+    from ..data.tasks import read_data
+    from ..measure import accuracy as evaluation
+    from ..models.base import choose_head
+    from ..models.open import open_model
+    from ..models.opening import pick_device
+    from ..report.record import to_json
 
     chosen = evaluation.check_protocol(protocol)
     size = batch_size or (16 if chosen == "perplexity" else 128)
@@ -140,11 +141,11 @@ def finetune(
     json: Json = False,
 ) -> None:
     """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
-    from ..families import place_of
-    from ..finetuning import Schedule
-    from ..output import check_new_folder
-    from ..report import to_json
-    from ..training import prepare_training, run_training
+    from ..io.output import check_new_folder
+    from ..models.open import place_of
+    from ..report.record import to_json
+    from ..training.finetune import prepare_training, run_training
+    from ..training.finetuning import Schedule
 
     if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
         raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")

@@ -23,7 +23,7 @@ def methods(json: Json = False) -> None:
 
 def samplers(json: Json = False) -> None:
     """How calibration samples can be drawn, one line each."""
-    from ..calibration import SAMPLERS
+    from ..data.samplers import SAMPLERS
 
     _print_names({name: sampler.description for name, sampler in SAMPLERS.items()}, json)
 
@@ -35,8 +35,8 @@ def demo(
     json: Json = False,
 ) -> None:
     """The main job from end to end, offline, on what the package carries: about a minute on two cores."""
-    from .. import demo as demo_module
-    from ..report import to_json
+    from ..demo import run as demo_module
+    from ..report.record import to_json
 
     with stages() as stage:
         result = demo_module.run_demo(Path(out), seed=seed, overwrite=overwrite, stage=stage)
@@ -50,7 +50,7 @@ def demo(
 
 
 def _print_names(names: dict[str, str], json: bool) -> None:
-    from ..report import to_json
+    from ..report.record import to_json
 
     if json:
         emit(to_json(names))

@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..alignment import Completion, Statistics
 from ..errors import MethodError, first_of
 from ..layers import Layer
-from ..low_rank import Entry, LowRank, as_dense
+from ..maps.procrustes import Completion, Statistics
 from ..pairing import Kept, Plan
-from ..task_vector import TaskVector
+from ..task_vectors.low_rank import Entry, LowRank, as_dense
+from ..task_vectors.vector import TaskVector
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Method(ABC):
 
     @property
     def rehearses(self) -> bool:
-        """Whether changed views of the samples are measured too (`tuneport.rehearsal`)."""
+        """Whether changed views of the samples are measured too (`tuneport.data.views`)."""
         return False
 
     @property

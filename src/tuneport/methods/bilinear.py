@@ -15,11 +15,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..alignment import Alignment
-from ..completion import CoordinateMap
-from ..low_rank import Entry, LowRank, as_dense
+from ..maps.completion import CoordinateMap
+from ..maps.procrustes import Alignment
 from ..pairing import Kept, LayerPair, LoosePair
-from .base import Entries, LayerRecord, Method, Problem, Transfer, matrix_of, recorded_norm, spectrum_of
+from ..task_vectors.low_rank import Entry, LowRank, as_dense
+from .base import (
+    Entries,
+    LayerRecord,
+    Method,
+    Problem,
+    Transfer,
+    matrix_of,
+    recorded_norm,
+    spectrum_of,
+)
 
 Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop
 
@@ -29,7 +38,7 @@ class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
     `loose` says what happens to tensors outside linear layers: the target keeps its own, or the source's
-    change is added with zero-padding and cropping. `rehearsed` measures changed views too (`tuneport.rehearsal`),
+    change is added with zero-padding and cropping. `rehearsed` measures changed views too (`tuneport.data.views`),
     and `scale` is the scale unless another is asked for.
     """
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..low_rank import LowRank
-from ..task_vector import TaskVector
+from ..task_vectors.low_rank import LowRank
+from ..task_vectors.vector import TaskVector
 from .base import Method, Problem, Transfer
 
 

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..low_rank import as_dense
 from ..pairing import Kept, Plan
+from ..task_vectors.low_rank import as_dense
 from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes
 
 

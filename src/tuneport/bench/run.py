@@ -1,0 +1,377 @@
+"""Running recipes: many transfers and evaluations on equal terms, methods, budgets and seeds side by side.
+
+A comparison measures each (task, sampler, seed) once: one capture serves every method, and every method gets the
+same samples, the same scale rule and the same test split. Nothing is chosen by looking at test data. Everything is
+checked before any work, and finished cells are kept beside the output until the run is complete.
+
+Also a command that needs neither typer nor rich: `python -m tuneport.bench.run RECIPE.toml --out DIR
+--small --root DIR`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data.dataset import align_labels
+from ..data.tasks import read_data
+from ..errors import CheckpointError, DataError, TuneportError, first_of
+from ..io.output import check_new_folder, claimed, new_folder
+from ..methods import get_method
+from ..models.base import Model, choose_head
+from ..models.open import open_model, place_of
+from ..models.opening import pick_device
+from ..pipeline.prepare import prepare
+from ..report.provenance import package_version
+from ..report.record import to_json
+from ..runtime.resume import fingerprint
+from ..training.finetune import prepare_training, run_training
+from ..types import Stage
+from .cells import run_cell
+from .figures import figure_cell, write_figure
+from .recipe import FIGURES, Comparison, Recipe, read_recipe, there
+from .tables import RESULTS, Comparing, Row, write_tables
+
+Note = Callable[[str], None]
+PASSES = ("captures", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The finished cells of a run that is not complete, in a hidden file beside its output: one JSON line each.
+
+    The first line has the fingerprint of the recipe; nothing is used that was measured under other settings.
+    """
+
+    out: Path
+    conditions: str
+
+    @property
+    def path(self) -> Path:
+        return self.out.parent / f".{self.out.name}.tuneport-cells"
+
+    def load(self) -> dict[str, dict[str, Any]]:
+        """Finished cells by name; a line that was cut off by a kill, or is no cell, is left out."""
+        found: dict[str, dict[str, Any]] = {}
+        for number, line in enumerate(self._whole_lines().splitlines()):
+            try:
+                content = json.loads(line)
+                if number:
+                    found[content["cell"]] = _sound(content)
+                elif content["fingerprint"] != self.conditions:
+                    raise CheckpointError(
+                        f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
+                        "the same recipe again, or start over without --resume."
+                    )
+            except (ValueError, KeyError, TypeError) as error:
+                if not number:  # whatever follows may be of other settings
+                    raise CheckpointError(f"{self.path} is damaged. Start over without --resume.") from error
+        return found
+
+    def add(self, name: str, content: Mapping[str, Any]) -> None:
+        """Keep a finished cell in place of a line that was cut off; it is on disk when this returns."""
+        whole = self._whole_lines()
+        fresh = [] if whole else [{"fingerprint": self.conditions}]
+        with self.path.open("ab") as file:
+            file.truncate(len(whole))
+            file.writelines(json.dumps(line).encode() + b"\n" for line in (*fresh, {"cell": name, **content}))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _whole_lines(self) -> bytes:
+        """The file as far as its lines are complete."""
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path} is a link and is not written to. Remove it.")
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        return content[: content.rfind(b"\n") + 1]
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _sound(cell: dict[str, Any]) -> dict[str, Any]:
+    """A finished cell as it was kept; a ValueError or such where something is missing or not what it was."""
+    rows, passes, seconds = cell["rows"], {name: int(cell["passes"][name]) for name in PASSES}, float(cell["seconds"])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+        raise ValueError("rows")
+    return {"rows": rows, "passes": passes, "seconds": seconds}
+
+
+def run_recipe(
+    recipe: Recipe | str | Path,
+    out: str | Path,
+    *,
+    small: bool = False,
+    root: str | Path | None = None,
+    cache: str | Path | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    stage: Stage | None = None,
+    note: Note | None = None,
+) -> Path:
+    """Run a recipe and write its tables or figure to `out`; fine-tuned models that it makes go to `cache`.
+
+    Everything is checked before any work. With `resume`, cells that an unfinished run has finished are not
+    run again. The cache is a folder beside the output unless given, and is then left alone at the end. An output
+    that holds what the recipe reads is refused, also with `overwrite`.
+    """
+    out, say = Path(out), note or (lambda _: None)
+    read = [] if isinstance(recipe, Recipe) else [recipe]
+    check_new_folder(out, overwrite, inputs=read, marks=())
+    if not isinstance(recipe, Recipe):
+        recipe = read_recipe(recipe, small=small, root=root)
+    several = recipe.kind not in FIGURES and len(recipe.comparisons) > 1  # then each pair has a sub-folder
+    marks = [f"{name}/{RESULTS}" for name in recipe.comparisons] if several else [RESULTS]
+    if device is not None:
+        parts = {name: replace(part, device=device) for name, part in recipe.comparisons.items()}
+        recipe = replace(recipe, comparisons=parts)
+    kept = Path(cache) if cache is not None else out.parent / f".{out.name}.tuneport-models"
+    check_new_folder(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
+    for line in plan_lines(recipe, kept):
+        say(line)
+    _check_models(recipe)
+    cells = Cells(out, fingerprint(json.loads(to_json(_conditions(recipe)))))
+    with claimed(out):
+        if not resume:
+            cells.remove()
+        done = cells.load()
+        if resume:
+            say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting anew")
+        made = make_finetunes(recipe, kept, stage=stage)
+        results = {name: _run_pair(made, name, cells, done, stage) for name in made.comparisons}
+        with new_folder(out, overwrite=overwrite, marks=marks) as folder:
+            _write(recipe, results, folder)
+        cells.remove()
+        if cache is None:
+            shutil.rmtree(kept, ignore_errors=True)
+    return out
+
+
+def _inputs(recipe: Recipe) -> Iterator[Path]:
+    """Where the models, the data and the heads of a recipe lie; most heads are names and lie in a model's folder."""
+    for part in recipe.comparisons.values():
+        tables = (part.finetuned, part.reference, part.data)
+        given = (part.source, part.target, *(path for table in tables for path in table.values()))
+        yield from (place_of(path) for path in given if path)
+        yield from (Path(head) for head in part.heads.values() if Path(head).is_file())
+
+
+def _conditions(recipe: Recipe) -> dict[str, Any]:
+    plain = {name: asdict(part) for name, part in recipe.comparisons.items()}
+    for part in plain.values():
+        part.pop("device")
+    return {"kind": recipe.kind, "pairs": plain, "versions": [package_version("tuneport"), torch.__version__]}
+
+
+def _write(recipe: Recipe, results: Mapping[str, Comparing | list[dict[str, Any]]], folder: Path) -> None:
+    """The files of a recipe: one set, or a sub-folder per pair of a table."""
+    tables = {name: result for name, result in results.items() if isinstance(result, Comparing)}
+    for name, result in tables.items():
+        place = folder if len(tables) == 1 else folder / name
+        place.mkdir(exist_ok=True)
+        write_tables(result, place, recipe)
+    if not tables:
+        points = {name: result for name, result in results.items() if not isinstance(result, Comparing)}
+        write_figure(recipe, points, folder, _machine(pick_device(recipe.comparison.device)))
+
+
+def plan_lines(recipe: Recipe, cache: Path) -> Iterator[str]:
+    """What a recipe will do, in a few lines."""
+    size = ", small variant" if recipe.small else ", as in the paper" if recipe.where else ""
+    yield f"{recipe.title}{f' ({recipe.where})' if recipe.where else ''}: {recipe.kind}{size}"
+    for name, part in recipe.comparisons.items():
+        pair = f"{part.source} to {part.target}" if part.target else part.source
+        yield f"  {name if len(recipe.comparisons) > 1 else 'pair'}: {pair}; tasks {first_of(part.data)}"
+        budgets = (
+            f"{'shots' if part.shots else 'samples'} {', '.join(map(str, part.budgets))}; " if part.budgets else ""
+        )
+        yield f"  {budgets}seeds {', '.join(map(str, part.seeds))}; {len(cell_names(recipe.kind, part))} cells"
+        for path, place, _ in wanted_finetunes(recipe.kind, part, cache):
+            yield f"  {'found' if place.exists() else 'to be fine-tuned'}: {path}, kept as {place}"
+
+
+def cell_names(kind: str, comparison: Comparison) -> list[tuple[str, str, int]]:
+    """Task, sampler and seed of each cell."""
+    seeds = comparison.seeds[:1] if kind == "drift" else comparison.seeds
+    return [(task, sampler, seed) for task in comparison.data for sampler in comparison.samplers for seed in seeds]
+
+
+def _run_pair(
+    recipe: Recipe, name: str, cells: Cells | None, done: Mapping[str, Mapping[str, Any]], stage: Stage | None
+) -> Comparing | list[dict[str, Any]]:
+    """All cells of one pair: rows of a table, or points of a figure."""
+    comparison = recipe.comparisons[name]
+    started = time.time()
+    device = pick_device(comparison.device)
+    opened: list[Model] = []
+    judges: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
+    counts = dict.fromkeys(PASSES, 0)
+    names = cell_names(recipe.kind, comparison)
+    seconds = 0.0
+    for index, (task, sampler, seed) in enumerate(names):
+        if stage is not None:
+            stage("comparing", index, len(names))
+        label = "/".join((name, task, sampler, str(seed)))
+        content = done.get(label)
+        if content is None:
+            began = time.time()
+            if not opened:
+                opened = [open_model(path, device=device) for path in (comparison.source, comparison.target) if path]
+            passes = dict.fromkeys(counts, 0)
+            if recipe.kind in FIGURES:
+                rows = figure_cell(recipe.kind, comparison, opened, task, sampler, seed)
+            else:
+                rows = [asdict(row) for row in run_cell(comparison, opened, task, sampler, seed, passes, judges)]
+            content = {"rows": rows, "passes": passes, "seconds": round(time.time() - began, 2)}
+            if cells is not None:
+                cells.add(label, json.loads(to_json(content)))
+        found += content["rows"]
+        counts = {key: counts[key] + content["passes"][key] for key in counts}
+        seconds += content["seconds"]
+    if stage is not None:
+        stage("comparing", len(names), len(names))
+    if recipe.kind in FIGURES:
+        return found
+    about = {
+        "machine": _machine(device),
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(max(time.time() - started, seconds), 1),
+        **counts,
+    }
+    return Comparing(comparison, tuple(Row(**row) for row in found), about)
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{name}, {device}, torch {torch.__version__}"
+
+
+def run_comparison(comparison: Comparison, *, stage: Stage | None = None) -> Comparing:
+    """Run a comparison: every task, sampler, seed, budget and method."""
+    recipe = Recipe({"1": comparison})
+    _check_models(recipe)
+    result = _run_pair(recipe, "1", None, {}, stage)
+    assert isinstance(result, Comparing)
+    return result
+
+
+def _check_models(recipe: Recipe) -> None:
+    """Open what is there and pair the layers, so that a pair that cannot be served is told before any work."""
+    problems: list[str] = []
+    for part in recipe.comparisons.values():
+        if recipe.kind in FIGURES:
+            continue
+        try:
+            models = [open_model(path, device=pick_device(part.device)) for path in (part.source, part.target)]
+        except TuneportError as error:
+            problems.append(str(error))
+            continue
+        for task, path in part.finetuned.items():
+            if not there(path, made=part.finetune is not None):
+                continue
+            try:
+                job = prepare(models[0], path, models[1], part.data[task], method="naive", device=part.device)
+                for name in part.methods:
+                    get_method(name).check(job.plan)
+                test = read_data(part.data[task], "test")
+                if part.protocol == "zero-shot":
+                    for model in models:
+                        about = (test.name, test.classes, test.prompts, test.label_texts)
+                        align_labels(test, choose_head(model, part.heads.get(task), *about).classes)
+            except TuneportError as error:
+                problems.append(f"{task}: {error}")
+    if problems:
+        raise DataError("; ".join(text.rstrip(".") for text in dict.fromkeys(problems)) + ".")
+
+
+def wanted_finetunes(
+    kind: str, comparison: Comparison, cache: Path
+) -> Iterator[tuple[str, Path, tuple[str, str, str]]]:
+    """Fine-tuned models that are not where the recipe says: that place, where it will be made, and how."""
+    if comparison.finetune is None:
+        return
+    roles = [("finetuned", comparison.source, comparison.finetuned)]
+    roles += [("reference", comparison.target, comparison.reference)]
+    if kind == "drift":
+        roles = [("finetuned", comparison.source, dict.fromkeys(comparison.data, ""))]
+    for role, base, paths in roles:
+        for task, path in paths.items():
+            if path and there(path, made=True):
+                continue
+            schedule = asdict(comparison.finetune)
+            identity = [base, comparison.data[task], comparison.heads.get(task), schedule, comparison.checkpoint_every]
+            digest = fingerprint({"identity": identity})[:8]
+            yield (
+                path or f"{Path(base).name} on {task}",
+                cache / f"{Path(base).name}-{task}-{digest}",
+                (role, base, task),
+            )
+
+
+def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stage: Stage | None = None) -> Recipe:
+    """Fine-tune what is wanted and not in the cache yet (or `only` one of it); the recipe with the places of all."""
+    parts = {}
+    for name, part in recipe.comparisons.items():
+        places: dict[str, dict[str, str]] = {"finetuned": dict(part.finetuned), "reference": dict(part.reference)}
+        for _, place, (role, base, task) in wanted_finetunes(recipe.kind, part, cache):
+            assert part.finetune is not None
+            places[role][task] = str(place)
+            if place.exists() or only not in (None, place.name):
+                continue
+            cache.mkdir(parents=True, exist_ok=True)
+            training = prepare_training(
+                base, part.data[task], part.finetune, head=part.heads.get(task), device=part.device
+            )
+            done = 0
+
+            def progress(count: int, label: str = place.name, total: int = part.finetune.steps) -> None:
+                nonlocal done
+                done += count
+                if stage is not None:
+                    stage(f"fine-tuning {label}", done, total)
+
+            run_training(training, place, checkpoint_every=part.checkpoint_every, progress=progress)
+        parts[name] = replace(part, finetuned=places["finetuned"], reference=places["reference"])
+    return replace(recipe, comparisons=parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command without typer and rich: 0 done, 1 something is wrong with the input."""
+    parser = argparse.ArgumentParser(prog="python -m tuneport.bench.run", description="Run a recipe.")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--device")
+    for flag in ("small", "resume", "overwrite"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    options = vars(parser.parse_args(arguments))
+
+    def tell(*words: object) -> None:
+        print(*words, file=sys.stderr, flush=True)
+
+    try:
+        out = run_recipe(options.pop("recipe"), options.pop("out"), stage=tell, note=tell, **options)
+    except TuneportError as error:
+        tell(f"{type(error).__name__}: {error}")
+        return 1
+    for path in sorted(out.rglob("table.md")):  # one for each pair
+        print(path.read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Many transfers at once: a recipe from a file or from options, and its tables.
+
+Options become the content of a recipe, so that both are checked by the same code and told of in the same words.
+"""
+
+from __future__ import annotations
+
+import csv
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import TuneportError
+from .options import Device, Json, Overwrite
+from .terminal import emit, say, show, stages, tell
+
+
+def bench(
+    context: typer.Context,
+    recipe: Annotated[str | None, typer.Argument(help="A TOML file with the keys below; or give them here.")] = None,
+    out: Annotated[str, typer.Option(help="The folder for tables, JSON and plots.")] = "comparison",
+    small: Annotated[bool, typer.Option("--small", help="Take the recipe's small variant.")] = False,
+    root: Annotated[str | None, typer.Option(help="Where the recipe's paths begin.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Where models that the recipe fine-tunes are kept.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the cells that a killed run finished.")] = False,
+    source: Annotated[str | None, typer.Option(help="The old base model.")] = None,
+    target: Annotated[str | None, typer.Option(help="The new base model.")] = None,
+    finetuned: Annotated[list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned old base; repeatable.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="TASK=PATH of that task's data; repeatable.")] = None,
+    reference: Annotated[
+        list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned target, for a last row.")
+    ] = None,
+    head: Annotated[list[str] | None, typer.Option(help="TASK=NAME of the head, where it is not the default.")] = None,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "naive,theseus,bico",
+    samples: Annotated[str, typer.Option(help="Calibration budgets N, separated by commas.")] = "",
+    shots: Annotated[str, typer.Option(help="Or budgets K per class.")] = "",
+    samplers: Annotated[str, typer.Option(help="How samples are drawn, separated by commas.")] = "random",
+    seeds: Annotated[str, typer.Option(help="Seeds of the draw.")] = "0",
+    scales: Annotated[str, typer.Option(help="Scale rules: numbers, auto and safe.")] = "1,auto",
+    protocol: Annotated[str, typer.Option(help="zero-shot, or linear-probe on the same samples.")] = "zero-shot",
+    steps: Annotated[str, typer.Option(help="Few-shot fine-tuning runs of so many steps on the same samples.")] = "",
+    warm_start: Annotated[str | None, typer.Option(help="Also fine-tune from this method's result.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning runs.")] = 1e-5,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
+    from ..bench.recipe import Recipe, make_recipe
+    from ..bench.run import run_recipe
+
+    wanted: Recipe | str
+    if recipe is not None:
+        _refuse_keys(context, recipe)
+        wanted = recipe
+    else:
+        content: dict[str, Any] = {
+            "finetuned": _by_task("finetuned", finetuned),
+            "data": _by_task("data", data),
+            "reference": _by_task("reference", reference),
+            "heads": _by_task("head", head),
+            "methods": _words(methods),
+            "samples": _numbers("samples", samples),
+            "shots": _numbers("shots", shots),
+            "samplers": _words(samplers),
+            "seeds": _numbers("seeds", seeds),
+            "scales": _words(scales),
+            "protocol": protocol,
+            "steps": _numbers("steps", steps),
+            "learning_rate": learning_rate,
+            "device": device,
+        }
+        named = {"source": source, "target": target, "warm_start": warm_start}
+        content |= {key: value for key, value in named.items() if value is not None}
+        wanted = make_recipe(content, "tuneport bench", root=root)
+    given = None if device == "auto" else device
+    with stages() as stage:
+        run_recipe(
+            wanted,
+            out,
+            small=small,
+            root=root,
+            cache=cache,
+            device=given,
+            resume=resume,
+            overwrite=overwrite,
+            stage=stage,
+            note=tell,
+        )
+    _print_results(Path(out), json)
+
+
+KEYS = (
+    *("source", "target", "finetuned", "data", "reference", "head", "methods", "samples", "shots", "samplers", "seeds"),
+    *("scales", "protocol", "steps", "warm_start", "learning_rate"),
+)
+
+
+def _refuse_keys(context: typer.Context, recipe: str) -> None:
+    """What a recipe says cannot be said beside it as well."""
+    given = [name for name in KEYS if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise TuneportError(f"{options} would be overruled by {recipe}: write it there, or leave the recipe out.")
+
+
+def _print_results(out: Path, json: bool) -> None:
+    """The tables of a recipe, or what they are made of."""
+    records = sorted(out.rglob("results.json"))
+    contents = {path.parent.name: json_module.loads(path.read_text(encoding="utf-8")) for path in records}
+    if json:
+        only = next(iter(contents.values())) if len(contents) == 1 else {"pairs": contents}
+        emit(json_module.dumps({"out": str(out), **only}))
+        return
+    for path in sorted(out.rglob("table.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            columns, *lines = csv.reader(file)
+        show(lines, *columns, title=None if len(contents) == 1 else path.parent.name)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    say(f"written to {out}: {', '.join(files)}")
+
+
+def _by_task(option: str, given: list[str] | None) -> dict[str, str]:
+    """TASK=PATH options as a table; a bare path is a task of its own name."""
+    table = {}
+    for item in given or []:
+        name, mark, path = item.partition("=")
+        table[name if mark else Path(item).stem] = path if mark else item
+    if given and len(table) != len(given):
+        raise TuneportError(f"--{option} names a task twice; give each task once as TASK=PATH.")
+    return table
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise TuneportError(f"--{option} takes whole numbers separated by commas, got {text!r}.") from None

@@ -1,0 +1,1 @@
+"""Samples: data sets, formats, samplers and augmentation."""

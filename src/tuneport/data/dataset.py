@@ -1,0 +1,243 @@
+"""Labelled samples: a `Dataset`, made of files or arrays, its labels matched to a head's classes, its texts worded.
+
+A data set copies no sample and opens no file: its inputs are made each time they are asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import DataError, brief, first_of
+from .images import check_images, open_array, open_file
+
+Kind = Literal["image", "text"]
+Split = Literal["train", "test"]
+
+UNLABELLED = -100  # the label of a sample without one, which torch's cross_entropy ignores
+
+TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".jsonl.gz", ".csv.gz", ".tsv.gz", ".parquet")
+
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "test": ("test", "dev", "validation", "val", "valid"),  # the first that exists is taken
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LazySequence(Sequence[Any]):
+    """A sequence whose items are made by `load(index)` each time they are asked for; slices stay lazy."""
+
+    indices: NDArray[np.int64]
+    load: Callable[[int], Any]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazySequence: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return LazySequence(self.indices[index], self.load)
+        return self.load(int(self.indices[index]))
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Samples with what is known of them: labels, or text targets, or neither.
+
+    `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
+    `classes`; `label_texts` are words for the classes, where their names say too little, and `prompts` templates
+    for the class names, where the data belong to a known task. `split` is the split's name as found in the source,
+    or "all" where it has none. `files` are those that it was read from, beside the image files of single samples.
+
+    >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
+    >>> data.subset([2, 1]).inputs[0], len(data)
+    ('fine', 3)
+    """
+
+    inputs: Sequence[Any]
+    labels: NDArray[np.int64] | None
+    classes: tuple[str, ...]
+    name: str = "data"
+    kind: Kind = "text"
+    split: str = "all"
+    targets: Sequence[str] | None = None
+    prompts: tuple[str, ...] = ()
+    label_texts: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __str__(self) -> str:
+        return self.name if self.split == "all" else f"{self.split} split of {self.name}"
+
+    def subset(self, indices: ArrayLike) -> Dataset:
+        """The samples at `indices`, in that order; copies no sample and opens no file."""
+        wanted = np.asarray(indices)
+        picked = np.arange(len(self))[wanted if wanted.size else wanted.astype(np.int64)]
+        return replace(
+            self,
+            inputs=_pick(self.inputs, picked),
+            labels=None if self.labels is None else self.labels[picked],
+            targets=None if self.targets is None else _pick(self.targets, picked),
+        )
+
+
+def _pick(items: Sequence[Any], indices: NDArray[np.int64]) -> Sequence[Any]:
+    if isinstance(items, LazySequence):  # views of views would grow with every subset
+        return LazySequence(items.indices[indices], items.load)
+    return LazySequence(indices, items.__getitem__)
+
+
+def worded(dataset: Dataset) -> Dataset:
+    """The data as a text-to-text model reads them: each sample inside the task's prompt, where it has one."""
+    if dataset.kind != "text" or not dataset.prompts:
+        return dataset
+    prompt, inputs = dataset.prompts[0], dataset.inputs
+
+    def word(index: int) -> str:
+        texts = inputs[index]
+        first, second = (texts, "") if isinstance(texts, str) else texts
+        return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
+
+    return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), word), prompts=())
+
+
+def of_files(
+    paths: Sequence[Path],
+    labels: ArrayLike,
+    classes: Sequence[str],
+    *,
+    name: str = "data",
+    split: str = "all",
+    files: Iterable[Path] = (),
+) -> Dataset:
+    """A data set of image files, which are opened when they are looked at; each must be there. `files` told of them."""
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        where = paths[0].parent
+        raise DataError(f"{len(missing)} of {len(paths)} images of {name} are not in {where}: {first_of(missing)}.")
+    images = LazySequence(np.arange(len(paths)), partial(open_file, list(paths)))
+    return _labelled(images, labels, classes, name, split, files)
+
+
+def of_arrays(
+    images: NDArray[Any],
+    labels: ArrayLike,
+    classes: Sequence[str],
+    *,
+    name: str = "data",
+    split: str = "all",
+    files: Iterable[Path] = (),
+) -> Dataset:
+    """A data set of images in memory: (N, H, W) or (N, H, W, 1 or 3), uint8 or floats from 0 to 1, out of `files`."""
+    checked = check_images(images, "the images", Path(name))
+    lazy = LazySequence(np.arange(len(checked)), partial(open_array, checked))
+    return _labelled(lazy, labels, classes, name, split, files)
+
+
+def _labelled(
+    images: LazySequence, labels: ArrayLike, classes: Sequence[str], name: str, split: str, files: Iterable[Path]
+) -> Dataset:
+    numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
+    if len(numbers) != len(images):
+        raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
+    if not len(images):
+        raise DataError(f"{name} has no images in its {split} split.")
+    if numbers.min() < 0 or numbers.max() >= len(classes):
+        raise DataError(
+            f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
+            f"{len(classes)} classes."
+        )
+    return Dataset(images, numbers, tuple(classes), name, "image", split, files=tuple(files))
+
+
+def files_of(dataset: Dataset) -> list[Path]:
+    """The image files of its samples, in their order; none where the samples lie in the `files` of the data set."""
+    inputs = dataset.inputs
+    if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
+        return [inputs.load.args[0][index] for index in inputs.indices]
+    return []
+
+
+def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
+    """Re-number labels to a head's `classes`, by name; the head may know more classes than the data.
+
+    Class names that are mere numbers ("0", "1", ...) and unknown to the head are taken as positions in it.
+
+    >>> data = Dataset(inputs=["good", "bad"], labels=np.array([1, 0]), classes=("neg", "pos"))
+    >>> align_labels(data, ["pos", "neutral", "neg"]).labels.tolist()
+    [0, 2]
+    """
+    if dataset.labels is None:
+        raise DataError(f"{dataset} has no labels; expected labels among the head's {len(classes)} classes.")
+    head = tuple(classes)
+    if dataset.classes == head:
+        return dataset
+    unknown = [name for name in dataset.classes if name not in head]
+    places = [head.index(name) for name in dataset.classes] if not unknown else _positions(dataset.classes)
+    if unknown and not (places and max(places) < len(head)):
+        raise DataError(
+            f"{len(unknown)} of {len(dataset.classes)} classes of {dataset.name} are unknown to the head: "
+            f"{first_of(unknown)}. The head has {len(head)}: {first_of(head)}. "
+            "Name the classes as the head does, or number them in its order from 0."
+        )
+    repeats = Counter(head) | Counter(dataset.classes)
+    twice = [name for name in dict.fromkeys(dataset.classes) if repeats[name] > 1]
+    if twice:
+        raise DataError(f"more than one class is called {first_of(twice)}, in {dataset.name} or in the head.")
+    return replace(dataset, labels=np.array(places, dtype=np.int64)[dataset.labels], classes=head)
+
+
+def _positions(names: Sequence[str]) -> list[int]:
+    """The names as numbers, or nothing if they are not distinct numbers."""
+    numbers = [int(name) for name in names if name.isdecimal() and len(name) < 20]
+    return numbers if len(set(numbers)) == len(names) else []
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What is raised for a file that is gone, closed to us, cut off or no text becomes a DataError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+
+
+def dataset_name(path: Path) -> str:
+    """What a data set is called: its folder, or its file without the ending."""
+    name = path.resolve().name
+    suffix = max((s for s in (*TABLE_SUFFIXES, ".npz") if name.lower().endswith(s)), key=len, default="")
+    return name[: len(name) - len(suffix)] if path.is_file() else name
+
+
+def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[str] = ()) -> str | None:
+    """The name under which the source keeps `split`; None where it has no splits at all.
+
+    `also` are names of its own that a data set has for the split, beside the usual ones.
+    """
+    by_name = {name.lower(): name for name in found}
+    names = (*SPLIT_NAMES[split], *also)
+    for name in names:
+        if name in by_name:
+            return by_name[name]
+    if set(by_name) <= {"all", ""}:
+        return None
+    raise DataError(
+        f"{path} has no {split} split; found: {first_of(sorted(by_name))}. "
+        f"Add one named {' or '.join(names)}, or drop the splits to use all samples for both."
+    )

@@ -1,0 +1,197 @@
+"""Labelled images and texts from whatever a user already has: class folders, an `.npz`, a table or a saved HF dataset.
+
+Rules kept here: images stay on disk until they are looked at; nothing that is read can run code (no pickles); class
+names come from the whole source, so its splits agree on them; and whatever cannot be read is a `DataError` of one line
+that names the file.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError, brief, first_of, unknown_name
+from .dataset import (
+    SPLIT_NAMES,
+    TABLE_SUFFIXES,
+    Dataset,
+    LazySequence,
+    Split,
+    choose_split,
+    dataset_name,
+    reading,
+)
+from .images import IMAGE_SUFFIXES, check_images, open_array, open_file
+from .tables import has_label_column, is_table, read_table
+
+_FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
+_ANY_SPLIT = {name for names in SPLIT_NAMES.values() for name in names}
+_LARGEST_ARCHIVE = 16 * 2**30
+_MOST_CLASSES = 10**6
+
+
+def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
+    """Read one split of an image folder, an `.npz`, a table or a saved HF dataset.
+
+    A source without splits serves both, and its `Dataset.split` is "all". Without a test split, the
+    validation split (dev, validation, val) stands in for it. `labelled=False` also lets data through
+    that have neither labels nor text targets.
+    """
+    path = Path(path)
+    if split not in SPLIT_NAMES:
+        raise DataError(unknown_name("split", split, SPLIT_NAMES))
+    if not path.exists():
+        raise DataError(f"no data at {path}: no such file or folder. Pass {_FORMATS}.")
+    with reading(path):
+        if is_table(path):
+            data = read_table(path, split)
+        elif path.is_dir():
+            data = _read_folder(path, split)
+        elif path.name.lower().endswith(".npz"):
+            data = _read_npz(path, split)
+        else:
+            raise DataError(f"cannot tell what data {path} holds from its name. Pass {_FORMATS}.")
+    if labelled and data.labels is None and data.targets is None:
+        if is_table(path) and has_label_column(path):
+            raise DataError(
+                f"{path} has no labels: the column label is there, but empty (null, NaN, -1 or no text) in every row "
+                f"of the split {data.split}. Fill it."
+            )
+        raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
+    return data
+
+
+def _label_place(path: Path) -> str:
+    if path.name.lower().endswith(".npz"):
+        return "an array y, or y_train and y_test, beside the images"
+    if path.name.lower().endswith(TABLE_SUFFIXES) or is_table(path):
+        return "a column label or target"
+    return "one sub-folder of images per class"
+
+
+def _read_folder(path: Path, split: Split) -> Dataset:
+    # A class may itself be called "train": a split is a folder of folders.
+    splits = {f.name: f for f in _sub_folders(path) if f.name.lower() in _ANY_SPLIT and _sub_folders(f)}
+    found = choose_split(list(splits), split, path)
+    files = {
+        name: {child.name: images for child in _sub_folders(root) if (images := _images_under(child))}
+        for name, root in (splits or {"all": path}).items()
+    }
+    classes = tuple(sorted({name for by_class in files.values() for name in by_class}))
+    by_class = files[found or "all"]
+    paths = [file for name in sorted(by_class) for file in by_class[name]]
+    labels = [classes.index(name) for name in sorted(by_class) for _ in by_class[name]]
+    flat = [] if classes else [file for file in _images_under(path) if file.parent == path]
+    if not paths and not flat:
+        where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
+        raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
+    return Dataset(
+        inputs=LazySequence(np.arange(len(paths or flat)), partial(open_file, paths or flat)),
+        labels=np.array(labels, dtype=np.int64) if paths else None,
+        classes=classes,
+        name=dataset_name(path),
+        kind="image",
+        split=found or "all",
+    )
+
+
+def _images_under(folder: Path) -> list[Path]:
+    found = (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    return sorted(file for file in found if not _hidden(file.relative_to(folder)))
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _sub_folders(folder: Path) -> list[Path]:
+    return sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+
+def _read_npz(path: Path, split: Split) -> Dataset:
+    found, images, given, names = _unpack(path, split)
+    x, y = ("x", "y") if found is None else (f"x_{found}", f"y_{found}")
+    images = check_images(images, x, path)
+    labels = _check_labels(given[y], y, path) if y in given else None
+    classes = () if labels is None else _name_classes(given, names, path)
+    if labels is not None and len(labels) != len(images):
+        raise DataError(f"{path} has {len(images)} images in {x} but {len(labels)} labels in {y}.")
+    wrong = [] if labels is None else sorted(set(labels.tolist()) - set(range(len(classes))))
+    if wrong:
+        raise DataError(
+            f"{y} of {path} has labels {first_of(map(str, wrong))}; "
+            f"expected 0 to {len(classes) - 1} for its {len(classes)} classes."
+        )
+    return Dataset(
+        inputs=LazySequence(np.arange(len(images)), partial(open_array, images)),
+        labels=labels,
+        classes=classes,
+        name=dataset_name(path),
+        kind="image",
+        split=found or "all",
+        files=(path,),
+    )
+
+
+class _Arrays(NamedTuple):
+    """What an archive holds: the split's name in it, its images, the labels of all splits by key, and class names."""
+
+    split: str | None
+    images: NDArray[Any]
+    labels: dict[str, NDArray[Any]]
+    classes: NDArray[Any] | None
+
+
+def _unpack(path: Path, split: Split) -> _Arrays:
+    try:
+        with zipfile.ZipFile(path) as packed:
+            unpacked = sum(member.file_size for member in packed.infolist())
+        if unpacked > _LARGEST_ARCHIVE:
+            raise DataError(f"{path} is refused: unpacked it would take {unpacked / 1e9:.0f} GB. Split it up.")
+        with np.load(path, allow_pickle=False) as archive:
+            found = choose_split([key[2:] for key in archive.files if key.startswith("x_")], split, path)
+            x = "x" if found is None else f"x_{found}"
+            if x not in archive.files:
+                raise DataError(
+                    f"{path} has arrays {first_of(archive.files) or 'none'}; "
+                    "expected x_train, y_train, x_test, y_test, or x, y (and classes)."
+                )
+            images = archive[x]
+            keys = [key for key in archive.files if key[:1] == "y" and f"x{key[1:]}" in archive.files]
+            labels = {key: archive[key] for key in keys}
+            return _Arrays(found, images, labels, archive["classes"] if "classes" in archive.files else None)
+    except DataError:
+        raise
+    except Exception as error:  # a broken archive fails in zipfile, zlib or NumPy, each in its own way
+        hint = "it holds pickled objects; save plain arrays" if "pickle" in str(error) else brief(error)
+        raise DataError(f"cannot read {path}: {hint}.") from error
+
+
+def _check_labels(labels: NDArray[Any], key: str, path: Path) -> NDArray[np.int64]:
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        given = f"{labels.dtype} of shape {labels.shape}"
+        raise DataError(f"{key} of {path} is {given}; expected integers of shape (N,).")
+    return labels.astype(np.int64)
+
+
+def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None, path: Path) -> tuple[str, ...]:
+    """The given names, or else the numbers up to the largest label of any split."""
+    if names is not None:
+        if names.dtype.kind not in "USiub" or names.size > _MOST_CLASSES:
+            given = f"{names.dtype} of shape {names.shape}"
+            raise DataError(f"classes of {path} is {given}; expected a list of texts, one per class.")
+        decoded = np.char.decode(names, "utf-8", "replace") if names.dtype.kind == "S" else names
+        return tuple(np.atleast_1d(decoded).ravel().astype(str).tolist())
+    tops = [int(values.max()) for values in labels.values() if values.size and values.dtype.kind in "iu"]
+    most = max(tops, default=-1) + 1
+    if most > _MOST_CLASSES:
+        raise DataError(f"{path} has the label {most - 1}; expected labels from 0, at most {_MOST_CLASSES} classes.")
+    return tuple(map(str, range(most)))

@@ -1,0 +1,97 @@
+"""Pictures, opened: RGB images from files, from the cells of tables and from arrays.
+
+Only common formats are decoded, none that starts other programs, and nothing of absurd size. Whatever cannot be read is
+a DataError of one line that says which picture.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from ..errors import DataError, brief
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
+_IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # none that starts other programs
+_IMAGES = "uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W)"
+
+
+def open_file(paths: Sequence[Path], index: int) -> Image.Image:
+    """The picture in one of the files."""
+    return _decode(paths[index], str(paths[index]))
+
+
+def open_cell(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
+    """An image kept in a table: its bytes, or the `{bytes, path}` of HF datasets."""
+    cell: Any = cells[index]
+    where = f"in row {index + 1} of {path}"
+    content, place = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
+    if isinstance(content, bytes):
+        return _decode(io.BytesIO(content), where)
+    if isinstance(place, str):
+        return _decode(path.parent / place, str(path.parent / place))
+    raise DataError(f"cannot read image {where}: expected its bytes or its path, got {type(cell).__name__}.")
+
+
+def open_array(images: NDArray[Any], index: int) -> Image.Image:
+    """One of the pictures in an array that `check_images` has checked."""
+    pixels = images[index]
+    if pixels.dtype != np.uint8:
+        pixels = np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
+
+
+def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
+    """The images as (N, H, W, C), or an error that says what is accepted."""
+    given, kind = f"{images.dtype} of shape {images.shape}", images.dtype.kind
+    if images.ndim == 3:
+        images = images[..., None]  # (N, H, W) -> (N, H, W, 1)
+    elif images.ndim == 4 and images.shape[-1] not in (1, 3) and images.shape[1] in (1, 3):
+        images = np.moveaxis(images, 1, -1)  # (N, C, H, W) -> (N, H, W, C)
+    if images.ndim != 4 or images.shape[-1] not in (1, 3) or not (images.dtype == np.uint8 or kind == "f"):
+        raise DataError(f"{key} of {path} is {given}; expected {_IMAGES}.")
+    if images.size == 0:
+        raise DataError(f"{key} of {path} is empty: {given}.")
+    if kind == "f" and np.isnan(images.min()):
+        wrong = [index for index, pixels in enumerate(images) if np.isnan(pixels).any()]
+        raise DataError(
+            f"{key} of {path} holds NaN in {len(wrong)} of {len(images)} images, the first is {key}[{wrong[0]}]. "
+            "Replace or drop them."
+        )
+    if kind == "f" and not (images.min() >= 0 and images.max() <= 1):
+        raise DataError(
+            f"{key} of {path} is {images.dtype} with values from {images.min():g} to {images.max():g}; "
+            f"expected {_IMAGES}."
+        )
+    return images
+
+
+def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
+    try:
+        with warnings.catch_warnings(), _opened(source) as image:
+            if image.mode == "F":
+                raise ValueError("its pixels are floats without a known range")
+            if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
+                pixels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+                return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
+            return image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"image {where} is too large to open safely: {brief(error)}. Resize it.") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"cannot read image {where}: not in a format Pillow knows. Replace it.") from error
+    except Exception as error:  # broken files make decoders raise nearly anything
+        raise DataError(f"cannot read image {where}: {brief(error)}. Replace it.") from error
+
+
+def _opened(source: Path | io.BytesIO) -> Image.Image:
+    """An image of a common format; one of absurd size is an error, not a warning."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+    return Image.open(source, formats=_IMAGE_FORMATS)

@@ -1,0 +1,236 @@
+"""Choosing the calibration samples: N through a sampler, or K of every class.
+
+A draw depends on the labels, the seed and (for the centroid samplers) the features, on nothing
+global. Samplers put the samples in an order and take the first N of it, so with one seed a small
+draw is the beginning of a larger one and curves over N compare like with like. (The one exception:
+`single_class` moves to another class when its first choice has too few samples.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Generator, Tensor
+
+from ..errors import DataError, first_of, unknown_name
+from .dataset import UNLABELLED, Dataset
+
+DEFAULT_SAMPLES = 100
+
+SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A way to compose a calibration set, as in the paper's study of sampling strategies.
+
+    `rule(labels, count, generator, features)` returns the indices; `draw` checks the request first.
+    A `balanced` sampler takes equally many of every class, as far as they go round.
+    """
+
+    description: str
+    rule: SamplingRule
+    needs_labels: bool = True
+    needs_features: bool = False
+    balanced: bool = False
+
+    def draw(self, labels: Tensor, count: int, generator: Generator, features: Tensor | None = None) -> Tensor:
+        """Indices of `count` distinct samples, in the order in which they were chosen.
+
+        >>> labels = torch.tensor([0, 0, 0, 0, 1, 1])
+        >>> chosen = SAMPLERS["class_balanced"].draw(labels, 4, torch.Generator().manual_seed(0))
+        >>> sorted(labels[chosen].tolist())
+        [0, 0, 1, 1]
+        """
+        if not 0 < count <= len(labels):
+            raise DataError(f"asked for {count} of {len(labels)} samples; expected 1 to {len(labels)}.")
+        if self.needs_features:
+            if features is None:
+                raise DataError("this sampler needs features of the pre-trained model; none were given.")
+            if features.ndim != 2 or len(features) != len(labels) or not bool(features.isfinite().all()):
+                raise DataError(
+                    f"features of shape {tuple(features.shape)} for {len(labels)} samples; "
+                    f"expected ({len(labels)}, width), all finite."
+                )
+        return self.rule(labels.cpu(), count, generator, features)
+
+
+def _shuffled(size: int, generator: Generator) -> Tensor:
+    return torch.randperm(size, generator=generator, device=generator.device).cpu()
+
+
+def _present(labels: Tensor) -> Tensor:
+    return torch.tensor(sorted(set(labels.tolist())), dtype=torch.int64)
+
+
+def _random(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+    return _shuffled(len(labels), generator)[:count]
+
+
+def _class_balanced(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+    present = _present(labels)
+    order = present[_shuffled(len(present), generator)]
+    samples = _shuffled(len(labels), generator)
+    return _round_robin([samples[labels[samples] == label] for label in order])[:count]
+
+
+def _by_distance(labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float) -> Tensor:
+    assert features is not None  # Sampler.draw has checked
+    present = _present(labels)
+    groups = []
+    for label in present[_shuffled(len(present), generator)]:
+        members = (labels == label).nonzero()[:, 0]
+        points = features.detach().cpu()[members].double()  # (members, width)
+        distance = (points - points.mean(dim=0)).norm(dim=1)
+        groups.append(members[torch.argsort(sign * distance, stable=True)])
+    return _round_robin(groups)[:count]
+
+
+def _centroid_near(labels: Tensor, count: int, generator: Generator, features: Tensor | None) -> Tensor:
+    return _by_distance(labels, count, generator, features, 1.0)
+
+
+def _centroid_far(labels: Tensor, count: int, generator: Generator, features: Tensor | None) -> Tensor:
+    return _by_distance(labels, count, generator, features, -1.0)
+
+
+def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+    present = _present(labels)
+    chosen = present[_shuffled(len(present), generator)[: max(1, len(present) // 2)]]
+    samples = _shuffled(len(labels), generator)
+    samples = samples[torch.isin(labels[samples], chosen)]
+    if len(samples) < count:
+        raise DataError(
+            f"asked for {count} samples, but the {len(chosen)} of {len(present)} classes drawn by half_class "
+            f"have {len(samples)}; lower --samples."
+        )
+    return samples[:count]
+
+
+def _single_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+    present = _present(labels)
+    sizes = torch.bincount(labels)[present]
+    order = _shuffled(len(present), generator)
+    enough = order[sizes[order] >= count]
+    if not len(enough):
+        largest = f"the largest class has {int(sizes.max())}"
+        raise DataError(f"asked for {count} samples of one class, but {largest}; lower --samples.")
+    samples = _shuffled(len(labels), generator)
+    return samples[labels[samples] == present[enough[0]]][:count]
+
+
+def _round_robin(groups: list[Tensor]) -> Tensor:
+    """The first of every group, then the second of every group that has one, and so on."""
+    turn = torch.cat([torch.arange(len(group)) for group in groups])
+    return torch.cat(groups)[torch.argsort(turn, stable=True)]
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "random": Sampler("uniformly at random (default)", _random, needs_labels=False),
+    "class_balanced": Sampler("at random, equally many of every class", _class_balanced, balanced=True),
+    "centroid_near": Sampler(
+        "the most typical of every class: nearest to its mean feature",
+        _centroid_near,
+        needs_features=True,
+        balanced=True,
+    ),
+    "centroid_far": Sampler(
+        "the least typical of every class: farthest from its mean feature",
+        _centroid_far,
+        needs_features=True,
+        balanced=True,
+    ),
+    "half_class": Sampler("at random from a random half of the classes", _half_class),
+    "single_class": Sampler("at random from one random class", _single_class),
+}
+
+
+def select(
+    dataset: Dataset,
+    *,
+    samples: int | None = None,
+    shots: int | None = None,
+    sampler: str = "random",
+    seed: int = 0,
+    features: Callable[[Dataset], Tensor] | None = None,
+) -> NDArray[np.int64]:
+    """Indices of the calibration samples: `samples` (100) through a sampler, or `shots` of every class.
+
+    `features` maps a dataset to its pre-trained features (N, width), and is called only for the
+    samplers that need them. With `shots`, random means at random within every class; classes of
+    which the data have no sample at all are left aside.
+
+    >>> data = Dataset(inputs=list("abcdef"), labels=np.array([0, 0, 0, 1, 1, 1]), classes=("x", "y"))
+    >>> few, more = select(data, samples=2, seed=3), select(data, samples=4, seed=3)
+    >>> more[:2].tolist() == few.tolist()
+    True
+    """
+    if sampler not in SAMPLERS:
+        raise DataError(unknown_name("sampler", sampler, SAMPLERS))
+    if samples is not None and shots is not None:
+        raise DataError(f"asked for {samples} samples and for {shots} shots; pass --samples or --shots, not both.")
+    chosen = SAMPLERS[sampler]
+    if dataset.labels is None and (shots is not None or chosen.needs_labels):
+        need = "--shots" if shots is not None else f"sampler '{sampler}'"
+        raise DataError(f"{dataset} has no labels; expected a label per sample for {need}. Use --samples and random.")
+    if shots is None:
+        count = _check_samples(dataset, DEFAULT_SAMPLES if samples is None else samples)
+    else:
+        count = _check_shots(dataset, shots, sampler)
+        chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
+    if chosen.needs_features and features is None:
+        raise DataError(f"sampler '{sampler}' needs features of the pre-trained model. Pass features=.")
+    labels = np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
+    generator = torch.Generator().manual_seed(seed)
+    points = features(dataset) if features is not None and chosen.needs_features else None
+    indices: NDArray[np.int64] = chosen.draw(torch.as_tensor(labels), count, generator, points).numpy()
+    return indices
+
+
+def _check_samples(dataset: Dataset, samples: int) -> int:
+    if samples <= 0:
+        raise DataError(f"asked for {samples} samples; expected at least 1 in --samples.")
+    if samples > len(dataset):
+        raise DataError(f"asked for {samples} samples but {dataset} has {len(dataset)}; lower --samples.")
+    return samples
+
+
+def _check_shots(dataset: Dataset, shots: int, sampler: str) -> int:
+    """How many samples `shots` of every class are."""
+    if shots <= 0:
+        raise DataError(f"asked for {shots} shots; expected at least 1 in --shots.")
+    fitting = [name for name, known in SAMPLERS.items() if known.balanced or name == "random"]
+    if sampler not in fitting:
+        raise DataError(
+            f"--shots takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
+        )
+    sizes = Counter([] if dataset.labels is None else dataset.labels.tolist())
+    short = [f"{dataset.classes[label]} ({size})" for label, size in sorted(sizes.items()) if size < shots]
+    if short:
+        raise DataError(
+            f"asked for {shots} shots but {len(short)} of {len(sizes)} classes of {dataset} have fewer: "
+            f"{first_of(short)}; lower --shots."
+        )
+    return shots * len(sizes)
+
+
+def batches(dataset: Dataset, indices: ArrayLike, size: int) -> Iterator[tuple[list[Any], Tensor]]:
+    """The samples at `indices`, `size` at a time, in order, with their labels; the last batch may be smaller.
+
+    Images are read when their batch is asked for. Labels of unlabelled data are all -100, which
+    cross-entropy ignores: a loss over nothing else is NaN.
+    """
+    if size <= 0:
+        raise DataError(f"asked for batches of {size}; expected at least 1.")
+    chosen = dataset.subset(indices)
+    labels = np.full(len(chosen), UNLABELLED, dtype=np.int64) if chosen.labels is None else chosen.labels
+    return (
+        (list(chosen.inputs[start : start + size]), torch.as_tensor(labels[start : start + size]))
+        for start in range(0, len(chosen), size)
+    )

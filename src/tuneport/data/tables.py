@@ -1,0 +1,297 @@
+"""Tables of samples: equally long columns, from JSONL, CSV, TSV and Parquet files and saved HF datasets.
+
+A table is held in memory, up to a limit; its pictures stay where they are until they are looked at. Class names come
+from the whole table, so its splits agree on them.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError, brief, first_of
+from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name, reading
+from .images import open_cell, open_file
+
+_INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))  # the first complete
+_PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "prompt", "label", "target", "split"}
+_COLUMNS = "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target"
+_LARGEST_TABLE = 4 * 2**30  # bytes, unpacked: a table is held in memory
+
+
+def is_table(path: Path) -> bool:
+    """Whether this is a table by its name, or the folder of a saved HF dataset."""
+    if path.is_dir():
+        return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
+    return path.name.lower().endswith(TABLE_SUFFIXES)
+
+
+def read_table(path: Path, split: Split) -> Dataset:
+    """One split of a table or a saved HF dataset whose columns have our names."""
+    return _from_table(_columns(path), path, split)
+
+
+def has_label_column(path: Path) -> bool:
+    """Whether a table has labels by its header, whatever stands below it."""
+    return "label" in _columns(path).columns
+
+
+def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
+    """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
+
+    `columns` leads from their names to ours, and `also` are further names of the split. Rows without a label (-1, or a
+    dash) are dropped.
+    """
+    if not is_table(path):
+        return None
+    table = _columns(path)
+    if not all(key in table.columns for key in columns):
+        return None
+    named = {columns.get(key, key): column for key, column in table.columns.items() if key not in columns.values()}
+    labels = named.get("label", ())
+    rows = [row for row, label in enumerate(labels) if label not in (None, "", "-", "-1", -1)]
+    if "label" in named and not rows:
+        return None
+    if rows:
+        named = {key: [column[row] for row in rows] for key, column in named.items() if key in _PLAIN_COLUMNS}
+    return _from_table(_Table(named, table.classes), path, split, also)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Equally long columns by name; `classes` where the file itself names them."""
+
+    columns: Mapping[str, Sequence[Any]]
+    classes: tuple[str, ...] | None = None
+
+
+def _columns(path: Path) -> _Table:
+    with reading(path):
+        return _read_saved(path) if path.is_dir() else _read_file(path)
+
+
+def _read_file(path: Path) -> _Table:
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".parquet"):
+        return _read_parquet(path)
+    opened = gzip.open if path.name.lower().endswith(".gz") else open
+    with (
+        opened(path, "rb") as packed,
+        io.TextIOWrapper(io.BufferedReader(_Limited(packed, path)), encoding="utf-8-sig", newline="") as file,
+    ):
+        if name.endswith(".jsonl"):
+            rows = list(_json_rows(file, path))
+        else:
+            rows = list(_delimited_rows(file, path, "\t" if name.endswith(".tsv") else ","))
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return _Table({key: [row.get(key) for row in rows] for key in keys})
+
+
+class _Limited(io.RawIOBase):
+    """The bytes of a file, unpacked, up to what fits in memory: a small archive can hold a huge table."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self._file, self._path, self._left = file, path, _LARGEST_TABLE
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._file.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            limit = f"{_LARGEST_TABLE / 2**30:.0f} GiB"
+            raise DataError(f"{self._path} is refused: a table may take {limit} unpacked. Split it up.")
+        return count
+
+
+def _json_rows(file: TextIO, path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"line {number} of {path} is not JSON: {brief(error)}.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"line {number} of {path} is a JSON {type(row).__name__}; expected an object.")
+        yield row
+
+
+def _delimited_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
+    reader = csv.reader(file, delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, [])
+        for fields in filter(None, reader):  # the reader gives [] for a blank line
+            if len(fields) != len(header):
+                given = f"line {reader.line_num} of {path} has {len(fields)} fields"
+                raise DataError(f"{given}; expected {len(header)} as in its header.")
+            yield dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"line {reader.line_num} of {path} is malformed: {brief(error)}.") from error
+
+
+def _read_parquet(path: Path) -> _Table:
+    parquet = _optional("pyarrow.parquet", path)
+    try:
+        table = parquet.ParquetFile(path).read()
+    except Exception as error:  # pyarrow's errors share no base class short of this one
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+    columns: dict[str, Sequence[Any]] = {}
+    for name in table.column_names:
+        plain = name in _PLAIN_COLUMNS or (name == "image" and str(table[name].type).endswith("string"))
+        cells = partial(_arrow_cell, table[name])
+        columns[name] = table[name].to_pylist() if plain else LazySequence(np.arange(len(table)), cells)
+    try:  # files from the HF hub name their classes in the schema
+        notes = json.loads((table.schema.metadata or {})[b"huggingface"])
+        known = notes["info"]["features"]["label"]["names"]
+    except (KeyError, TypeError, ValueError):
+        return _Table(columns)
+    return _Table(columns, tuple(map(str, known)))
+
+
+def _arrow_cell(column: Any, index: int) -> Any:
+    return column[index].as_py()
+
+
+def _read_saved(path: Path) -> _Table:
+    """A dataset saved by HF `datasets`, its splits one below the other."""
+    datasets = _optional("datasets", path)
+    try:
+        loaded = datasets.load_from_disk(str(path))
+        parts = dict(loaded) if isinstance(loaded, Mapping) else {}
+        rows = (datasets.concatenate_datasets(list(parts.values())) if parts else loaded).with_format(None)
+        if isinstance(rows.features.get("image"), datasets.Image):
+            rows = rows.cast_column("image", datasets.Image(decode=False))
+        columns: dict[str, Sequence[Any]] = {}
+        for name in rows.column_names:
+            cells = rows.select_columns([name])
+            plain = name in _PLAIN_COLUMNS or getattr(rows.features[name], "dtype", "") == "string"
+            lazy = LazySequence(np.arange(len(rows)), partial(_saved_cell, cells, name))
+            columns[name] = cells[:][name] if plain else lazy
+    except Exception as error:  # the library raises what pyarrow, fsspec and json raise
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+    if parts:
+        columns["split"] = [name for name, part in parts.items() for _ in range(len(part))]
+    names = getattr(rows.features.get("label"), "names", None)
+    return _Table(columns, tuple(names) if names else None)
+
+
+def _saved_cell(rows: Any, column: str, index: int) -> Any:
+    return rows[index][column]
+
+
+def _optional(module: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        hint = "Run: pip install tuneport[data]"
+        raise DataError(f"reading {path} needs {package}, which is not installed. {hint}") from error
+
+
+def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
+    columns = table.columns
+    size = max(map(len, columns.values()), default=0)
+    if size == 0:
+        raise DataError(f"{path} is empty: it has no rows.")
+    keys = next((keys for keys in _INPUT_COLUMNS if all(key in columns for key in keys)), None)
+    if keys is None:
+        raise DataError(f"{path} has columns {first_of(columns)}; expected {_COLUMNS}.")
+    splits = [str(name or "").lower() for name in columns.get("split", [""] * size)]
+    found = choose_split(sorted(set(splits)), split, path, also)
+    chosen = [row for row, name in enumerate(splits) if found in (None, name)]
+    rows = np.array(chosen, dtype=np.int64)
+    labels, classes = _read_labels(columns.get("label", [None] * size), table.classes, rows, path)
+    images = keys == ("image",)
+    inputs: Any = _images(columns["image"], rows, path) if images else _texts(columns, keys, rows, path)
+    if not images and len(rows) and not any("".join(texts).strip() for texts in inputs):
+        raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
+    targets = _texts(columns, ("target",), rows, path) if "target" in columns else None
+    return Dataset(
+        inputs=inputs,
+        labels=labels,
+        classes=classes,
+        name=dataset_name(path),
+        kind="image" if images else "text",
+        split=found or "all",
+        targets=targets if targets and any(map(str.strip, targets)) else None,
+        files=tuple(sorted(filter(Path.is_file, path.rglob("*")))) if path.is_dir() else (path,),
+    )
+
+
+def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazySequence:
+    if isinstance(column, LazySequence):
+        return LazySequence(rows, partial(open_cell, column, path))
+    names = _texts({"image": column}, ("image",), rows, path)
+    paths = [path.parent / name for name in names]
+    missing = [name for name, file in zip(names, paths, strict=True) if not file.is_file()]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(paths)} images of {path} are not there: {first_of(missing)}. "
+            f"Paths are relative to {path.parent}."
+        )
+    return LazySequence(np.arange(len(paths)), partial(open_file, paths))
+
+
+def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path) -> list[Any]:
+    """The texts of one column, or pairs of texts of two."""
+    picked = [[columns[key][row] for row in rows] for key in keys]
+    for key, texts in zip(keys, picked, strict=True):
+        for row, text in zip(rows, texts, strict=True):
+            if not isinstance(text, str):
+                raise DataError(f"{key} of row {row + 1} of {path} is {type(text).__name__}; expected text.")
+    return picked[0] if len(keys) == 1 else list(zip(*picked, strict=True))
+
+
+def _read_labels(
+    values: Sequence[Any], classes: tuple[str, ...] | None, rows: NDArray[np.int64], path: Path
+) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+    """Labels of `rows` and the class names of the whole column; no labels if all of them are missing."""
+    names = [_class_name(value, row, path) for row, value in enumerate(values, start=1)]
+    present = {name for name in names if name is not None}
+    if classes is None:
+        numbers = all(name.isdecimal() and len(name) < 20 for name in present)
+        classes = tuple(sorted(present, key=lambda name: (int(name) if numbers else 0, name)))
+        codes = {name: code for code, name in enumerate(classes)}
+    else:
+        codes = {str(code): code for code in range(len(classes))}
+    unknown = sorted(present - codes.keys())
+    if unknown:
+        raise DataError(
+            f"{path} has labels {first_of(unknown)}; expected 0 to {len(classes) - 1}: {first_of(classes)}."
+        )
+    labels = np.array([-1 if (name := names[row]) is None else codes[name] for row in rows], dtype=np.int64)
+    missing = rows[labels < 0]
+    if len(missing) == len(rows):
+        return None, ()
+    if len(missing):
+        raise DataError(
+            f"{len(missing)} of {len(rows)} rows of {path} have no label, the first is row {missing[0] + 1}. "
+            "Fill or drop them."
+        )
+    return labels, classes
+
+
+def _class_name(value: Any, row: int, path: Path) -> str | None:
+    """A label as a class name; None where it is missing, which many sets write as -1."""
+    if value is None or value in ("", "-1", -1) or value != value:
+        return None
+    if isinstance(value, str):
+        return value
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if whole and value >= 0:
+        return str(int(value))
+    given = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+    raise DataError(f"label of row {row} of {path} is {given}; expected a class name or a number from 0.")

@@ -1,0 +1,84 @@
+"""The file formats that data sets come in: idx, .mat, semicolon tables, lists of names. Errors name the file."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import DataError, brief, first_of
+
+_LARGEST = 2**32
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """An array of bytes in MNIST's own format: magic number, sizes (big-endian), values; may be gzip-packed."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = np.frombuffer(file.read(4 + 4 * dimensions), dtype=">u4")
+            expected = int(np.prod(head[1:].astype(np.int64))) if len(head) == 1 + dimensions else -1
+            content = file.read(min(max(expected, 0), _LARGEST) + 1)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}.") from error
+    if expected < 0 or head[0] != 0x800 + dimensions or len(content) != expected:
+        raise DataError(f"{path} is not an idx file of bytes in {dimensions} dimensions, or it is cut off.")
+    return np.frombuffer(content, dtype=np.uint8).reshape(head[1:].astype(np.int64))
+
+
+def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
+    """Arrays of a MATLAB file (versions 4 to 7.2)."""
+    from scipy.io import loadmat
+
+    try:
+        content: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=wanted)
+    except Exception as error:  # broken files make the reader raise nearly anything
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+    missing = [name for name in wanted if name not in content]
+    if missing:
+        raise DataError(f"{path} has no {first_of(missing)}.")
+    return content
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that are not blank."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}.") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    outside = [line for line in lines if ".." in Path(line).parts]
+    if outside:
+        raise DataError(f"{path} names {outside[0]}, which leads out of its folder.")
+    return lines
+
+
+def read_rows(path: Path, delimiter: str) -> list[dict[str, str]]:
+    """The rows of a table by column name."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file, delimiter=delimiter))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {path}: {error}.") from error
+
+
+def find_numbers(rows: Sequence[Mapping[str, Any]], path: Path, name: str) -> list[int]:
+    """A column of whole numbers."""
+    values = find_column(rows, path, name)
+    wrong = [value for value in values if not value.isdecimal() or len(value) > 9]
+    if wrong:
+        raise DataError(f"column {name} of {path} has {first_of(wrong, 3)}; expected whole numbers.")
+    return [int(value) for value in values]
+
+
+def find_column(rows: Sequence[Mapping[str, Any]], path: Path, name: str) -> list[str]:
+    """A column whose every cell is filled."""
+    values = [row.get(name) for row in rows]
+    if not rows or any(not isinstance(value, str) or not value or ".." in Path(value).parts for value in values):
+        raise DataError(f"{path} has no column {name} that is filled in every row.")
+    return [str(value) for value in values]

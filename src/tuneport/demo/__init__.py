@@ -1,0 +1,1 @@
+"""The main job on the two models that the package carries."""

@@ -1,0 +1,244 @@
+"""The weights of a model on disk, in one file or in shards with an index: read lazily, written as a stream.
+
+Rules kept here: opening reads headers only and a tensor is read when asked for; an index cannot point outside its
+folder; writing holds one tensor at a time. Whatever goes wrong is one CheckpointError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, first_of
+from .output import PathLike, sync
+from .sizes import parse_bytes
+from .tensors import TensorSpec, UnknownTensorError, describe
+from .weight_file import WeightFile, open_weights, write_safetensors
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """A model's weights as a lazy Mapping, sorted by name; made by `open_checkpoint`.
+
+    `checkpoint[name]` reads one tensor, on the CPU and in its stored dtype, and keeps nothing: asking twice
+    reads twice. A file that vanished or changed since the opening is an error, not a wrong tensor.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, WeightFile], prefix: str = "") -> None:
+        self.path = path
+        self._file_of = dict(sorted(files.items()))
+        self._prefix = prefix  # of the names in the files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file(name).read(self._prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self)} tensors in {len(self.files)} files)"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Paths of the weight files, sorted."""
+        return tuple(sorted({file.path for file in self._file_of.values()}))
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the weight files, merged."""
+        return {key: text for file in self._file_of.values() for key, text in file.metadata.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._file(name).specs[self._prefix + name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor, without reading it."""
+        return self._file(name).specs[self._prefix + name].dtype
+
+    def without_prefix(self, prefix: str) -> Checkpoint:
+        """The same tensors under shorter names, where all names begin so, as distributed training leaves them."""
+        if not all(name.startswith(prefix) for name in self):
+            return self
+        files = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
+        return Checkpoint(self.path, files, self._prefix + prefix)
+
+    def _file(self, name: str) -> WeightFile:
+        if name not in self._file_of:
+            raise UnknownTensorError(f"{self.path} holds no tensor {name!r}; it holds {first_of(self, 5)}.")
+        return self._file_of[name]
+
+
+def open_checkpoint(path: PathLike) -> Checkpoint:
+    """Open a weight file or a model folder, reading headers only.
+
+    Takes a `.safetensors` file, a folder with `model.safetensors` or its sharded index, and pickled state
+    dicts (`.bin`, `.pt`, `pytorch_model.bin` and its index) as long as they hold nothing but tensors.
+    """
+    path = Path(path)
+    if path.is_dir():
+        weights = _weights_in(path)
+        if weights.name.endswith(".index.json"):
+            return Checkpoint(path, _open_index(weights))
+    elif path.exists():
+        weights = path
+    else:
+        raise CheckpointError(f"{path} does not exist. Expected a model folder or a .safetensors file.")
+    file = open_weights(weights)
+    return Checkpoint(path, dict.fromkeys(file.specs, file))
+
+
+def _weights_in(folder: Path) -> Path:
+    """Choose the weight file or index of a model folder, as from_pretrained would."""
+    for name in (*_WEIGHTS, *_PICKLED_WEIGHTS):
+        if (folder / name).is_file():
+            return folder / name
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"{folder} is an adapter, not a model. Give a model folder, or merge it first.")
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = first_of(file.name for file in found)
+        raise CheckpointError(
+            f"{folder} holds {len(found)} safetensors files and no {_WEIGHTS[1]}: {names}. "
+            "Give one of the files, or add the index."
+        )
+    if (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has a config.json but no weights: expected one of "
+            f"{', '.join((*_WEIGHTS, *_PICKLED_WEIGHTS))}. Download or save it again."
+        )
+    raise CheckpointError(
+        f"{folder} is not a model: no config.json or safetensors in it. "
+        "Give the folder that save_pretrained wrote, or a .safetensors file."
+    )
+
+
+def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
+    """Read a JSON file, or raise a CheckpointError that says `what` it was to be; larger than `limit` is refused."""
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{path} is not {what}: {reason}. Download or save it again.") from error
+
+
+def _open_index(index: Path) -> dict[str, WeightFile]:
+    """Open every shard that an index names, and check that each tensor is where the index says."""
+    content = read_json(index, "an index", limit=10**8)
+    try:
+        shard_of = {str(name): str(shard) for name, shard in content["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
+            "Download or save the model again."
+        ) from error
+    names = sorted(set(shard_of.values()))
+    outside = [repr(name) for name in names if name in ("", ".", "..") or re.search(r"[/\\:\0]", name)]
+    if outside:
+        raise CheckpointError(
+            f"{index} is refused: its entries must be names of files beside it, "
+            f"but it has {first_of(outside)}. Use a copy from a source that you trust."
+        )
+    missing = [name for name in names if not os.path.isfile(index.parent / name)]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(names)} weight files of {index.parent} are missing: "
+            f"{first_of(missing)}. Download or copy them again."
+        )
+    shards = {name: open_weights(index.parent / name) for name in names}
+    absent = [f"{name} ({shard})" for name, shard in shard_of.items() if name not in shards[shard].specs]
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} of {len(shard_of)} tensors that {index} lists are not in their files: "
+            f"{first_of(absent)}. Download or save the model again."
+        )
+    return {name: shards[shard] for name, shard in shard_of.items()}
+
+
+def write_checkpoint(
+    folder: PathLike,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    describe: Callable[[str], TensorSpec] | None = None,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    stem: str = "model",
+) -> list[Path]:
+    """Write tensors as from_pretrained expects them, one at a time, and return the files written.
+
+    One `model.safetensors` where it fits, else shards and their index. The files are planned from shapes and
+    dtypes: `describe(name)`, else the mapping's own `shape` and `dtype`, else from reading each tensor once
+    more. Metadata is {"format": "pt"} unless given. Use it inside `new_folder`: by itself it is not atomic.
+    """
+    folder, limit = Path(folder), parse_bytes(max_shard_size, "max_shard_size")
+    specs = {name: (describe or _describer(tensors))(name) for name in tensors}
+    shards = _shards(specs, limit)
+    numbered = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [f"{stem}.safetensors"] if len(shards) == 1 else numbered
+    metadata = {"format": "pt"} if metadata is None else metadata
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, tensors, shard, metadata)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+        }
+        files.append(f"{stem}.safetensors.index.json")
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / files[-1]).write_text(text, encoding="utf-8")
+        sync(folder / files[-1])
+    return [folder / file for file in files]
+
+
+def _shards(specs: Mapping[str, TensorSpec], limit: int) -> list[dict[str, TensorSpec]]:
+    """The tensors in their order, cut where a file would exceed `limit` bytes; a larger tensor has a file to itself."""
+    shards: list[dict[str, TensorSpec]] = [{}]
+    room = limit
+    for name, spec in specs.items():
+        if spec.nbytes > room and shards[-1]:
+            shards.append({})
+            room = limit
+        shards[-1][name] = spec
+        room -= spec.nbytes
+    return shards
+
+
+def _describer(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], TensorSpec]:
+    return lambda name: describe(tensors, name)
+
+
+def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
+    """Return the SHA-256 of each file, read in pieces, under its path as given."""
+    digests = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        try:
+            with Path(path).open("rb") as file:
+                while piece := file.read(2**20):
+                    digest.update(piece)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+        digests[os.fspath(path)] = digest.hexdigest()
+    return digests

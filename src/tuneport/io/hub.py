@@ -1,0 +1,72 @@
+"""Hub ids: `org/name` becomes a folder on this machine, fetched through huggingface_hub when it is not there yet.
+
+A path that exists is always itself. Weights are fetched as safetensors where the repository has them; nothing
+that is fetched is run. Without a network, what the cache holds is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from ..errors import CheckpointError, DataError, TuneportError
+
+RepoKind = Literal["model", "dataset"]
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel", "*.zip", ".*")
+
+
+def looks_like_hub_id(reference: str | os.PathLike[str]) -> bool:
+    """Whether a reference names nothing on this machine and has the form `org/name`.
+
+    >>> [looks_like_hub_id(text) for text in ("openai/clip-vit-base", "./model", "/data/model", "model", "a/b/c")]
+    [True, False, False, False, False]
+    """
+    text = os.fspath(reference)
+    return _ID.fullmatch(text) is not None and ".." not in text and not os.path.lexists(text)
+
+
+def local(reference: str | os.PathLike[str], kind: RepoKind = "model") -> Path:
+    """The path of a model or data set: itself, or for a hub id the folder that it was fetched to."""
+    if not looks_like_hub_id(reference):
+        return Path(reference)
+    name = os.fspath(reference)
+    folder = _fetch(name, kind, (*_PICKLES, *_OTHERS) if kind == "model" else _OTHERS)
+    if kind == "model" and not any(folder.glob("*.safetensors")):
+        folder = _fetch(name, kind, _OTHERS)
+    return folder
+
+
+def hub_name(path: Path) -> tuple[str, str] | None:
+    """Id and revision of a folder in the hub's cache; None for any other path.
+
+    >>> hub_name(Path("hub/models--openai--clip/snapshots/3d74acf"))
+    ('openai/clip', '3d74acf')
+    """
+    owner = path.absolute().parent.parent.name.partition("--")
+    if path.absolute().parent.name != "snapshots" or owner[0] not in ("models", "datasets"):
+        return None
+    return owner[2].replace("--", "/", 1), path.name
+
+
+def _fetch(name: str, kind: RepoKind, ignored: tuple[str, ...]) -> Path:
+    wrong: type[TuneportError] = CheckpointError if kind == "model" else DataError
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise wrong(
+            f"there is no {name} here, and fetching it from the hub needs huggingface_hub, which is not installed. "
+            "Give a path that exists, or run: pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(snapshot_download(name, repo_type=kind, ignore_patterns=list(ignored)))
+    except Exception as error:  # of the network, the hub and its cache: they share no base class
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        raise wrong(
+            f"there is no {name} here, and it could not be fetched as a {kind} from the hub: {reason[:200]}. "
+            "Give a path that exists, or check the name and the network."
+        ) from error

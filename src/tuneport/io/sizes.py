@@ -1,0 +1,49 @@
+"""Amounts of memory: how people write them, how we show them, and how much there is.
+
+Decimal units (5GB) and binary ones (8GiB) are read; binary ones are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..errors import TuneportError
+
+_UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
+_UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
+
+
+def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
+    """A number of bytes as people write it, decimal (5GB) or binary (8GiB); `what` it is, for the error.
+
+    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(512)
+    (8589934592, 1500000, 512)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    count = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
+    if count < 1:
+        raise TuneportError(f"{what} must be a size such as 8GiB or 500MB, got {size!r}.")
+    return count
+
+
+def format_bytes(size: float) -> str:
+    """
+    >>> format_bytes(8589934592)
+    '8.00 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def free_memory() -> float:
+    """Bytes of RAM that are free for use; infinite where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return math.inf

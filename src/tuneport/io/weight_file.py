@@ -1,0 +1,224 @@
+"""One file of weights: a safetensors file or a pickled state dict, read tensor by tensor, written as a stream.
+
+Rules kept here: opening reads the header only; a pickle is never allowed to run code; a file that vanished or
+changed since it was opened is an error, not a wrong tensor; writing holds one tensor at a time. Whatever goes wrong
+is one CheckpointError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError, first_of
+from .tensors import TensorSpec
+
+# In the order in which safetensors itself ranks them: its files hold the last ones first.
+_DTYPE_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32",
+    "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
+}  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name) for code, name in _DTYPE_NAMES.items() if hasattr(torch, name)
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Open a weight file as its name says: safetensors or a pickle."""
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    if path.suffix in _PICKLES:
+        return PickleFile(path)
+    raise CheckpointError(
+        f"{path} is not a weight file: its name ends in {path.suffix or 'nothing'}, "
+        f"expected .safetensors or one of {', '.join(_PICKLES)}."
+    )
+
+
+class SafetensorsFile:
+    """One safetensors file: its header in memory, its tensors on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = _stamp(path)
+        with self._readable():
+            handle: Any = safe_open(str(path), framework="pt")
+            self.metadata: dict[str, str] = dict(handle.metadata() or {})
+            self.specs = {name: self._spec(name, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+            self._offsets = _offsets(path)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, from disk each time."""
+        # Plain reads: the pages of a memory map would count as memory beside the tensor itself.
+        _check_unchanged(self.path, self._stamp)
+        shape, dtype = self.specs[name]
+        content = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        with self._readable(), self.path.open("rb") as file:
+            file.seek(self._offsets[name])
+            if file.readinto(content.numpy().data) != len(content):
+                raise OSError(f"{name} is cut off")
+        return content.view(dtype).reshape(shape)
+
+    def _spec(self, name: str, header: Any) -> TensorSpec:
+        code = str(header.get_dtype())
+        if code not in _DTYPES:
+            raise CheckpointError(f"{self.path} stores {name} as {code}; known are {', '.join(_DTYPES)}.")
+        return TensorSpec(tuple(header.get_shape()), _DTYPES[code])
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            if isinstance(error, SafetensorError) and _is_pointer(self.path):
+                reason = "is a Git LFS pointer, not the weights. Fetch them with git lfs pull."
+            else:
+                reason = f"cannot be read as safetensors ({error}). Download or save it again."
+            raise CheckpointError(f"{self.path} {reason}") from error
+
+
+class PickleFile:
+    """One pickled state dict, memory-mapped and loaded without running any code that it may hold."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = _stamp(path)
+        self.metadata: dict[str, str] = {}
+        state = self._load()
+        odd = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if odd or not state:
+            found = f"{len(odd)} entries that are no tensors: {first_of(odd)}" if odd else "nothing"
+            raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
+        self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
+        self.specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._state.items()}
+        size = path.stat().st_size
+        lying = [f"{name} {spec.shape}" for name, spec in self.specs.items() if spec.nbytes > size]
+        if lying:
+            raise CheckpointError(
+                f"{path} is refused: {len(lying)} of its tensors claim more than its {size} bytes: {first_of(lying)}."
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, copied out of the mapped file."""
+        _check_unchanged(self.path, self._stamp)
+        return self._state[name].detach().clone(memory_format=torch.contiguous_format)
+
+    def _load(self) -> dict[Any, Any]:
+        try:
+            # Files from before torch 1.6 are not zip files and cannot be mapped.
+            mapped = zipfile.is_zipfile(self.path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            # torch's own text advises to load the file with its code, so it is not passed on.
+            if "GLOBAL" in str(error):
+                raise CheckpointError(
+                    f"{self.path} is refused: this pickle holds more than tensors and could run code. "
+                    "Save the model as safetensors where it was made, and use that."
+                ) from error
+            raise CheckpointError(f"{self.path} is not a file of torch.save. Download or save it again.") from error
+        except Exception as error:  # a malformed pickle makes the loader raise nearly anything
+            reason = str(error).split("\n", 1)[0] or type(error).__name__
+            raise CheckpointError(
+                f"{self.path} cannot be read as a state dict ({reason}). Download or save it again."
+            ) from error
+        for key in ("state_dict", "model"):  # a training checkpoint: the weights among other things
+            if isinstance(state, dict) and isinstance(state.get(key), dict):
+                state = state[key]
+                break
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{self.path} is not a state dict but a {type(state).__name__}. Save model.state_dict()."
+            )
+        return state
+
+
+WeightFile = SafetensorsFile | PickleFile
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor of a safetensors file begins; the file has been checked by the library itself."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _check_unchanged(path: Path, stamp: tuple[int, int, int]) -> None:
+    if _stamp(path) != stamp:
+        raise CheckpointError(f"{path} has changed since it was opened. Open it again.")
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(23) == b"version https://git-lfs"
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} is gone or cannot be read ({error.strerror}). Restore it.") from error
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    specs: Mapping[str, TensorSpec],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write the tensors that `specs` names to one safetensors file, holding one of them at a time.
+
+    The bytes are those of `safetensors.torch.save_file`, which needs all tensors at once: header length
+    (8 bytes, little-endian), header (JSON, padded with spaces to 8 bytes), then the raw data, the widest
+    dtypes first so that every tensor is aligned. Tensors may share memory and need not be contiguous.
+    """
+    unknown = [f"{name} ({spec.dtype})" for name, spec in specs.items() if spec.dtype not in _CODES]
+    if unknown:
+        raise CheckpointError(f"{path} cannot hold {first_of(unknown)}: safetensors has no such dtype. Cast them.")
+    order = sorted(specs, key=lambda name: (-_RANK[specs[name].dtype], name))
+    with path.open("wb") as file:
+        file.write(_header(order, specs, metadata))
+        for name in order:
+            tensor = tensors[name].detach().to("cpu").contiguous()
+            found = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            if found != specs[name]:
+                raise CheckpointError(
+                    f"tensor {name} came as {found.shape} {found.dtype}, "
+                    f"but was announced as {specs[name].shape} {specs[name].dtype}."
+                )
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(order: Sequence[str], specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with, for tensors that follow in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in order:
+        end = offset + specs[name].nbytes
+        shape = list(specs[name].shape)
+        header[name] = {"dtype": _CODES[specs[name].dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded

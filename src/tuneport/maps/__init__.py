@@ -1,0 +1,1 @@
+"""The mathematics of coordinate maps: torch tensors only."""

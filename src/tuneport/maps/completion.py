@@ -1,0 +1,215 @@
+"""Coordinate maps from polar factors: what the data leave open is filled by the isometry nearest to the identity.
+
+Torch only. A map is kept in factors where those are thin, and applied without being formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .polar import Polar, largest_value, null_of, polar, product, thin_factors
+
+BLIND = 1e-8  # a singular value of the projected identity that says nothing
+CLEAR = 1e-4  # the square of one that can be told from 1 less its complement: the map error is eps / CLEAR
+
+
+@dataclass(frozen=True, eq=False)
+class CoordinateMap:
+    """A map from source to target coordinates as factors: `left @ right.T`, plus the identity where it says so.
+
+    One factor may be None, for the identity: the other one is the whole map. The identity that is added is
+    rectangular, zero-padded or cropped at the end. Apply it; form it only for a look.
+    """
+
+    left: Tensor | None  # (d_A, p)
+    right: Tensor | None  # (d_B, p)
+    identity: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        left, right = self.left, self.right
+        if left is None:
+            assert right is not None
+            return right.shape[1], right.shape[0]
+        return left.shape[0], left.shape[1] if right is None else right.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.left, self.right) if part is not None)
+
+    def dense(self) -> Tensor:
+        """R itself (d_A, d_B)."""
+        R = product(self.left, self.right)
+        return R + rectangular_identity(*self.shape, R.device) if self.identity else R
+
+    def carry(self, tensor: Tensor, axis: int) -> Tensor:
+        """`R^T tensor` along axis 0 or `tensor R` along the last, on the map's device and in its dtype."""
+        left, right = self.left, self.right
+        some = right if left is None else left
+        assert some is not None
+        moved = tensor = tensor.to(device=some.device, dtype=some.dtype)
+        if left is not None:
+            moved = left.T @ moved if axis == 0 else moved @ left
+        if right is not None:
+            moved = right @ moved if axis == 0 else moved @ right.T
+        if self.identity:
+            common = min(self.shape)
+            moved.narrow(axis, 0, common).add_(tensor.narrow(axis, 0, common))
+        return moved
+
+
+def complete(found: Polar) -> CoordinateMap:
+    """Fill the determined part up to an isometry: between the two null spaces, the one nearest to the identity.
+
+    With N the null basis of the shorter side, the identity between the null spaces is N F, F = N^T E (I - V V^T),
+    and its polar factor is N times that of F. Where F is blind (the identity pairs a direction with nothing),
+    directions are paired in order.
+    """
+    U, V, N = found.left, found.right, found.null
+    if V is None or (U is not None and U.shape[0] > V.shape[0]):
+        turned = complete(found.T)
+        return CoordinateMap(turned.right, turned.left, turned.identity)
+    n, m = V.shape[1] if U is None else len(U), len(V)
+    if found.rank == 0:
+        return CoordinateMap(V.new_zeros(n, 0), V.new_zeros(m, 0), identity=True)
+    if found.rank == n or (U is None and not N.shape[1]):
+        return CoordinateMap(U, V)
+    if U is not None and 2 * found.rank <= n:
+        short = _complete_few(U, V)
+        if short is not None:
+            return short
+    if U is not None and not N.shape[1]:
+        N = null_of(U)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(N.T, (0, m - n)), V)
+    left, right = N @ seen_left, seen_right
+    blind = N.shape[1] - left.shape[1]
+    if blind:
+        mapped = torch.cat([V, right], dim=1)
+        right = torch.cat([right, complement(mapped, blind)], dim=1)
+        left = torch.cat([left, _pivoted([(N, 1.0), (left, -1.0)], n, blind)], dim=1)
+    if U is None:
+        return CoordinateMap(None, V + right @ left.T)
+    return CoordinateMap(torch.cat([U, left], dim=1), torch.cat([V, right], dim=1))
+
+
+def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
+    """`complete` for ranks up to half the width, without a null basis; None where the identity is blind somewhere.
+
+    The identity between the null spaces is M = P E (I - V V^T), P = I - U U^T. With W = P V_1 (V_1: the rows of V that
+    E reaches), M M^T = P - W W^T, so that W^T W = Q diag(l) Q^T, of the size of the rank, holds its spectrum: M is 1
+    but for s = sqrt(1 - l). Its polar factor is M + W Q / (s (1 + s)) Q^T W^T M. Where s is small, rounding of l
+    would show; these directions, W Q / sqrt(l), are solved by themselves.
+    """
+    n, m = len(U), len(V)
+    W = V[:n] - U @ (U.T @ V[:n])
+    values, Q = torch.linalg.eigh(W.T @ W)
+    rest = (1.0 - values).clamp_min(0.0)
+    clear = rest > CLEAR
+    s = rest[clear].sqrt()
+    seen = W @ Q[:, clear]
+    right = -(V @ Q[:, clear]) / s
+    right[:n] += seen / (s * (1.0 + s))
+    lefts, rights = [U, seen], [V.clone(), right]
+    rights[0][:n] -= U
+    if not bool(clear.all()):
+        H = W @ (Q[:, ~clear] / values[~clear].sqrt())
+        seen_left, seen_right = _nearest(torch.nn.functional.pad(H.T, (0, m - n)), V)
+        if seen_left.shape[1] < H.shape[1]:
+            return None
+        right = seen_right @ seen_left.T
+        right[:n] -= H
+        lefts.append(H)
+        rights.append(right)
+    return CoordinateMap(torch.cat(lefts, dim=1), torch.cat(rights, dim=1), identity=True)
+
+
+def complete_thin(found: Polar) -> CoordinateMap:
+    """`complete` where the rank r is far below both widths: the identity plus a correction of rank 2 r or so.
+
+    Outside W_A = span(U, E V) the completed map is the identity E itself, and what that reaches is orthogonal to
+    W_B = span(E^T W_A, V); from W_A to W_B it is a problem of size 2 r x 3 r.
+    """
+    U, V = found.left, found.right
+    assert U is not None
+    assert V is not None
+    if len(U) > len(V):
+        turned = complete_thin(found.T)
+        return CoordinateMap(turned.right, turned.left, turned.identity)
+    n, m, r = len(U), len(V), U.shape[1]
+    if r == 0 or 3 * r > n:
+        return complete(found)
+    W_A = _orthonormal(torch.cat([U, V[:n]], dim=1))
+    beyond = _orthonormal(V[n:])  # W_B is W_A, padded, beside this in the rows that E does not reach
+    p = W_A.shape[1]
+
+    def spread(columns: Tensor) -> Tensor:
+        return torch.cat([W_A @ columns[:p], beyond @ columns[p:]])
+
+    u, v = W_A.T @ U, torch.cat([W_A.T @ V[:n], beyond.T @ V[n:]])  # in the coordinates of W_A and W_B
+    null = null_of(u)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(null.T, (0, len(v) - p)), v)
+    seen_left = null @ seen_left
+    core = u @ v.T + seen_left @ seen_right.T
+    core.diagonal().sub_(1.0)  # E itself
+    left, right = W_A, spread(core.T)
+    blind = p - r - seen_left.shape[1]
+    if blind:
+        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), spread(torch.cat([v, seen_right], 1))
+        left = torch.cat([left, _pivoted([(W_A, 1.0), (mapped_left, -1.0)], n, blind)], dim=1)
+        padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))
+        free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E - what is mapped already
+        right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
+    return CoordinateMap(left, right, identity=True)
+
+
+def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the polar factor of F outside span(V), where F says something."""
+    F = F - (F @ V) @ V.T
+    size = largest_value(F) if len(F) else 0.0
+    if size <= BLIND:
+        return F.new_zeros(len(F), 0), V.new_zeros(len(V), 0)
+    return thin_factors(polar(F, BLIND / size))
+
+
+def complement(basis: Tensor, count: int) -> Tensor:
+    """`count` orthonormal columns orthogonal to `basis`, which depend on its span only, not on its columns."""
+    return _pivoted([(basis, -1.0)], 0, count)
+
+
+def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) -> Tensor:
+    """The first columns of a pivoted Cholesky factorisation of a projector, which is never formed.
+
+    The projector is the identity on the rows from `identity_from` on, plus sign * B B^T for each term. The pivot is
+    the first index near the largest, since among equals rounding would choose.
+    """
+    first = terms[0][0]
+    weight = first.new_zeros(len(first))
+    weight[identity_from:] = 1.0
+    for basis, sign in terms:
+        weight += sign * basis.square().sum(1)
+    columns = first.new_zeros(len(first), count)
+    for index in range(count):
+        pivot = int((weight > 0.55 * weight.max()).nonzero()[0])
+        column = first.new_zeros(len(first))
+        if pivot >= identity_from:
+            column[pivot] = 1.0
+        for basis, sign in terms:
+            column += sign * (basis @ basis[pivot])
+        column -= columns @ columns[pivot]
+        columns[:, index] = column / column[pivot].sqrt()
+        weight = weight - columns[:, index].square()
+    return columns
+
+
+def rectangular_identity(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:
+    """The map that "no alignment" means: the identity, zero-padded or cropped at the end of each axis."""
+    return torch.eye(rows, columns, device=device, dtype=torch.float64)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns whose span holds the given ones."""
+    Q: Tensor = torch.linalg.qr(columns).Q
+    return Q

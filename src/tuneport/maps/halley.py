@@ -1,0 +1,364 @@
+"""The weighted Halley iteration for the polar factors of many matrices of one shape at once.
+
+Each step sends a singular value s to s (a + b s^2) / (1 + c s^2), by products and an inverse that is made of products
+too, so that a GPU is busy; nothing waits for the host before the end. The weights follow from the rank cut alone.
+Large weights cost digits (c eps), so c is capped, and a few heavy steps first lift everything above the cut to
+`low`. There the Gram matrix resolves all that matters, and what lies below the cut is taken out: by a few inverse
+iterations where that is little (`iterate`), or by a projector, for which the same steps serve (`iterate_split`).
+
+Torch only. Matrices are (B, n, m) with n <= m, float64; a map that cannot be had so is None, and one that is there
+carries its certificate, whether it holds or not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .certificate import PROBES, STATIONARITY, Certificate, gaussian, rounding
+from .symmetric import inverse, inverse_root, lower_product, symmetric_product
+
+NULLS = 8  # null directions that inverse iteration looks for, less one
+_HEAVIEST = 1e6  # the largest weight c
+_MARGIN = 1.05  # above the largest singular value, which is found from below
+_SURE = 1.2  # how far above the cut a value counts as determined without a closer look; below it, three times
+_NEAR = 0.98  # to 1, for the polynomial at the end
+_BLIND = 1e-3  # the least that the identity must say about a null direction, to be filled in here
+_TINY = 1e-300
+
+Weights = tuple[float, float, float]
+
+
+class Iterated(NamedTuple):
+    """The polar factor of one matrix on its determined directions, completed where that was asked for."""
+
+    matrix: Tensor  # (n, m)
+    null: Tensor  # (n, n - rank), empty where the matrix is completed
+    rank: int
+    total: float  # the sum of the singular values above the cut
+    certificate: Certificate
+    split: bool = False  # by a projector
+
+
+def iterate(
+    C: Tensor, cut: float, *, fill: bool = False, look: bool = True, split: bool = False
+) -> list[Iterated | None]:
+    """Polar factors of matrices with fewer than NULLS singular values at or below `cut` times the largest.
+
+    With `fill`, null directions are mapped as near to the identity as can be. None for a matrix with more of them,
+    with values too near to the cut, or whose null directions the identity says nothing about; with `split`, the first
+    two go on as in `iterate_split`. Without `look`, full rank is taken for granted, which saves an inverse; where
+    that is wrong, the result is None or not certified.
+    """
+    steps, size = _steps(cut), largest_values(C)
+    X = _lifted(C, size, steps)
+    if not look:
+        X = _finish(X, steps.tail)
+        return _finished(C, cut, size, X, None, fill)
+    null, unclear = _null_directions(X, steps)
+    results: list[Iterated | None] = [None] * len(C)
+    clear = (~unclear).nonzero()[:, 0]
+    if len(clear):
+        here, lifted, known, largest = (_some(part, clear) for part in (C, X, null, size))
+        lifted.baddbmm_(known, known.mT @ lifted, alpha=-1)  # a copy, or all of X, which nobody needs any more
+        found = _finish(lifted, steps.tail)
+        for index, one in zip(clear.tolist(), _finished(here, cut, largest, found, known, fill), strict=True):
+            results[index] = one
+    many = unclear.nonzero()[:, 0]
+    if split and len(many):
+        here, lifted, largest = (_some(part, many) for part in (C, X, size))
+        for index, one in zip(many.tolist(), _split(here, lifted, largest, cut, steps, fill), strict=True):
+            results[index] = one
+    return results
+
+
+def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
+    """`iterate` for any rank, at the price of one more iteration: for the sign of a Gram matrix less the cut.
+
+    That gives the projector onto what lies below the cut, without eigenvectors, of which an accelerator makes few at a
+    time. A value at the cut itself, to one in 10^4, leaves no projector, and the result is not certified.
+    """
+    steps, size = _steps(cut), largest_values(C)
+    return _split(C, _lifted(C, size, steps), size, cut, steps, fill)
+
+
+def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Iterated | None]:
+    below = _projector_below(symmetric_product(X, X), steps.lifted**2)
+    X = _finish((below @ X).neg_().add_(X), steps.tail)
+    X = (below @ X).neg_().add_(X)
+    found = _finished(C, cut, size, X, below, fill)
+    return [None if one is None else one._replace(split=True) for one in found]
+
+
+def _some(stack: Tensor, indices: Tensor) -> Tensor:
+    return stack if len(indices) == len(stack) else stack[indices]
+
+
+def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
+    """The largest singular values (B,), or a little less, by a few power steps with several vectors.
+
+    With `among`, those of the left directions that it spans: orthonormal columns, zero ones beside, or a projector.
+    """
+    block = gaussian(C.shape[-2], PROBES, C.device)
+    for _ in range(9):
+        block = block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY)
+        block = block if among is None else among @ (among.mT @ block)
+        found = C.mT @ block
+        block = C @ found
+    largest: Tensor = found.norm(dim=-2).amax(-1)
+    return largest
+
+
+class Tail(NamedTuple):
+    """What is left to do where one Gram matrix resolves everything: a few steps, and a polynomial in 1 - G."""
+
+    steps: tuple[Weights, ...]
+    polynomial: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The weights of all steps for one rank cut."""
+
+    heavy: tuple[Weights, ...]
+    lifted: float  # what the heavy steps make of a singular value at the cut
+    tail: Tail
+
+
+@lru_cache(maxsize=64)
+def _steps(cut: float) -> Steps:
+    heavy, lifted = [], cut / _MARGIN
+    while lifted < 1e-3:  # small values in order, and below what the others sink to
+        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / lifted)))
+        lifted = _value(heavy[-1], lifted)
+    return Steps(tuple(heavy), lifted, _tail(0.9 * lifted))
+
+
+@lru_cache(maxsize=64)
+def _tail(low: float) -> Tail:
+    """From singular values in [low, 1] to 1."""
+    steps = []
+    while low < _NEAR:
+        steps.append(step_weights(low))
+        low = _image(steps[-1], low)
+    return Tail(tuple(steps), _polynomial(low))
+
+
+def _polynomial(low: float) -> tuple[float, ...]:
+    """(1 - x)^-1/2 for x in [0, 1 - low^2] as a polynomial of order four: to 10^-10 for _NEAR, and to 10^-12 above."""
+    width = 1 - min(low, 0.99) ** 2  # narrower, it would be wild beyond
+    angles = torch.arange(1, 10, 2, dtype=torch.float64) * math.pi / 10
+    spots = (1 - angles.cos()) / 2  # Chebyshev's
+    found = torch.linalg.solve(torch.linalg.vander(spots), (1 - width * spots).rsqrt())
+    return tuple(float(value) / width**order for order, value in enumerate(found))
+
+
+@lru_cache(maxsize=64)
+def _sign_steps(limit: float) -> Steps:
+    """The steps to the sign of eigenvalues in [-1, 1] that are no nearer to zero than one in 10^4 of `limit`."""
+    heavy, low = [], 1e-4 * limit
+    while low < 1e-3:  # the weights are capped here too
+        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / low)))
+        low = _image(heavy[-1], low)
+    return Steps(tuple(heavy), low, _tail(low))
+
+
+def step_weights(low: float) -> Weights:
+    """The best weights for singular values in [low, 1]."""
+    d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+    return _weights_of((1 + d) ** 0.5 + 0.5 * (8 - 4 * d + 8 * (2 - low**2) / (low**2 * (1 + d) ** 0.5)) ** 0.5)
+
+
+def _weights_of(a: float) -> Weights:
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
+
+
+def _value(weights: Weights, at: float) -> float:
+    a, b, c = weights
+    return at * (a + b * at**2) / (1 + c * at**2)
+
+
+def _image(weights: Weights, low: float) -> float:
+    """The least that a step makes of values in [low, 1]."""
+    spots = torch.logspace(math.log10(low), 0, 512, dtype=torch.float64)
+    return min(_value(weights, float(spot)) for spot in spots)
+
+
+def _lifted(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
+    X = C / (_MARGIN * size[:, None, None])
+    for weights in steps.heavy:
+        X = _turn(X, weights) @ X
+    return X
+
+
+def _turn(X: Tensor, weights: Weights) -> Tensor:
+    """W, of which W X is the next X."""
+    a, b, c = weights
+    return _add_identity(_resolvent(lower_product(X, X), c).mul_(a - b / c), b / c)
+
+
+def _resolvent(gram: Tensor, c: float) -> Tensor:
+    """(1 + c G)^-1; G is used up."""
+    return inverse(_add_identity(gram.mul_(c), 1.0))
+
+
+def _add_identity(matrices: Tensor, times: float) -> Tensor:
+    matrices.diagonal(dim1=-2, dim2=-1).add_(times)
+    return matrices
+
+
+def _finish(X: Tensor, tail: Tail) -> Tensor:
+    """The polar factor of X, whose singular values lie where the tail begins; null directions stay null."""
+    return _root_of_inverse(symmetric_product(X, X), tail) @ X
+
+
+def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
+    """G^-1/2, by the steps of the iteration for G alone: a step's turn is W, G becomes W^2 G, and W G needs no product.
+
+    G is used up. Everything commutes, so that all products are symmetric. At the end the singular values are near to
+    1, and a polynomial does the rest.
+    """
+    total = None
+    for a, b, c in tail.steps:
+        turn = _resolvent(gram.clone(), c)
+        gram = _add_identity(gram.mul_(b / c).sub_(turn, alpha=(a - b / c) / c), (a - b / c) / c)  # W G
+        _add_identity(turn.mul_(a - b / c), b / c)
+        gram = symmetric_product(turn, gram)
+        total = turn if total is None else symmetric_product(turn, total)
+        del turn  # and its memory
+    rest = _add_identity(gram.neg_(), 1.0)
+    square = symmetric_product(rest, rest)
+    k0, k1, k2, k3, k4 = tail.polynomial
+    upper = (rest * k3).add_(square, alpha=k4)
+    last = symmetric_product(square, upper).add_(square, alpha=k2).add_(rest, alpha=k1)
+    _add_identity(last, k0)
+    return last if total is None else symmetric_product(last, total)
+
+
+def _projector_below(gram: Tensor, limit: float) -> Tensor:
+    """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
+    sign, steps = _add_identity(gram.neg_(), limit), _sign_steps(limit)
+    for weights in steps.heavy:
+        sign = _turn(sign, weights) @ sign
+    sign = _finish(sign, steps.tail)
+    sign = torch.baddbmm(sign, symmetric_product(sign, sign), sign, beta=1.5, alpha=-0.5)  # an error e becomes e^2
+    return _add_identity((sign + sign.mT).div_(4), 0.5)
+
+
+def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+    """Orthonormal left directions in which nothing above the cut is left, zero columns beside; and where that failed.
+
+    Inverse iteration with corrections by the residual, so that the error of the inverse does not stay. Rayleigh
+    quotients are bounds from above, so never too many directions are taken out.
+    """
+    shift = 1e4 / steps.lifted**2
+    near = _resolvent(lower_product(X, X), shift)
+    found = _orthonormal(near @ _orthonormal(near @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
+    for _ in range(3):
+        seen = X.mT @ found
+        squares, turn = _small_eigh(seen.mT @ seen)
+        found, seen = found @ turn, seen @ turn
+        residual = X @ seen - found * squares[:, None]
+        found = _orthonormal(found - shift * (near @ residual))
+    seen = X.mT @ found
+    squares, turn = _small_eigh(seen.mT @ seen)
+    found, limit = found @ turn, steps.lifted**2
+    unclear = ((squares > limit / 9) & (squares < limit * _SURE**2)).any(-1) | ~squares.isfinite().all(-1)
+    null = squares < limit
+    return found * null[:, None], unclear | null.all(-1)
+
+
+def _finished(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Iterated | None]:
+    """Certify, fill, and look at the verdict on all matrices at once.
+
+    `null` spans the null directions: orthonormal columns, zero ones beside, or a projector; None where there are none.
+    """
+    probe = gaussian(C.shape[-2], PROBES, C.device)
+    stationarity, spread, total, bad = _stationarity(C, X, null, size, cut, probe)
+    seen = X @ (X.mT @ probe) - probe
+    ranks = torch.full_like(size, C.shape[-2])
+    if null is None:
+        orthogonality = _size(seen)
+    else:
+        ranks -= null.square().sum((-2, -1)).round()
+        orthogonality = _size(seen + null @ (null.mT @ probe))
+        bad = bad | (largest_values(C, null) > _SURE * cut * size)
+        if fill:
+            X, blind = _filled(X, null)
+            orthogonality = torch.maximum(orthogonality, _size(X @ (X.mT @ probe) - probe))
+            bad = bad | blind
+    bad = bad | (size == 0) | ~total.isfinite()
+    numbers = torch.stack([bad.double(), ranks, total, orthogonality, stationarity, rounding(C.dtype) * spread]).T
+    results: list[Iterated | None] = []
+    for index, (refused, rank, value, defect, residual, limit) in enumerate(numbers.tolist()):
+        if refused:
+            results.append(None)
+            continue
+        there = X.new_zeros(C.shape[-2], 0)
+        if null is not None and not fill and rank < C.shape[-2]:
+            there = null[index] @ gaussian(null.shape[-1], C.shape[-2] - int(rank), C.device)
+            there = torch.linalg.qr(there).Q
+        matrix = X[index] if len(C) == 1 else X[index].clone()  # not a view that holds them all
+        results.append(Iterated(matrix, there, int(rank), value, Certificate(defect, residual, STATIONARITY + limit)))
+    return results
+
+
+def _size(residual: Tensor) -> Tensor:
+    return residual.square().mean((-2, -1)).sqrt()
+
+
+def _stationarity(
+    C: Tensor, X: Tensor, null: Tensor | None, size: Tensor, cut: float, probe: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of S^-1/2 (H - H^T) S^-1/2 / 2 for H = C X^T, with a Cholesky factor of H in place of the root; and more.
+
+    H is lifted by the null directions and lowered by the cut: no factor means that a value lies below the cut. Also
+    the spread of H, its trace, and where there was no factor.
+    """
+    lifted = lower_product(C, X)
+    diagonal = lifted.diagonal(dim1=-2, dim2=-1)
+    spread, total = diagonal.amax(-1), diagonal.sum(-1)
+    if null is not None:
+        lifted += (null * size[:, None, None]) @ null.mT
+    diagonal.sub_((cut * size)[:, None])
+    root, bad = inverse_root(lifted)
+    turned = root.mT @ probe
+    residual = root @ (C @ (X.mT @ turned) - X @ (C.mT @ turned)) / 2
+    spread = spread * root.diagonal(dim1=-2, dim2=-1).square().amax(-1)
+    return _size(residual), spread, total, bad
+
+
+def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
+    """X with its null directions mapped as near to the identity as can be; and where the identity is blind."""
+    rows, columns = X.shape[-2:]
+    if null.shape[-1] < rows:
+        there = null.square().sum(-2) > 0.5
+        F = torch.nn.functional.pad(null.mT, (0, columns - rows))
+        F = F - (F @ X.mT) @ X
+        squares, turn = _small_eigh(F @ F.mT + torch.diag_embed((~there).double()))
+        root = turn @ (squares.clamp_min(_TINY).rsqrt()[..., None] * turn.mT)
+        return X + null @ (root @ F), (squares < _BLIND**2).any(-1)
+    F = torch.nn.functional.pad(symmetric_product(null, null), (0, columns - rows))
+    F.baddbmm_(F @ X.mT, X, alpha=-1).add_(X)
+    return _finish(F, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns of the same span, by two rounds of eigenvectors of their small Gram matrix."""
+    for _ in range(2):
+        squares, turn = _small_eigh(columns.mT @ columns)
+        columns = columns @ (turn * squares.clamp_min(_TINY).rsqrt()[..., None, :])
+    return columns
+
+
+def _small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors of a few small matrices; one that is not finite gives NaN."""
+    broken = ~matrix.isfinite().all(dim=(-2, -1), keepdim=True)
+    values, vectors = torch.linalg.eigh(torch.where(broken, torch.zeros_like(matrix), matrix))
+    return torch.where(broken[..., 0], torch.nan, values), vectors

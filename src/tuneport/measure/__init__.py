@@ -1,0 +1,1 @@
+"""Run models on samples and return numbers."""

@@ -1,0 +1,282 @@
+"""The signals of one model: what its layers read and give, and the gradients of both, seen while it runs.
+
+A layer is recognised by its weight, not by its module: every linear map that a model computes with a watched
+parameter is seen (Linear, Conv1D, patch convolutions, bare matrices, fused projections, the inside of
+nn.MultiheadAttention). A signal is handed on as (N, T, d) and not kept. Models come back as they went in, also after
+an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CaptureError
+from ..layers import Layer
+from ..models.offload import watched
+from .batches import first_dimension
+
+INPUT = "input"
+OUTPUT = "output"
+OUTPUT_GRADIENT = "output_gradient"
+INPUT_GRADIENT = "input_gradient"
+WEIGHT_GRADIENT = "weight_gradient"
+SIGNALS = (INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT)
+NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Sink = Callable[..., None]
+
+_MATMUL = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+_ADDMM = (torch.addmm, Tensor.addmm)
+_attending = threading.RLock()  # F.linear belongs to the whole process: one thread at a time stands in for it
+
+
+def watch(
+    model: nn.Module,
+    layers: Iterable[Layer] | Mapping[Layer, Collection[str]],
+    batch: Any,
+    loss: Loss,
+    signals: Collection[str],
+    size: int | None = None,
+) -> dict[tuple[str, str], list[Tensor]]:
+    """Run one model once and return the raw signals (N, T, d) by (layer name, signal), a list entry per call.
+
+    For diagnostics and tests; `measure` never keeps signals. Layers that read one tensor get one copy of it. Layers
+    may come with signals of their own.
+    """
+    kept: dict[tuple[str, str], dict[int, Tensor]] = {}
+    copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def keep(layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
+        del inputs
+        known = copies.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = copies[id(tensor)] = (weakref.ref(tensor), tensor.clone())
+        kept.setdefault((layer.name, signal), {})[call] = known[1]
+
+    own = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, signals)
+    wanted = {layer: frozenset(names) for layer, names in own.items()}
+    with frozen(model):
+        backward = bool(NEEDS_BACKWARD & set(signals))
+        Recorder(model, wanted, keep, size or first_dimension(batch), backward).run(batch, loss)
+    return {key: [calls[call] for call in sorted(calls)] for key, calls in kept.items()}
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with parameters that need no gradient; everything restored on the way out."""
+    training = {module: module.training for module in model.modules()}
+    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        model.eval()
+        model.requires_grad_(False)
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for parameter, flag in required.items():
+            parameter.requires_grad_(flag)
+
+
+class Recorder(TorchFunctionMode):
+    """Sees every linear map computed with a watched weight and reports its signals as (N, T, d) to `sink`.
+
+    `layers` says which signals of which layers are wanted, `size` how many sequences a batch has. A sink gets the
+    layer, the signal, the number of the call and the tensor; a weight gradient comes as the output's, with the inputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[Layer, frozenset[str]], sink: Sink, size: int, backward: bool
+    ) -> None:
+        super().__init__()
+        self.paused = False
+        self._model = model
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = {layer: parameters[layer.weight] for layer in layers}
+        self._watched: dict[int, list[Layer]] = {}
+        for layer, parameter in self._parameters.items():
+            self._watched.setdefault(id(parameter), []).append(layer)
+        self._wanted, self._sink, self._size, self._backward = layers, sink, size, backward
+        self._calls: Counter[Layer] = Counter()
+        self._views: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=4)
+
+    def run(self, batch: Any, loss: Loss) -> None:
+        """One forward pass and, where asked, one backward pass."""
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.set_grad_enabled(self._backward):
+                with watched(self):
+                    value = loss(self._model, batch)
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise CaptureError(f"the loss must return one number (a sum over samples), got {_describe(value)}.")
+                if self._backward and not value.requires_grad:
+                    raise CaptureError("the loss does not depend on any paired layer: no gradient can be measured.")
+                if self._backward:
+                    value.sum().backward()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attention(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func is F.linear:
+            return self._see(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
+        if func in (F.conv2d, torch.conv2d):
+            return self._see(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
+        if func in _MATMUL and len(args) == 2:
+            return self._see(args[0], args[1], result, in_by_out=True)
+        if func in _ADDMM and len(args) == 3:
+            return self._see(args[1], args[2], result, in_by_out=True)
+        return result
+
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a part of the model holds a watched weight."""
+        return any(id(parameter) in self._watched for parameter in module.parameters())
+
+    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """nn.MultiheadAttention computes its projections inside one function, on (L, N, E) tensors."""
+        query = _argument(args, kwargs, 0, "query")
+        samples = query.shape[1] if query.ndim == 3 else 1
+        with _attending:
+            linear = F.linear
+
+            def seen(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+                return self._see(input, weight, linear(input, weight, bias), sequence_first=samples)
+
+            F.linear = seen
+            try:
+                return func(*args, **kwargs)
+            finally:
+                F.linear = linear
+
+    def _see(
+        self, x: Any, weight: Any, result: Any, *, in_by_out: bool = False, sequence_first: int | None = None
+    ) -> Any:
+        layers, first_row = self._layers_of(weight, in_by_out)
+        if not layers:
+            return result
+        if self._backward and not result.requires_grad:
+            result = result.detach().requires_grad_(True).clone()
+
+        def tokens(tensor: Tensor) -> Tensor:
+            return _tokens(tensor, self._size, sequence_first)
+
+        convolution = layers[0].kernel is not None
+        shaped = (lambda y: y.flatten(2).transpose(1, 2)) if convolution else tokens
+        calls = {layer: self._calls[layer] for layer in layers}
+        self._calls.update(layers)
+        inputs: Tensor | None = None
+        for layer in layers:
+            wanted = self._wanted[layer]
+            if wanted & {INPUT, WEIGHT_GRADIENT}:
+                inputs = self._view(x, layer, tokens)
+            if INPUT in wanted:
+                self._sink(layer, INPUT, calls[layer], inputs)
+            if OUTPUT in wanted:
+                self._sink(layer, OUTPUT, calls[layer], shaped(_rows(result.detach(), layer, first_row)))
+        if self._backward and any(self._wanted[layer] & NEEDS_BACKWARD for layer in layers):
+            kept = inputs.clone() if inputs is not None and WEIGHT_GRADIENT in self._wanted[layers[0]] else None
+
+            def gradient(grad: Tensor) -> None:
+                for layer in layers:
+                    g = shaped(_rows(grad.detach(), layer, first_row))
+                    self._report_gradient(layer, calls[layer], g, kept)
+
+            result.register_hook(gradient)
+        return result
+
+    def _report_gradient(self, layer: Layer, call: int, gradient: Tensor, inputs: Tensor | None) -> None:
+        wanted = self._wanted[layer]
+        if OUTPUT_GRADIENT in wanted:
+            self._sink(layer, OUTPUT_GRADIENT, call, gradient)
+        if INPUT_GRADIENT in wanted:
+            weight = layer.matrix(self._parameters[layer].detach())
+            self._sink(layer, INPUT_GRADIENT, call, gradient @ weight)
+        if WEIGHT_GRADIENT in wanted:
+            self._sink(layer, WEIGHT_GRADIENT, call, gradient, inputs)
+
+    def _view(self, x: Tensor, layer: Layer, tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer's input as (N, T, d): the same object for layers that read the same, unchanged tensor."""
+        version = 0 if x.is_inference() else x._version  # counts the changes in place
+        for seen, seen_version, view in self._views:
+            if seen() is x and seen_version == version:
+                return view
+        if layer.kernel is not None:
+            view = F.unfold(x.detach(), kernel_size=layer.kernel[1:], stride=layer.kernel[1:]).transpose(1, 2)
+        else:
+            view = tokens(x.detach())
+        self._views.append((weakref.ref(x), version, view))
+        return view
+
+    def _layers_of(self, weight: Any, in_by_out: bool) -> tuple[list[Layer], int]:
+        """The watched layers computed by this use of a weight, itself or a view of it, and its first row."""
+        if not isinstance(weight, Tensor):
+            return [], 0
+        base, first_row = weight, 0
+        if id(weight) not in self._watched:
+            base = weight._base  # type: ignore[assignment]
+            if base is None or id(base) not in self._watched:
+                return [], 0
+            if weight.ndim == 2 and weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]:
+                in_by_out = not in_by_out
+            elif weight.shape[1:] == base.shape[1:] and weight.stride() == base.stride():
+                first_row = (weight.storage_offset() - base.storage_offset()) // base.stride(0)
+            else:
+                return [], 0
+        rows = (first_row, first_row + weight.shape[0])
+        whole = weight.shape == base.shape or weight.shape == base.shape[::-1]
+        layers = [
+            layer
+            for layer in self._watched[id(base)]
+            if layer.transposed == in_by_out and (whole or _inside(layer, rows))
+        ]
+        return layers, first_row
+
+
+def _inside(layer: Layer, rows: tuple[int, int]) -> bool:
+    return layer.rows is not None and all(rows[0] <= start and stop <= rows[1] for start, stop in layer.rows)
+
+
+def _rows(result: Tensor, layer: Layer, first_row: int) -> Tensor:
+    """The part of a fused output (or its gradient) that belongs to one layer."""
+    if layer.rows is None:
+        return result
+    parts = [result[..., start - first_row : stop - first_row] for start, stop in layer.rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _tokens(tensor: Tensor, size: int, sequence_first: int | None) -> Tensor:
+    """Any activation as (N, T, d). `sequence_first` is the batch size of a (L, N, E) or (L*N, E) tensor."""
+    if sequence_first is not None:
+        return tensor.reshape(-1, sequence_first, tensor.shape[-1]).transpose(0, 1)
+    if tensor.ndim == 3 and tensor.shape[0] != size and tensor.shape[1] == size:
+        return tensor.transpose(0, 1)
+    if tensor.ndim >= 2 and tensor.shape[0] % size == 0:
+        return tensor.reshape(size, -1, tensor.shape[-1])
+    return tensor.reshape(1, -1, tensor.shape[-1])
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
+    return args[index] if len(args) > index else kwargs[name]
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

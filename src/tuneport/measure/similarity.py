@@ -1,0 +1,169 @@
+"""How alike two sets of paired tokens are: linear CKA, mean cosine, change of length. Torch only, streamed.
+
+Everything is a sum over tokens, so memory does not grow with the data: CKA comes from covariances, never from
+a token-by-token Gram matrix. Sums are float64. A number that the data leave open (a constant signal, other
+widths for a raw cosine, too few tokens) is NaN, which JSON gets as null.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..maps.procrustes import CrossCovariance
+
+NAN = float("nan")
+
+
+class Similarity(CrossCovariance):
+    """A cross-covariance that also knows linear CKA and the mean cosine of its paired tokens.
+
+    Holds the two covariances beside the cross-covariance, all around the mean of the first tokens, so that a
+    large common offset costs no digits.
+
+    >>> X = torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 5.0], [4.0, 1.0], [3.0, 3.0]])
+    >>> similarity = Similarity(2, 2)
+    >>> similarity.update(X[:2], 7 * X[:2])
+    >>> similarity.update(X[2:], 7 * X[2:])
+    >>> round(similarity.cka(), 9), round(similarity.cka(debiased=True), 9), round(similarity.cosine, 9)
+    (1.0, 1.0, 1.0)
+    """
+
+    def __init__(self, source_width: int, target_width: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__(source_width, target_width, device=device)
+        self._agreement = TokenAgreement(source_width, target_width)
+        self._shift: tuple[Tensor, Tensor] | None = None
+        self._moments: dict[str, _Moments] = {}
+
+    @property
+    def cosine(self) -> float:
+        """Mean cosine of the paired tokens as they are; NaN where the widths differ."""
+        return self._agreement.cosine
+
+    def update(self, source: Tensor, target: Tensor) -> None:
+        super().update(source, target)
+        self._agreement.update(source, target)
+        X, Y = (signal.to(device=self.source_energy.device, dtype=torch.float64) for signal in (source, target))
+        if self._shift is None:
+            if not len(X):
+                return
+            self._shift = X.mean(0), Y.mean(0)
+        X, Y = X - self._shift[0], Y - self._shift[1]
+        for name, (left, right) in {"xy": (X, Y), "xx": (X, X), "yy": (Y, Y)}.items():
+            self._moments.setdefault(name, _Moments(left.shape[1], right.shape[1], left.device)).update(left, right)
+
+    def cka(self, *, debiased: bool = False) -> float:
+        """Linear CKA, `|X^T Y|^2 / (|X^T X| |Y^T Y|)` of centred signals, from 0 to 1.
+
+        The plain estimate is too high when there are few tokens for the width. `debiased` puts the unbiased
+        estimator of HSIC in all three places: right on average, it may come out slightly below 0.
+        """
+        if not self._moments:
+            return NAN
+        both, ours, theirs = (self._moments[name].hsic(debiased=debiased) for name in ("xy", "xx", "yy"))
+        return both / math.sqrt(ours * theirs) if ours > 0 and theirs > 0 else NAN
+
+
+class TokenAgreement:
+    """The mean over paired tokens of their cosine and of the relative change of their length.
+
+    `matrix` (d_A, d_B), where given, is applied to the source's tokens first. Tokens that are zero on either side
+    have no direction and are left out, such as the gradients at tokens that the loss does not see.
+    """
+
+    def __init__(self, source_width: int, target_width: int, *, matrix: Tensor | None = None) -> None:
+        self.source_energy = torch.zeros((), dtype=torch.float64)
+        self.target_energy = torch.zeros((), dtype=torch.float64)
+        self.tokens = 0
+        self._matrix = matrix
+        self._comparable = matrix is not None or source_width == target_width
+        self._cosines = self._changes = 0.0
+
+    @property
+    def cosine(self) -> float:
+        """Mean of `cos(x_A R, x_B)`."""
+        return self._cosines / self.tokens if self._comparable and self.tokens else NAN
+
+    @property
+    def direction(self) -> float:
+        """Mean of `1 - cos(x_A R, x_B)`: the paper's directional shift."""
+        return 1.0 - self.cosine
+
+    @property
+    def magnitude(self) -> float:
+        """Mean of `| |x_B| - |x_A R| | / |x_A R|`: the paper's magnitude change."""
+        return self._changes / self.tokens if self.tokens else NAN
+
+    def update(self, source: Tensor, target: Tensor) -> None:
+        """Add the tokens of one batch: source (M, d_A) and target (M, d_B), row i of both the same token."""
+        X, Y = source.double(), target.double()
+        self.source_energy = self.source_energy.to(X.device) + X.square().sum()
+        self.target_energy = self.target_energy.to(Y.device) + Y.square().sum()
+        if self._matrix is not None:
+            X = X @ self._matrix.to(X)
+        lengths = X.norm(dim=1), Y.norm(dim=1)
+        there = (lengths[0] > 0) & (lengths[1] > 0)
+        ours, theirs = (length[there] for length in lengths)
+        self.tokens += int(there.sum())
+        self._changes += float(((theirs - ours).abs() / ours).sum())
+        if self._comparable:
+            self._cosines += float(((X[there] * Y[there]).sum(1) / (ours * theirs)).sum())
+
+
+class _Moments:
+    """The sums from which HSIC of two linear kernels follows, plain and unbiased."""
+
+    def __init__(self, left: int, right: int, device: torch.device) -> None:
+        self._product = torch.zeros(left, right, dtype=torch.float64, device=device)
+        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for width in (left, right)]
+        self._weighted = [torch.zeros(width, dtype=torch.float64, device=device) for width in (left, right)]
+        self._squares = torch.zeros(3, dtype=torch.float64, device=device)
+        self._tokens = 0
+
+    def update(self, X: Tensor, Y: Tensor) -> None:
+        self._product.addmm_(X.T, Y)
+        x2, y2 = X.square().sum(1), Y.square().sum(1)
+        for total, signal in zip(self._sums, (X, Y), strict=True):
+            total += signal.sum(0)
+        for total, signal, weight in zip(self._weighted, (X, Y), (y2, x2), strict=True):
+            total += weight @ signal
+        self._squares += torch.stack([x2.sum(), y2.sum(), x2 @ y2])
+        self._tokens += len(X)
+
+    def hsic(self, *, debiased: bool) -> float:
+        """HSIC up to a factor that cancels in CKA. Unbiased: Song et al., of kernels whose diagonal is zero."""
+        n, (sum_x, sum_y) = self._tokens, self._sums
+        if not debiased:
+            return float((self._product - torch.outer(sum_x, sum_y) / n).square().sum())
+        if n < 4:
+            return NAN
+        x2, y2, x2y2 = self._squares
+        trace = self._product.square().sum() - x2y2
+        whole = (sum_x @ sum_x - x2) * (sum_y @ sum_y - y2) / ((n - 1) * (n - 2))
+        rows = sum_x @ self._product @ sum_y - self._weighted[0] @ sum_x - self._weighted[1] @ sum_y + x2y2
+        return float(trace + whole - 2 / (n - 2) * rows) / (n * (n - 3))
+
+
+def cka(X: Tensor, Y: Tensor, *, debiased: bool = False) -> float:
+    """Linear CKA of two sets of paired tokens (M, d_A) and (M, d_B).
+
+    >>> X = torch.eye(5)[:, :3]
+    >>> round(cka(X, 2 * X), 9)
+    1.0
+    """
+    similarity = Similarity(X.shape[1], Y.shape[1], device=X.device)
+    similarity.update(X, Y)
+    return similarity.cka(debiased=debiased)
+
+
+def token_cosine(X: Tensor, Y: Tensor, matrix: Tensor | None = None) -> float:
+    """Mean cosine of paired tokens (M, d_A) and (M, d_B), the first mapped by `matrix` where one is given.
+
+    >>> token_cosine(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 3.0]]))
+    0.5
+    """
+    agreement = TokenAgreement(X.shape[1], Y.shape[1], matrix=matrix)
+    agreement.update(X, Y)
+    return agreement.cosine

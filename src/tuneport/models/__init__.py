@@ -1,0 +1,1 @@
+"""Everything that must be known of a model."""

@@ -1,0 +1,280 @@
+"""What must be known of transformers' text classes: encoders, decoders, encoder-decoders, and their heads.
+
+A class is known by its model type and by the end of its name (BertModel, BertForSequenceClassification, ...).
+Fused projections are told by the name of their module. Embeddings and heads over the vocabulary are loose tensors;
+mixtures of experts are refused, since experts of two models have no common order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, first_of
+from ...io.checkpoint import read_json
+from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
+from ..base import Batch, Model, class_embeddings, config_classes, outside_of
+from ..tokenizer import Reader
+from . import TOKENIZER_FILES, open_tokenizer
+
+ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
+TEXT_KINDS: Mapping[str, str] = {
+    "bert": ENCODER,
+    "roberta": ENCODER,
+    "xlm-roberta": ENCODER,
+    "mpnet": ENCODER,
+    "distilbert": ENCODER,
+    "modernbert": ENCODER,
+    "t5": SEQ2SEQ,
+    "mt5": SEQ2SEQ,
+    "llama": DECODER,
+    "mistral": DECODER,
+    "qwen2": DECODER,
+    "qwen3": DECODER,
+    "gemma": DECODER,
+    "gemma2": DECODER,
+    "gemma3_text": DECODER,
+    "phi3": DECODER,
+    "gpt2": DECODER,
+    "gpt_neox": DECODER,
+}
+CLASSIFIER = "ForSequenceClassification"
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
+LONGEST = 512  # tokens, where the model itself would take more
+POOLING = {  # in the words of sentence-transformers
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean": "mean",
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_cls": "first",
+    "pooling_mode_lasttoken": "last",
+}
+SENTENCE_SCALE = 20.0  # of cosines, as sentence encoders are trained
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the name of a transformers class is read."""
+
+    kind: str
+    head: str
+
+
+def text_class(name: str, model_type: str) -> Parts | None:
+    """What a class of that name and model type is; None where it is not known."""
+    head = next((head for head in HEADS if name.endswith(head)), None)
+    if head is None or model_type not in TEXT_KINDS or (head in WRITERS and TEXT_KINDS[model_type] == ENCODER):
+        return None
+    return Parts(TEXT_KINDS[model_type], head)
+
+
+def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str) -> None:
+    """Stop at a mixture of experts, with the names of its tensors."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    number = next((config[key] for key in counts if isinstance(config.get(key), int) and config[key] > 1), None)
+    if number is None:
+        return
+    experts = [
+        name for name in tensors if ".experts." in name or ".router." in name or name.endswith("mlp.gate.weight")
+    ]
+    raise CheckpointError(
+        f"{where} is a mixture of {number} experts ({first_of(experts, 3) or 'none of them found in its files'}): "
+        "experts of two models have no common order, so that they cannot be paired. Port a dense model, or pass live "
+        "modules with pairs= of your own."
+    )
+
+
+def complete_text(model: Model, trust_remote_code: bool) -> Model:
+    """A text model with all that is known of it."""
+    module: Any = model.module
+    config = module.config
+    parts = text_class(type(module).__name__, config.model_type)
+    assert parts is not None
+    refuse_experts(config.to_dict(), (name for name, _ in module.named_parameters()), model.name)
+    within = _tower(module, parts)
+    layers = _layers(module, config, within)
+    loose = find_loose(module, layers, within=within)
+    reader = None
+    if model.folder is not None and any((model.folder / name).is_file() for name in TOKENIZER_FILES):
+        reader = _reader(open_tokenizer(model.folder, trust_remote_code, "a text model"), module, config)
+    classifies, writes = parts.head == CLASSIFIER, parts.head in WRITERS
+    pooling = _pooling(model, parts)
+
+    def features(part: Any, batch: Batch) -> Tensor:
+        return _pool(_hidden(part, batch, parts), batch["attention_mask"], pooling)
+
+    described = replace(
+        model,
+        layers=layers,
+        loose=loose,
+        kind="text",
+        classes=config_classes(config) if classifies else (),
+        encode=(lambda texts: reader.texts(texts).inputs) if reader is not None else None,
+        reader=reader,
+        features=features,
+        logits=(lambda m, b: m(**b).logits) if classifies else None,
+        token_logits=_token_logits(parts.kind) if writes else None,
+        generates=("causal" if parts.kind == DECODER else "seq2seq") if writes else None,
+        prompted=parts.kind != ENCODER,
+        vocabulary_head=_vocabulary_head(module, within) if writes else (),
+        logit_scale=SENTENCE_SCALE,
+        width=int(config.hidden_size),
+        outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
+    )
+    if parts.kind != ENCODER or classifies or reader is None:
+        return described
+    return replace(described, text_head=lambda classes, prompts: _sentence_head(described, classes, prompts))
+
+
+def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str]) -> Tensor:
+    """Class embeddings: the encoder's own, of the class names or descriptions as they stand, or in the prompts."""
+    assert model.encode is not None
+
+    def embed(texts: list[str]) -> Tensor:
+        assert model.encode is not None
+        assert model.features is not None
+        batch = {key: value.to(model.device) for key, value in model.encode(texts).items()}
+        return model.features(model.module, batch)
+
+    return class_embeddings(classes, prompts or ("{}",), embed)
+
+
+def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
+    """Name prefixes of layers and loose tensors: everything but heads over the vocabulary."""
+    if parts.head in ("Model", "TextModel", "EncoderModel", CLASSIFIER):
+        return ()
+    if parts.kind == SEQ2SEQ:
+        return ("shared.", "encoder.", "decoder.")
+    return (f"{module.base_model_prefix}.",)
+
+
+def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:
+    """The layer that scores the tokens, unless it is the embedding once more."""
+    head = {id(parameter): suffix for suffix, parameter in module.get_output_embeddings().named_parameters()}
+    return tuple(
+        LooseTensor(name, tuple(parameter.shape), f"vocabulary head.{head[id(parameter)]}", "vocabulary head")
+        for name, parameter in module.named_parameters()
+        if id(parameter) in head and not name.startswith(within)
+    )
+
+
+def _layers(module: nn.Module, config: Any, within: tuple[str, ...]) -> tuple[Layer, ...]:
+    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    found = find_layers(module, fused=_fused(module, heads, groups), within=within, heads=heads)
+    return tuple(replace(layer, heads=groups) if layer.role in ("k", "v") else layer for layer in found)
+
+
+def _fused(module: nn.Module, heads: int, groups: int) -> dict[str, dict[str, RowRanges]]:
+    """Which rows of a fused projection belong to which layer."""
+    found: dict[str, dict[str, RowRanges]] = {}
+    for path, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            continue
+        rows = weight.shape[1] if type(part).__name__ == "Conv1D" else weight.shape[0]
+        last = path.rpartition(".")[2]
+        if last in ("c_attn", "Wqkv"):
+            found[f"{path}.weight"] = _in_order(("q", "k", "v"), (rows // 3,) * 3)
+        elif last == "qkv_proj":
+            width = rows // (heads + 2 * groups)
+            found[f"{path}.weight"] = _in_order(("q", "k", "v"), (heads * width, groups * width, groups * width))
+        elif last in ("gate_up_proj", "Wi"):
+            found[f"{path}.weight"] = _in_order(("gate", "up"), (rows // 2,) * 2)
+        elif last == "query_key_value":  # head by head
+            width = rows // (3 * heads)
+            found[f"{path}.weight"] = {
+                role: tuple((at, at + width) for at in range(place * width, rows, 3 * width))
+                for place, role in enumerate(("q", "k", "v"))
+            }
+    return found
+
+
+def _in_order(roles: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, RowRanges]:
+    ranges: dict[str, RowRanges] = {}
+    at = 0
+    for role, size in zip(roles, sizes, strict=True):
+        ranges[role] = ((at, at + size),)
+        at += size
+    return ranges
+
+
+def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if config.pad_token_id is None:  # classifiers look for the last token that is no padding
+        config.pad_token_id = tokenizer.pad_token_id
+    accepted = inspect.signature(type(module).forward).parameters
+    names = tuple(name for name in tokenizer.model_input_names if name in accepted)
+    wanted = tuple(dict.fromkeys((*names, "input_ids", "attention_mask")))
+    return Reader(tokenizer, _longest(tokenizer, config), wanted, int(config.vocab_size))
+
+
+def _longest(tokenizer: Any, config: Any) -> int:
+    """How many tokens a text may have."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST
+    limits = {"max_position_embeddings": positions, "model_max_length of the tokenizer": tokenizer.model_max_length}
+    for name, limit in limits.items():
+        if not isinstance(limit, (int, float)) or not limit >= 1:
+            raise CheckpointError(f"{name} is {limit!r}; expected the number of tokens that a text may have.")
+    if config.model_type in OFFSET_POSITIONS:
+        positions -= int(config.pad_token_id or 0) + 1
+    return int(min(positions, tokenizer.model_max_length, LONGEST))
+
+
+def _pooling(model: Model, parts: Parts) -> str:
+    """How token states become one vector: as the folder says (sentence-transformers), else the mean or the last."""
+    said = model.folder / "1_Pooling" / "config.json" if model.folder is not None else None
+    if said is None or not said.is_file():
+        return "last" if parts.kind == DECODER else "mean"
+    config = read_json(said, "a pooling configuration")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{said} is not a pooling configuration: expected a JSON object.")
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [f"pooling_mode_{config['pooling_mode']}"] if isinstance(config.get("pooling_mode"), str) else modes
+    known = [POOLING[mode] for mode in modes if mode in POOLING]
+    if len(known) != 1 or len(modes) != 1:
+        raise CheckpointError(
+            f"{said} asks for {first_of(modes) or 'no pooling'}; tuneport knows one of {', '.join(POOLING)}."
+        )
+    return known[0]
+
+
+def _hidden(module: Any, batch: Batch, parts: Parts) -> Tensor:
+    """The last hidden states (N, T, d) of the text, without any head."""
+    if parts.kind == SEQ2SEQ:
+        inner = module.transformer if hasattr(module, "transformer") else module
+        hidden: Tensor = inner.encoder(**batch).last_hidden_state
+        return hidden
+    states: Tensor = module.base_model(**batch).last_hidden_state
+    return states
+
+
+def _pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    if pooling == "first":
+        return states[:, 0]
+    if pooling == "last":
+        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
+def _token_logits(kind: str) -> Any:
+    """Scores of the next token, and which label each stands for: (N, T, vocabulary) against labels (N, T)."""
+
+    def causal(module: Any, batch: Batch, labels: Tensor) -> Tensor:
+        del labels
+        logits: Tensor = module(**batch).logits
+        return logits
+
+    def seq2seq(module: Any, batch: Batch, labels: Tensor) -> Tensor:
+        logits: Tensor = module(**batch, labels=labels).logits
+        return logits
+
+    return causal if kind == DECODER else seq2seq

@@ -1,0 +1,136 @@
+"""What must be known of transformers' vision classes: towers, image classifiers, and text towers for their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError, brief
+from ...io.checkpoint import read_json
+from ...layers import TokenLayout, find_layers, find_loose
+from ..base import Batch, Model, TextHead, class_embeddings, config_classes, outside_of, temperature_of
+from . import open_tokenizer, quiet
+
+LARGEST_IMAGE = 8192  # pixels a side
+
+Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What names cannot tell about one transformers class."""
+
+    features: Run
+    special_tokens: int
+    classifies: bool = False
+    tower: tuple[str, ...] = ()
+
+
+def _first_token(part: str) -> Run:
+    return lambda module, batch: getattr(module, part)(**batch).last_hidden_state[:, 0]
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "CLIPModel": Architecture(
+        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output),
+        1,
+        tower=("vision_model.", "visual_projection."),
+    ),
+    "CLIPVisionModelWithProjection": Architecture(lambda m, b: m(**b).image_embeds, 1),
+    "CLIPVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 1),
+    "SiglipModel": Architecture(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
+    "SiglipVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 0),
+    "SiglipForImageClassification": Architecture(
+        lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0, classifies=True
+    ),
+    "ViTModel": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
+    "ViTForImageClassification": Architecture(_first_token("vit"), 1, classifies=True),
+    "Dinov2Model": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
+    "Dinov2ForImageClassification": Architecture(_first_token("dinov2"), 1, classifies=True),
+}
+
+
+def complete_vision(model: Model, trust_remote_code: bool) -> Model:
+    """A model of a class in ARCHITECTURES with all that is known of it."""
+    module: Any = model.module
+    folder, architecture = model.folder, ARCHITECTURES[type(module).__name__]
+    config: Any = module.config
+    tower = getattr(config, "vision_config", config)
+    layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
+    loose = find_loose(module, layers, within=architecture.tower)
+    patch, special = int(tower.patch_size), architecture.special_tokens
+    projected = [layer.out_features for layer in layers if layer.role == "projection"]
+
+    scale: Any = getattr(module, "logit_scale", None)
+    has_text = hasattr(module, "text_model") and hasattr(module, "vision_model")
+    return replace(
+        model,
+        layers=layers,
+        loose=loose,
+        kind="image",
+        classes=config_classes(config) if architecture.classifies else (),
+        encode=_image_encoder(folder, trust_remote_code) if folder is not None else None,
+        features=architecture.features,
+        logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
+        layout=lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
+        text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
+        logit_scale=temperature_of(scale, model.tensors, model.file_names["logit_scale"]) if scale is not None else 1.0,
+        width=projected[0] if projected else int(tower.hidden_size),
+        outside=outside_of(module, layers, loose, "outside the image tower"),
+    )
+
+
+def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+    """Images to `pixel_values` through the folder's own preprocessor_config.json."""
+    if not (folder / "preprocessor_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no preprocessor_config.json, so images cannot be prepared. Copy it from the original model."
+        )
+    read_json(folder / "preprocessor_config.json", "a preprocessor configuration")
+    with quiet():
+        from transformers import AutoImageProcessor
+
+        try:
+            processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {brief(error)}.") from error
+    sizes = [getattr(processor, name, None) or {} for name in ("size", "crop_size", "pad_size")]
+    sides = [side for size in sizes for side in dict(size).values() if isinstance(side, (int, float))]
+    if any(not 0 < side <= LARGEST_IMAGE for side in sides):
+        raise CheckpointError(
+            f"{folder / 'preprocessor_config.json'} is refused: it makes images of {max(sides, key=abs):.6g} pixels a "
+            f"side; expected 1 to {LARGEST_IMAGE}."
+        )
+
+    def encode(images: Sequence[Any]) -> dict[str, Tensor]:
+        try:
+            return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {brief(error)}.") from error
+
+    return encode
+
+
+def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
+    """Class names to class embeddings: prompts through the model's own text tower, averaged."""
+
+    def embed(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
+        tokenizer = open_tokenizer(folder, trust_remote_code, "a text tower")
+        device = next(module.parameters()).device
+        padding = "max_length" if type(module).__name__.startswith("Siglip") else True
+        longest = int(module.config.text_config.max_position_embeddings)
+
+        def texts_to_embeddings(texts: list[str]) -> Tensor:
+            tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
+            pooled: Tensor = module.text_model(**tokens.to(device)).pooler_output
+            return module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
+
+        return class_embeddings(classes, prompts, texts_to_embeddings)
+
+    return embed

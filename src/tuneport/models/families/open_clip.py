@@ -1,0 +1,304 @@
+"""open_clip models: `NAME:TAG`, `NAME:FILE`, folders in its hub layout, and live objects. The image tower moves.
+
+Weights load through open_clip's own loader. Names in files are those of the module; the prefix that distributed
+training leaves is dropped, and text towers may be stored the old way, without `text.`. Images are prepared
+without torchvision's transforms, which come to the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, brief, first_of
+from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from ...io.validate import check_finite
+from ...layers import TokenLayout, find_layers, find_loose
+from ..base import (
+    Family,
+    Model,
+    Stored,
+    TextHead,
+    Write,
+    class_embeddings,
+    outside_of,
+    read_config,
+    temperature_of,
+)
+from . import NO_SHARDS, load_library
+from .images import Preprocessing
+
+CONFIG = "open_clip_config.json"
+STEM = "open_clip_model"
+# In the order in which open_clip itself chooses.
+WEIGHTS = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "open_clip_pytorch_model.pth",
+    "model.safetensors",
+    "pytorch_model.bin",
+)
+TOWER = ("visual.",)
+RESIZED = ("positional_embedding", "logit_scale", "logit_bias")  # open_clip fits these to the model as it loads
+BPE_WORDS = 49408  # words of CLIP's own tokenizer, which comes with the library
+PREPROCESSING: Mapping[str, Any] = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+    "interpolation": "bicubic",
+    "resize_mode": "shortest",
+    "fill_color": 0,
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a reference leads to: the name to build the model by, its weights, and where its settings come from."""
+
+    build: str
+    weights: Path
+    pretrained: str | None = None
+    folder: Path | None = None
+
+
+class OpenClip(Family):
+    """The open_clip library."""
+
+    name = "open_clip"
+
+    def recognises(self, reference: str) -> bool:
+        folder = Path(reference)
+        if folder.exists():
+            return (folder / CONFIG).is_file() and "architectures" not in read_config(folder / "config.json")
+        return re.match(r"(?!timm:)[\w.+-]{2,}:.", reference) is not None
+
+    def open(
+        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+    ) -> Model:
+        del trust_remote_code  # open_clip runs no code from checkpoints
+        library, place = _library(), _find(reference)
+        stored = _stored(place)
+        with _quiet():
+            try:
+                module = library.create_model(
+                    place.build, pretrained=place.pretrained, load_weights=False, pretrained_text=False
+                )
+            except Exception as error:
+                raise CheckpointError(f"open_clip cannot build {reference}: {brief(error)}.") from error
+            reason = _unknown(module)
+            if reason is not None:
+                raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
+            names = _file_names(module, stored, reference)
+            check_finite(stored)
+            try:
+                library.load_checkpoint(module, str(place.weights), weights_only=True)
+            except Exception as error:
+                raise CheckpointError(f"open_clip cannot load {place.weights}: {brief(error)}.") from error
+        module = module.to(device=device, dtype=dtype).eval()
+        return _model(
+            module, reference, stored, names, place.folder, lambda: library.get_tokenizer(place.build), _writer(place)
+        )
+
+    def stored(self, reference: str) -> Stored:
+        place = _find(reference)
+        return Stored(_stored(place), place.folder, _writer(place))
+
+    def knows(self, module: nn.Module) -> bool:
+        ours = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
+        return ours and hasattr(module, "visual") and _unknown(module) is None
+
+    def describe(self, module: nn.Module) -> Model:
+        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        names = {name: name for name, _ in module.named_parameters()}
+        parts: Any = module
+        tokenizer = None
+        if parts.vocab_size == BPE_WORDS:
+            tokenizer = lambda: _library().SimpleTokenizer(context_length=parts.context_length)  # noqa: E731
+        return _model(module, type(module).__name__, tensors, names, None, tokenizer, _writer(None))
+
+
+def _library() -> Any:
+    return load_library("open_clip", "open-clip")
+
+
+def _find(reference: str) -> _Place:
+    """Where the weights are. A tag's are fetched by open_clip itself, from its cache or the network."""
+    folder = Path(reference)
+    if folder.is_dir():
+        found = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+        if not found:
+            raise CheckpointError(f"{folder} has an {CONFIG} but no weights: expected one of {', '.join(WEIGHTS)}.")
+        if "model_cfg" not in read_config(folder / CONFIG):
+            raise CheckpointError(f"{folder / CONFIG} is not a model configuration: no model_cfg in it.")
+        return _Place(f"local-dir:{folder}", found[0], folder=folder)
+    library = _library()
+    name, _, wanted = reference.partition(":")
+    if library.get_model_config(name) is None:
+        near = get_close_matches(name, library.list_models(), n=5, cutoff=0.5)
+        hint = f" Did you mean {first_of(near)}?" if near else ""
+        raise CheckpointError(f"there is no model at {reference}: no such folder, and open_clip knows no {name}.{hint}")
+    file = Path(wanted).expanduser()
+    if file.is_file():
+        return _Place(name, file, str(file))
+    settings = library.get_pretrained_cfg(name, wanted)
+    if not settings:
+        tags = first_of(library.list_pretrained_tags_by_model(name), 20) or "none"
+        raise CheckpointError(
+            f"{wanted} is neither a file nor one of open_clip's weights of {name}, which are: {tags}."
+        )
+    with _quiet():
+        try:
+            return _Place(name, Path(library.download_pretrained(settings)), wanted)
+        except Exception as error:
+            raise CheckpointError(
+                f"the weights of {reference} are not in open_clip's cache and cannot be fetched "
+                f"({brief(error)}). Fetch them where there is a network, or give {name}:FILE."
+            ) from error
+
+
+def _stored(place: _Place) -> Checkpoint:
+    return open_checkpoint(place.weights).without_prefix("_orig_mod.").without_prefix("module.")
+
+
+def _unknown(module: Any) -> str | None:
+    """Why a model cannot be used, or None."""
+    tower = module.visual
+    if type(tower).__name__ != "VisionTransformer":
+        return f"an open_clip model with a {type(tower).__name__} as its image tower; known is VisionTransformer"
+    if tower.attn_pool is not None or tower.output_tokens or tower.pool_type == "none":
+        return f"a {type(module).__name__} with attentional pooling; known are towers pooled by class token or mean"
+    return None
+
+
+def _file_names(module: nn.Module, stored: Checkpoint, reference: str) -> dict[str, str]:
+    """Live parameter name -> name in the file, which may hold the text tower without `text.`."""
+    names, wrong = {}, []
+    for name, parameter in module.named_parameters():
+        found = next((key for key in (name, name.removeprefix("text.")) if key in stored), None)
+        names[name] = found or name
+        if found is None and name != "logit_bias":
+            wrong.append(name)
+        elif found is not None and stored.shape(found) != tuple(parameter.shape) and not name.endswith(RESIZED):
+            wrong.append(f"{name} {stored.shape(found)} vs {tuple(parameter.shape)}")
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {len(names)} tensors of {reference} are missing or misshapen in {stored.path}: "
+            f"{first_of(wrong)}. The weights belong to another model, or are not open_clip's model.state_dict()."
+        )
+    return names
+
+
+def _model(
+    module: Any,
+    name: str,
+    stored: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    folder: Path | None,
+    tokenizer: Callable[[], Any] | None,
+    write: Write,
+) -> Model:
+    tower = module.visual
+    attention = tower.transformer.resblocks[0].attn
+    projection = ("visual.proj",) if tower.proj is not None else ()
+    layers = find_layers(module, matrices=projection, within=TOWER, heads=int(attention.num_heads))
+    loose = find_loose(module, layers, within=TOWER)
+
+    return Model(
+        name=name,
+        module=module,
+        tensors=stored,
+        file_names=names,
+        layers=layers,
+        loose=loose,
+        folder=folder,
+        kind="image",
+        encode=_preprocessing(tower),
+        features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
+        layout=lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
+        text_head=_text_head(module, name, tokenizer) if tokenizer is not None else None,
+        logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
+        width=int(tower.output_dim),
+        outside=outside_of(module, layers, loose, "outside the image tower"),
+        write=write,
+        library="open_clip",
+    )
+
+
+def _preprocessing(tower: Any) -> Preprocessing:
+    """The evaluation transform of open_clip, from the settings that its loader leaves on the tower."""
+    found = {key: value for key, value in getattr(tower, "preprocess_cfg", {}).items() if value is not None}
+    settings = {**PREPROCESSING, **found}
+    height, width = tower.image_size
+    smooth = "bilinear" if settings["interpolation"] == "bilinear" else "bicubic"  # `random` is for training
+    return Preprocessing(
+        size=(height, width),
+        scaled=(height, width),
+        mean=tuple(settings["mean"]),
+        std=tuple(settings["std"]),
+        interpolation="bicubic" if height != width and settings["resize_mode"] == "shortest" else smooth,
+        mode=settings["resize_mode"],
+        fill=settings["fill_color"],
+    )
+
+
+def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
+    """Class names to class embeddings: prompts through the model's own tokenizer and text tower."""
+
+    def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
+        with _quiet():
+            try:
+                tokenizer = make()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name} has a text tower but no usable tokenizer ({brief(error)}); pass --head NAME or FILE."
+                ) from error
+        device = next(module.parameters()).device
+        return class_embeddings(classes, prompts, lambda texts: module.encode_text(tokenizer(texts).to(device)))
+
+    return head
+
+
+def _writer(place: _Place | None) -> Write:
+    """open_clip's hub layout: one weight file and, unless it was copied along, the configuration."""
+
+    def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        write_checkpoint(folder, tensors, stem=STEM, max_shard_size=NO_SHARDS)
+        if place is None or (folder / CONFIG).exists():
+            return
+        library = _library()
+        model = library.get_model_config(place.build)
+        found = library.get_pretrained_cfg(place.build, place.pretrained) if place.pretrained else {}
+        settings = {
+            key: found.get(key) or PREPROCESSING[key] for key in ("mean", "std", "interpolation", "resize_mode")
+        }
+        text = json.dumps({"model_cfg": model, "preprocess_cfg": settings}, indent=2) + "\n"
+        (folder / CONFIG).write_text(text, encoding="utf-8")
+        if model["text_cfg"].get("hf_tokenizer_name"):
+            with _quiet(), suppress(Exception):  # without it, the folder says so when its text tower is asked
+                library.get_tokenizer(place.build).save_pretrained(folder)
+
+    return write
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the root logger's lines about missing weights: open_clip's loader is told to load none."""
+    root, stand_in = logging.getLogger(), logging.NullHandler()
+    before = root.manager.disable
+    root.addHandler(stand_in)  # or logging.warning would set up handlers for good
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        root.removeHandler(stand_in)

@@ -1,0 +1,237 @@
+"""timm vision transformers: `timm:NAME`, `timm:NAME:FILE`, folders in its hub layout, and live objects.
+
+Weights from files load under the names of the module; the prefix that distributed training leaves is dropped.
+Images are prepared without torchvision's transforms, which come to the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, brief, first_of
+from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from ...io.validate import check_finite
+from ...layers import RowRanges, TokenLayout, find_layers, find_loose
+from ..base import Batch, Family, Model, Stored, read_config
+from . import NO_SHARDS, load_library
+from .images import Preprocessing, ResizeMode
+
+PREFIX = "timm:"
+MODES: Mapping[str, ResizeMode] = {"center": "shortest", "border": "longest", "squash": "squash"}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a reference leads to: the name to build the model by, and its files where it has any."""
+
+    build: str
+    weights: Path | None = None
+    folder: Path | None = None
+
+
+class Timm(Family):
+    """The timm library."""
+
+    name = "timm"
+
+    def recognises(self, reference: str) -> bool:
+        config = read_config(Path(reference) / "config.json")
+        return ("architecture" in config and "architectures" not in config) or reference.startswith(PREFIX)
+
+    def open(
+        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
+    ) -> Model:
+        del trust_remote_code  # timm runs no code from checkpoints
+        library, place = _library(), _find(reference)
+        stored = _stored(place)
+        module = _build(library, place, stored, reference)
+        reason = _unknown(module)
+        if reason is not None:
+            raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
+        tensors: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        if stored is not None:
+            _load(module, stored, reference)
+            tensors = stored
+        check_finite(tensors)
+        return _model(module.to(device=device, dtype=dtype).eval(), reference, tensors, place.folder)
+
+    def stored(self, reference: str) -> Stored:
+        place = _find(reference)
+        stored = _stored(place)
+        if stored is None or place.folder is None:
+            return super().stored(reference)
+        return Stored(stored, place.folder, _write)
+
+    def knows(self, module: nn.Module) -> bool:
+        ours = any(
+            kind.__name__ == "VisionTransformer" and kind.__module__.startswith("timm.")
+            for kind in type(module).__mro__
+        )
+        return ours and _unknown(module) is None
+
+    def describe(self, module: nn.Module) -> Model:
+        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        return _model(module, type(module).__name__, tensors, None)
+
+
+def _library() -> Any:
+    return load_library("timm", "timm")
+
+
+def _find(reference: str) -> _Place:
+    folder = Path(reference)
+    if folder.is_dir():
+        return _Place(f"local-dir:{folder}", folder, folder)
+    library = _library()
+    name, mark, wanted = reference.removeprefix(PREFIX).partition(":")
+    if not library.is_model(name):
+        near = get_close_matches(name, library.list_models(), n=5, cutoff=0.5)
+        hint = f" Did you mean {first_of(near)}?" if near else ""
+        raise CheckpointError(f"{reference} names no model: timm knows no {name}.{hint}")
+    file = Path(wanted).expanduser()
+    if mark and not file.is_file():
+        raise CheckpointError(f"{reference} names no model: there is no file {wanted}.")
+    return _Place(name, file if mark else None)
+
+
+def _stored(place: _Place) -> Checkpoint | None:
+    if place.weights is None:
+        return None
+    return open_checkpoint(place.weights).without_prefix("_orig_mod.").without_prefix("module.")
+
+
+def _build(library: Any, place: _Place, stored: Checkpoint | None, reference: str) -> Any:
+    """The module; with the weights of timm's cache or the network where there are no files."""
+    options: dict[str, Any] = {}
+    if stored is not None and place.folder is None:  # a fine-tune has as many classes as its file says
+        options["num_classes"] = stored.shape("head.weight")[0] if "head.weight" in stored else 0
+    try:
+        return library.create_model(place.build, pretrained=stored is None, **options)
+    except Exception as error:
+        if stored is None:
+            raise CheckpointError(
+                f"the weights of {reference} are not in timm's cache and cannot be fetched ({brief(error)}). "
+                f"Fetch them where there is a network, or give {reference}:FILE."
+            ) from error
+        raise CheckpointError(f"timm cannot build {reference}: {brief(error)}.") from error
+
+
+def _load(module: nn.Module, stored: Checkpoint, reference: str) -> None:
+    state = module.state_dict()
+    wrong = [
+        name if name not in stored else f"{name} {stored.shape(name)} vs {tuple(tensor.shape)}"
+        for name, tensor in state.items()
+        if name not in stored or stored.shape(name) != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {len(state)} tensors of {reference} are missing or misshapen in {stored.path}: "
+            f"{first_of(wrong)}. The weights belong to another model, or are not timm's model.state_dict()."
+        )
+    module.load_state_dict({name: stored[name] for name in state})
+
+
+def _unknown(module: Any) -> str | None:
+    """Why a model cannot be used, or None."""
+    if not any(kind.__name__ == "VisionTransformer" for kind in type(module).__mro__):
+        return f"timm's {type(module).__name__}; known is VisionTransformer"
+    if not all(hasattr(getattr(block, "attn", None), "qkv") for block in module.blocks):
+        kind = type(module.blocks[0]).__name__
+        return f"a VisionTransformer with blocks of the kind {kind}; known are those with attn.qkv"
+    if not isinstance(getattr(module.patch_embed, "proj", None), nn.Conv2d) or hasattr(module.patch_embed, "backbone"):
+        return "a VisionTransformer over features of another network; known are those over patches of pixels"
+    if module.global_pool == "":
+        return "a VisionTransformer without pooling; give it one (global_pool) so that it has one feature per image"
+    return None
+
+
+def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | None) -> Model:
+    width, prefix = int(module.embed_dim), int(module.num_prefix_tokens)
+    pool: Mapping[str, Mapping[str, RowRanges]] = {
+        "attn_pool.kv.weight": {"k": ((0, width),), "v": ((width, 2 * width),)}
+    }
+    layers = find_layers(module, fused=pool, heads=int(module.blocks[0].attn.num_heads))
+
+    def features(live: Any, batch: Batch) -> Tensor:
+        pooled: Tensor = live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
+        return pooled
+
+    classifies = int(module.num_classes) > 0
+    return Model(
+        name=name,
+        module=module,
+        tensors=stored,
+        file_names={name: name for name, _ in module.named_parameters()},
+        layers=layers,
+        loose=find_loose(module, layers),
+        folder=folder,
+        kind="image",
+        classes=_classes(module) if classifies else (),
+        encode=_preprocessing(module),
+        features=features,
+        logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
+        layout=lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
+        width=width,
+        write=_write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module),
+        library="timm",
+    )
+
+
+def _classes(module: Any) -> tuple[str, ...]:
+    """The class names that the configuration gives, else numbers."""
+    count = int(module.num_classes)
+    names = module.pretrained_cfg.get("label_names") or ()
+    if isinstance(names, Mapping):
+        names = [names.get(str(index), names.get(index, str(index))) for index in range(count)]
+    return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
+
+
+def _preprocessing(module: Any) -> Preprocessing:
+    """The evaluation transform of timm, from the settings that the model carries."""
+    settings = load_library("timm.data", "timm").resolve_model_data_config(module)
+    height, width = module.patch_embed.img_size or settings["input_size"][1:]
+    part = settings["crop_pct"]
+    scaled = math.floor(height / part), math.floor(width / part)
+    mode = MODES.get(settings["crop_mode"], "shortest")
+    mean = tuple(settings["mean"])
+    return Preprocessing(
+        size=(height, width),
+        scaled=scaled,
+        mean=mean,
+        std=tuple(settings["std"]),
+        interpolation="bilinear" if mode == "shortest" and height != width else settings["interpolation"],
+        mode=mode,
+        fill=tuple(round(255 * value) for value in mean) if mode == "longest" else 0,
+    )
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    write_checkpoint(folder, tensors, max_shard_size=NO_SHARDS)
+
+
+def _write_with_config(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:
+    """timm's hub layout; the configuration names the architecture, as timm's own does."""
+    _write(folder, tensors)
+    settings = {key: value for key, value in module.pretrained_cfg.items() if value is not None}
+    for key in ("url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "custom_load"):
+        settings.pop(key, None)
+    architecture = settings.pop("architecture", None)
+    if architecture is None:
+        return
+    config = {
+        "architecture": architecture,
+        "num_classes": module.num_classes,
+        "num_features": module.num_features,
+        "global_pool": module.global_pool,
+        "pretrained_cfg": {**settings, "num_classes": module.num_classes},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

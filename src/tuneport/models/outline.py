@@ -1,0 +1,106 @@
+"""Models of transformers without their numbers: the right modules, shapes and buffers, and parameters with no memory.
+
+For models larger than memory, whose blocks are read from the files when they run, and for plans of models whose
+weights are not there at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, brief, first_of
+from ..io.tensors import LazyTensors, TensorSpec
+from .offload import hollow
+
+MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out
+LARGEST = 10**7
+_building = threading.RLock()  # defaults of torch belong to the whole process: one thread at a time changes them
+
+
+def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """A hollow module of the folder's configuration."""
+    with _building:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            config = kind.config_class.from_pretrained(folder, local_files_only=True)
+            with _parameters_on_meta():
+                module: nn.Module = kind(config, **options)
+        except Exception as error:
+            raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
+        finally:
+            torch.set_default_dtype(before)
+    hollow(module)
+    return module.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as soon as a module has them; buffers keep theirs, since no file holds them.
+
+    Of modules that other threads build meanwhile, nothing is lost.
+    """
+    register, own = nn.Module.register_parameter, threading.get_ident()
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == own:  # a tied one is known
+            flag = parameter.requires_grad
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=flag)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_config(config: Any, path: Path) -> None:
+    """Refuse sizes that no model has, where there are no weights to rule them out."""
+    found = oversized(config, LARGEST, MOST_BLOCKS)
+    if found:
+        raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+
+
+def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
+    """The sizes and numbers of blocks in a configuration, nested ones too, that exceed these.
+
+    >>> oversized({"hidden_size": 64, "vision": {"num_layers": 9}, "pad_token_id": 10**9}, 100, 8)
+    ['num_layers = 9']
+    """
+    found: list[str] = []
+
+    def look(value: Any, key: str) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                look(item, str(name))
+        elif isinstance(value, list):
+            for item in value:
+                look(item, key)
+        elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
+            blocks = "layers" in key or key in ("depth", "depths", "n_layer")
+            if abs(value) > (most_blocks if blocks else largest):
+                found.append(f"{key} = {value:.6g}")
+
+    look(config, "")
+    return found
+
+
+def unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:
+    """The tensors that the files would hold, if they were there."""
+    specs = {
+        file_names[name]: TensorSpec(tuple(parameter.shape), parameter.dtype)
+        for name, parameter in module.named_parameters()
+    }
+
+    def read(name: str) -> Tensor:
+        raise CheckpointError(f"the weights of {folder} are not there, so {name} cannot be read.")
+
+    return LazyTensors(specs, read, specs.__getitem__)

@@ -1,0 +1,177 @@
+"""Texts as a model wants them: token ids, what is to be predicted, and which characters each token stands for.
+
+Spans are counted in characters of the sample, so that tokens of two tokenizers can be compared: a blank counts
+little, since tokenizers disagree about whose it is; the special tokens before, between and after the texts have a
+place of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, DataError, brief
+
+IGNORED = -100  # label of a token that is not to be predicted
+BLANK = 0.01  # of a character
+Text = str | tuple[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A batch of texts: the module's inputs, labels by token where there are some, and the spans of each stream."""
+
+    inputs: dict[str, Tensor]
+    labels: Tensor | None
+    spans: tuple[Tensor, ...]
+
+    def part(self, start: int, stop: int) -> Encoded:
+        """Some of the samples, one row each."""
+        inputs = {name: rows[start:stop] for name, rows in self.inputs.items()}
+        labels = self.labels[start:stop] if self.labels is not None else None
+        return Encoded(inputs, labels, tuple(rows[start:stop] for rows in self.spans))
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A tokenizer with the limits of its model."""
+
+    tokenizer: Any
+    longest: int
+    names: tuple[str, ...] = ("input_ids", "attention_mask")
+    vocabulary: int | None = None
+
+    def same_tokens(self, other: Reader) -> bool:
+        """Whether every token has the same number in both."""
+        return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+
+    def texts(self, texts: Sequence[Text]) -> Encoded:
+        """Texts, or pairs of texts read as one sequence, padded on the right and cut at the longest length."""
+        return self._encode(texts)
+
+    def pairs(self, pairs: Sequence[Text]) -> Encoded:
+        """Pairs read as two sequences each: rows 2i and 2i+1 belong to sample i."""
+        for pair in pairs:
+            if isinstance(pair, str):
+                raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
+        return self._encode([text for pair in pairs for text in pair])
+
+    def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:
+        """For a causal model: predict each whole text, or only the target that is appended to it."""
+        starts = [_joined(text) for text in texts]
+        _check_targets(starts, targets or ())
+        ends = [""] * len(starts) if targets is None else targets
+        glue = [
+            " " if end and start and not start[-1].isspace() else "" for start, end in zip(starts, ends, strict=True)
+        ]
+        whole = [start + blank + end for start, blank, end in zip(starts, glue, ends, strict=True)]
+        found = self._encode(whole, offsets=True)
+        labels = found.inputs["input_ids"].masked_fill(found.inputs["attention_mask"] == 0, IGNORED)
+        if targets is not None:
+            assert found.labels is not None  # the end of each token, in characters
+            before = torch.tensor([[len(start)] for start in starts])
+            labels = labels.masked_fill(found.labels <= before, IGNORED)
+            lost = [row for row in range(len(labels)) if not bool((labels[row, 1:] != IGNORED).any())]
+            if lost:
+                raise DataError(
+                    f"no token of the target of a sample is left to predict: its text is longer than {self.longest} "
+                    f"tokens: {whole[lost[0]][:60]!r}. Shorten or drop it."
+                )
+        return replace(found, labels=labels)
+
+    def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
+        """For an encoder-decoder model: predict the target from the text."""
+        _check_targets([_joined(text) for text in texts], targets)
+        found, wanted = self._encode(texts), self._encode(targets)
+        ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
+        labels = ids.masked_fill(mask == 0, IGNORED)
+        if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams are told apart by their lengths
+            labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)
+            spans = torch.nn.functional.pad(spans, (0, 0, 0, 1), value=PADDING)
+        return Encoded(found.inputs, labels, (*found.spans, spans))
+
+    def _encode(self, texts: Sequence[Text], offsets: bool = False) -> Encoded:
+        """The tokens of texts; with `offsets`, labels hold the end of each token in characters."""
+        firsts = [text if isinstance(text, str) else text[0] for text in texts]
+        seconds = None if all(isinstance(text, str) for text in texts) else [text[1] for text in texts]
+        try:
+            found = self.tokenizer(
+                firsts,
+                seconds,
+                padding=True,
+                padding_side="right",
+                truncation=True,
+                max_length=self.longest,
+                return_attention_mask=True,
+                return_offsets_mapping=True,
+                return_tensors="pt",
+            )
+        except Exception as error:
+            raise CheckpointError(f"the tokenizer cannot read the texts: {brief(error)}.") from error
+        bare = [row for row, count in enumerate(found["attention_mask"].sum(1).tolist()) if count == 0]
+        if bare:
+            raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
+        highest = int(found["input_ids"].max())
+        if self.vocabulary is not None and highest >= self.vocabulary:
+            raise CheckpointError(
+                f"the tokenizer gives token {highest}, but the model has embeddings for {self.vocabulary}: they do not "
+                "belong together. Copy the tokenizer's files from the original model."
+            )
+        inputs = {name: found[name] for name in self.names if name in found}
+        rows = [
+            _spans(text, found["offset_mapping"][row].tolist(), found.sequence_ids(row), found["attention_mask"][row])
+            for row, text in enumerate(texts)
+        ]
+        ends = found["offset_mapping"][..., 1] if offsets else None
+        return Encoded(inputs, ends, (torch.tensor(rows, dtype=torch.float64),))
+
+
+def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
+    for text, target in zip(texts, targets, strict=False):
+        if not target.strip():
+            raise DataError(f"the target of {text[:60]!r} is empty: there is nothing to predict. Fill or drop it.")
+
+
+def _joined(text: Text) -> str:
+    return text if isinstance(text, str) else "\n".join(text)
+
+
+def _spans(text: Text, offsets: list[list[int]], parts: Sequence[int | None], mask: Tensor) -> list[list[float]]:
+    """Begin and end of each token of one sample: a unit for the special tokens before, between and after the texts."""
+    starts: list[float] = []
+    measures: list[list[float]] = []
+    gaps = [0.0]
+    for piece in [text] if isinstance(text, str) else text:
+        starts.append(gaps[-1] + 1.0)
+        measures.append([0.0, *accumulate(BLANK if letter.isspace() else 1.0 for letter in piece)])
+        gaps.append(starts[-1] + measures[-1][-1])
+    real = [bool(one) for one in mask.tolist()]
+    seen = [index for index, part in enumerate(parts) if part is not None and real[index]]
+    spans = [[PADDING, PADDING] for _ in offsets]
+    groups: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        if not real[index]:
+            continue
+        if part is not None:
+            begin, end = offsets[index]
+            spans[index] = [starts[part] + measures[part][begin], starts[part] + measures[part][end]]
+        elif not seen:
+            groups.setdefault(0 if index == 0 else len(gaps) - 1, []).append(index)
+        else:
+            later = [other for other in seen if other > index]
+            groups.setdefault(int(parts[later[0]] or 0) if later else len(gaps) - 1, []).append(index)
+    for gap, indices in groups.items():
+        for place, index in enumerate(indices):
+            spans[index] = [gaps[gap] + place / len(indices), gaps[gap] + (place + 1) / len(indices)]
+    return spans
+
+
+Spans = Sequence[Tensor]  # for each stream of tokens (encoder, decoder): begin and end of each token, (N, T, 2)
+
+
+PADDING = -1.0  # begin and end of a token that is none

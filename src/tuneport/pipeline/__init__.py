@@ -1,0 +1,1 @@
+"""One transfer, from inputs to a Result."""

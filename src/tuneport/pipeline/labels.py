@@ -1,0 +1,65 @@
+"""Labels for calibration data that have none: those that the fine-tuned source gives.
+
+A fine-tune knows the classes that it was made for, so its own answers can stand in for labels. Where data without
+labels are plenty, more samples are worth more than true labels (docs/lab/ideas.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..data.dataset import Dataset, align_labels
+from ..data.samplers import SAMPLERS
+from ..errors import DataError, TuneportError, unknown_name
+from ..measure.accuracy import encoded
+from ..measure.signals import frozen
+from ..models.base import Head, Model
+from ..models.offload import is_hollow
+from ..task_vectors.vector import TaskVector
+from .scale import Scaled
+
+LABELS = ("data", "source")  # whose labels the samples have
+
+
+def check_labels(name: str, sampler: str, shots: int | None) -> None:
+    """Refuse an unknown name, and a draw by labels that are not to be looked at."""
+    if name not in LABELS:
+        raise TuneportError(unknown_name("labels", name, LABELS))
+    by_class = sampler in SAMPLERS and SAMPLERS[sampler].needs_labels
+    if name == "source" and (by_class or shots is not None):
+        need = "--shots needs" if shots is not None else f"sampler '{sampler}' needs"
+        raise DataError(f"with --labels source the labels of the data are not looked at, but {need} them.")
+
+
+def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> Dataset:
+    """The samples with the classes that the model, with its change, gives them; labels of their own are not looked at.
+
+    The model comes back as it was.
+    """
+    if is_hollow(model.module):
+        raise TuneportError(
+            "within this memory budget the source is not in memory as a whole and cannot label samples: give data with "
+            "labels, or a larger --memory-budget."
+        )
+    blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)
+    found = []
+    with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):
+        tuned.set(1.0)
+        with torch.no_grad():
+            for batch, _ in encoded(model, blank, batch_size):
+                found.append(head.scores(model, tuned.module, batch).argmax(-1).cpu())
+    return replace(blank, labels=torch.cat(found).numpy())
+
+
+def agreement(labelled: Dataset, known: Dataset) -> float | None:
+    """The share of labels that are those that the data have; None where they have none, or other classes."""
+    if known.labels is None or labelled.labels is None:
+        return None
+    try:
+        known = align_labels(known, labelled.classes)
+    except DataError:
+        return None
+    return float(np.mean(known.labels == labelled.labels))

@@ -1,0 +1,162 @@
+"""The middle of a transfer: measure a job's layers, group by group, and move what the fine-tune changed in them.
+
+A group's statistics are gone before the next group's are made, so that memory does not grow with their number. In
+several processes each measures its share of the samples and solves its share of the layers. How a job is divided
+changes nothing in the result but rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import TuneportError
+from ..job import Job, runs_on
+from ..maps.polar import within
+from ..maps.procrustes import Statistics
+from ..methods import Transfer
+from ..models.offload import is_hollow, pinned, shelved
+from ..runtime.distributed import moved_by_all, ranks
+from ..runtime.passes import Passes, in_blocks, in_groups
+from ..runtime.resume import Work, fingerprint
+from ..task_vectors.vector import TaskVector
+from ..types import Progress
+from .crossfit import halves, transfer_auto
+from .scale import Rule, ScaleChoice
+from .statistics import measure_job, problem_of
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """What was moved, at which scale and how that was chosen; also samples and passes, and seconds of measuring."""
+
+    transfer: Transfer
+    scale: float
+    choice: ScaleChoice | None
+    counted: Statistics  # without sums
+    measuring: float
+
+
+def move(
+    job: Job,
+    scale: float | Rule,
+    *,
+    passes: Passes | None = None,
+    progress: Progress | None = None,
+    work: Work | None = None,
+) -> Moved:
+    """Measure both models and carry the task vector over; a rule chooses the scale on the samples."""
+    meter = _Meter(progress, work)
+    if not isinstance(scale, str):
+        moved, counted = _move(job, passes, meter)
+        return Moved(moved, scale, None, counted, meter.seconds)
+    if is_hollow(job.target.module) or (passes is not None and passes.placements is not None):
+        raise TuneportError(
+            "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as the "
+            "scale, or a larger --memory-budget."
+        )
+    moved, choice, counted = _move_auto(scale, halves(job), passes, meter)
+    return Moved(moved, choice.scale, choice, counted, meter.seconds)
+
+
+@dataclass
+class _Meter:
+    """Measures, and sums up the seconds that it takes."""
+
+    progress: Progress | None
+    work: Work | None
+    seconds: float = 0.0
+
+    def measure(self, job: Job, stage: str) -> Statistics:
+        started = time.perf_counter()
+        statistics = measure_job(job, progress=self.progress, work=self.work, stage=stage)
+        if (device := runs_on(job)).type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds += time.perf_counter() - started
+        return statistics
+
+
+def _solve(job: Job, statistics: Statistics) -> Transfer:
+    problem = problem_of(job, statistics)
+    with within(job.memory_budget):
+        return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
+
+
+def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Statistics]:
+    """Measure and move, group by group; also the count of samples and passes, without sums."""
+    moved, counted = [], Statistics()
+    ours, theirs = (passes.placements if passes is not None else None) or (None, None)
+    with pinned(job.source.module, ours), pinned(job.target.module, theirs):
+        for index, group in enumerate(groups := in_groups(job, passes)):
+            statistics = meter.measure(group, _stage("all", index, groups))
+            if passes is not None and passes.shelved and ranks().size == 1:
+                moved += [_shelved(_solve(block, statistics)) for block in in_blocks(group)]
+            else:
+                moved.append(_solve(group, statistics))
+            counted = _count(counted, statistics)
+            del statistics  # before the next group's are made
+    return _together(moved), counted
+
+
+def _shelved(moved: Transfer) -> Transfer:
+    """The same with its dense entries in files of their own."""
+    entries = {
+        name: shelved(entry) if isinstance(entry, Tensor) else entry for name, entry in moved.task_vector.items()
+    }
+    return replace(moved, task_vector=TaskVector(entries))
+
+
+def _move_auto(
+    rule: Rule, sides: tuple[Job, Job], passes: Passes | None, meter: _Meter
+) -> tuple[Transfer, ScaleChoice, Statistics]:
+    """As `_move`, with the scale chosen by the two halves of the samples."""
+    groups = [in_groups(side, passes) for side in sides]
+    names, held_out = ("first", "second", "whole"), sides[0] is not sides[1]
+    moved: dict[str, list[Transfer]] = {name: [] for name in names}
+    counted = Statistics()
+    found: dict[str, Statistics] = {}
+    for index, (first, second) in enumerate(zip(*groups, strict=True)):
+        found["first"] = found["second"] = found["whole"] = meter.measure(first, _stage("first", index, groups[0]))
+        if held_out:
+            found["second"] = meter.measure(second, _stage("second", index, groups[0]))
+            found["whole"] = found["first"] + found["second"]
+        counted = _count(counted, found["whole"])
+        if len(groups[0]) > 1:
+            solved = {id(found[name]): _solve(first, found[name]) for name in names}
+            for name in names:
+                moved[name].append(solved[id(found[name])])
+            found = {}  # before the next group's are made
+    if len(groups[0]) == 1:
+        parts = (found["first"], found["second"])
+        return *transfer_auto(sides, lambda given: _solve(sides[0], given), parts, found["whole"], rule), counted
+    done = {name: _together(parts) for name, parts in moved.items()}
+    marks = {name: Statistics() for name in names}
+    by_mark = {id(mark): name for name, mark in marks.items()}
+    parts = (marks["first"], marks["second"])
+    return *transfer_auto(sides, lambda given: done[by_mark[id(given)]], parts, marks["whole"], rule), counted
+
+
+def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
+    """A name for what is measured of a group; another division into groups gives other names."""
+    if len(groups) == 1:
+        return name
+    layers = fingerprint({"layers": [pair.target.name for pair in groups[index].plan.pairs]})
+    return f"{name}-{index}-{layers[:12]}"
+
+
+def _count(counted: Statistics, more: Statistics) -> Statistics:
+    """The passes of both and the samples of one: groups see the same samples."""
+    passes = {name: counted.passes.get(name, 0) + count for name, count in more.passes.items()}
+    return Statistics(samples=more.samples, passes=passes)
+
+
+def _together(parts: Sequence[Transfer]) -> Transfer:
+    if len(parts) == 1:
+        return parts[0]
+    entries = {name: entry for part in parts for name, entry in part.task_vector.items()}
+    records = tuple(record for part in parts for record in part.records)
+    return Transfer(TaskVector(entries), records, tuple(item for part in parts for item in part.kept))

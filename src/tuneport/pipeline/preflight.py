@@ -1,0 +1,317 @@
+"""Before any weight is written: how alike two models are, what a trial on held-out samples says, a plain verdict.
+
+The trial is a transfer in memory, by cross-fitting: the calibration samples are cut into folds, the maps for each
+fold come from the others, and the target is scored on the fold with and without the update. Every sample is
+scored once, by maps that have not seen it. The verdict rests on the trial; likeness alone has not predicted gains
+in our measurements (benchmarks/results/verdict.md), so without a fine-tune there is no more than "uncertain".
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import DataError, TuneportError
+from ..job import Job, PairedBatches
+from ..maps.procrustes import Statistics
+from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
+from ..measure.signals import frozen
+from ..models.base import ModelLike
+from ..models.offload import is_hollow
+from ..models.open import open_model
+from ..models.opening import pick_device
+from ..task_vectors.vector import TaskVector
+from ..types import Progress
+from .crossfit import token_share
+from .prepare import prepare
+from .scale import Scaled
+from .statistics import measure_job, problem_of
+
+FOLDS = 4
+LEAST_SAMPLES = 2 * FOLDS
+LIKELY, UNCERTAIN, UNLIKELY = "likely to help", "uncertain", "unlikely to help"
+# Calibrated on the 18 cells of the zoo (benchmarks/verdict.py): the share of samples whose loss has to fall for a
+# likely help, and how clearly more samples have to turn wrong than right for an unlikely one.
+LOSS_FALLS = 0.8
+TURNED_WRONG = -1.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The target with and without the update, on calibration samples that the maps have not seen, at scale 1.
+
+    `turned_right` and `turned_wrong` count the samples whose class changed sides; they and the accuracies (percent)
+    are None where there are no classes. `loss_falls` is the share of samples whose loss falls.
+    """
+
+    samples: int
+    loss_before: float
+    loss_after: float
+    loss_falls: float
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    turned_right: int | None = None
+    turned_wrong: int | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """The change of accuracy in points."""
+        if self.accuracy_before is None or self.accuracy_after is None:
+            return None
+        return self.accuracy_after - self.accuracy_before
+
+    @property
+    def lean(self) -> float | None:
+        """How clearly samples turn right rather than wrong: their difference over its chance deviation."""
+        if self.turned_right is None or self.turned_wrong is None:
+            return None
+        return (self.turned_right - self.turned_wrong) / math.sqrt(max(self.turned_right + self.turned_wrong, 1))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A plain word with its reasons."""
+
+    verdict: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Preflight:
+    """What can be known of a transfer before it is written."""
+
+    similarity: tuple[LayerSimilarity, ...]
+    trial: Trial | None
+    verdict: Verdict
+
+    def record(self) -> dict[str, Any]:
+        """As plain values, for JSON and for the run record."""
+        return {
+            "verdict": {**asdict(self.verdict), "trial": asdict(self.trial) if self.trial is not None else None},
+            "similarity": [asdict(item) for item in self.similarity],
+        }
+
+
+def prepare_pair(
+    source: ModelLike, target: ModelLike, data: Any, *, finetuned: ModelLike | TaskVector | None = None, **options: Any
+) -> Job:
+    """A job for a comparison; without a fine-tune, one in which every layer of the source is taken to have changed."""
+    if finetuned is None:
+        if isinstance(source, (str, Path)):
+            trust = bool(options.get("trust_remote_code", False))
+            source = open_model(source, device=pick_device(str(options.get("device", "auto"))), trust_remote_code=trust)
+        module = source if isinstance(source, nn.Module) else source.module
+        names = {} if isinstance(source, nn.Module) else source.file_names
+        one = torch.ones(())
+        finetuned = TaskVector({names.get(name, name): one.expand(p.shape) for name, p in module.named_parameters()})
+    return prepare(source, finetuned, target, data, extra_signals=COMPARED, **options)
+
+
+def compare(job: Job, *, trial: bool = True, progress: Progress | None = None) -> Preflight:
+    """Compare the two models of a job layer by layer, and try its transfer on held-out calibration samples.
+
+    With `trial=False` only likeness is measured. Nothing is written, and both models come back as they were.
+    """
+    folds = _folds(job)
+    held_out, *fit = folds
+    assert job.source_loss is not None
+    assert job.target_loss is not None
+    likeness = layer_similarity(
+        job.source.module,
+        job.target.module,
+        job.plan.pairs,
+        _together(fit).batches,
+        held_out=held_out.batches,
+        source_loss=job.source_loss,
+        target_loss=job.target_loss,
+        completion=job.completion,
+        match=job.match,
+        progress=progress,
+    )
+    tried = try_transfer(job, progress=progress) if trial else None
+    return Preflight(likeness, tried, judge(tried, likeness))
+
+
+def try_transfer(job: Job, *, progress: Progress | None = None) -> Trial:
+    """Score the target on every fold of the samples, with maps from the other folds (cross-fitting)."""
+    folds = _folds(job)
+    sums = [measure_job(fold, progress=progress) for fold in folds] if job.method.signals else []
+    before: list[tuple[float, bool | None]] = []
+    after: list[tuple[float, bool | None]] = []
+    for number, fold in enumerate(folds):
+        assert isinstance(fold.batches, PairedBatches)
+        size = fold.batches.size if job.target_head is not None else 1  # a loss is a sum: one sample, one number
+        batches = [batch.target for batch in replace(fold.batches, size=size)]
+        rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
+        moved = job.method.transfer(problem_of(job, rest))
+        before += _scores(job, job.target.module, batches)
+        with Scaled(job.target.module, moved.task_vector, job.target.stored_parameters()) as scaled:
+            scaled.set(1.0)
+            after += _scores(job, scaled.module, batches)
+    return _trial(before, after)
+
+
+def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:
+    """The verdict: from the trial where there is one; likeness is told, and decides nothing.
+
+    >>> judge(Trial(100, 2.0, 1.8, 0.9, 40.0, 46.0, 8, 2)).verdict
+    'likely to help'
+    >>> judge(Trial(100, 2.0, 1.8, 0.7, 70.0, 63.0, 6, 13)).verdict
+    'unlikely to help'
+    >>> judge(None).verdict
+    'uncertain'
+    """
+    likeness = tuple(_likeness(tuple(similarity)))
+    if trial is None:
+        told = "no fine-tune was given to try: likeness of the bases alone has not predicted gains"
+        return Verdict(UNCERTAIN, (told, *likeness))
+    falls = f"the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
+    if trial.gain is None or trial.lean is None:
+        word = UNLIKELY if trial.loss_falls < 0.5 else UNCERTAIN
+        return Verdict(
+            word, (falls, "there are no classes to count, and a falling loss alone proves little", *likeness)
+        )
+    counted = (
+        f"{trial.turned_right} of them turn right and {trial.turned_wrong} turn wrong: "
+        f"{trial.accuracy_before:.1f} % before, {trial.accuracy_after:.1f} % after"
+    )
+    if trial.lean <= TURNED_WRONG or trial.loss_falls < 0.5:
+        word = UNLIKELY
+    elif trial.gain > 0 and trial.loss_falls >= LOSS_FALLS:
+        word = LIKELY
+    else:
+        word = UNCERTAIN
+    return Verdict(word, (falls, counted, *likeness))
+
+
+def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]]:
+    """The mean over layers of each number, by signal; what is open does not count."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for item in similarity:
+        numbers = {
+            "cka": item.cka,
+            "cka_debiased": item.cka_debiased,
+            "cosine_before": item.cosine_before,
+            "cosine_after": item.cosine_after,
+            "cosine_held_out": item.cosine_held_out,
+            "residual": item.residual if item.residual is not None else math.nan,
+        }
+        for name, number in numbers.items():
+            if math.isfinite(number):
+                found.setdefault(item.signal, {}).setdefault(name, []).append(number)
+    return {
+        signal: {name: statistics.fmean(numbers) for name, numbers in values.items()}
+        for signal, values in sorted(found.items())
+    }
+
+
+SIMILARITY_COLUMNS = (
+    "target layer",
+    "signal",
+    "CKA",
+    "debiased",
+    "cosine before",
+    "after",
+    "held out",
+    "rank",
+    "residual",
+)
+
+
+def similarity_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
+    """One row of text per layer and signal."""
+    return [
+        [
+            item.target,
+            item.signal.replace("_", " "),
+            *map(_text, (item.cka, item.cka_debiased, item.cosine_before, item.cosine_after, item.cosine_held_out)),
+            "–" if item.rank is None else str(item.rank),
+            _text(item.residual),
+        ]
+        for item in similarity
+    ]
+
+
+def _text(number: float | None) -> str:
+    return "–" if number is None or not math.isfinite(number) else f"{number:.3f}"
+
+
+def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
+    for signal, means in summary(similarity).items():
+        held_out = means.get("cosine_held_out")
+        told = f", cosine {held_out:.2f} on held-out samples after alignment" if held_out is not None else ""
+        if "cka" in means:
+            yield f"{signal.replace('_', ' ')}s: CKA {means['cka']:.2f}{told} (means over layers)"
+
+
+def _folds(job: Job) -> list[Job]:
+    """The job in parts, each with some of its samples, in the order of the draw."""
+    if any(is_hollow(model.module) for model in (job.source, job.target)):
+        raise TuneportError(
+            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
+            "give a larger --memory-budget."
+        )
+    if not isinstance(job.batches, PairedBatches):
+        raise DataError("a comparison draws its own samples: pass a data set or a path, not batches.")
+    if len(job.batches.indices) < LEAST_SAMPLES:
+        raise DataError(f"a comparison needs at least {LEAST_SAMPLES} samples, got {len(job.batches.indices)}.")
+    parts = np.array_split(job.batches.indices, FOLDS)
+    return [
+        replace(
+            job,
+            batches=replace(job.batches, indices=part),
+            samples=len(part),
+            max_tokens=token_share(job, len(part), job.samples),
+        )
+        for part in parts
+    ]
+
+
+def _together(folds: list[Job]) -> Job:
+    batches = [fold.batches for fold in folds]
+    assert isinstance(batches[0], PairedBatches)
+    joined = np.concatenate([part.indices for part in batches if isinstance(part, PairedBatches)])
+    return replace(folds[0], batches=replace(batches[0], indices=joined), samples=len(joined))
+
+
+def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[tuple[float, bool | None]]:
+    """The loss of each sample and whether its class is right; without a head, the loss of each batch."""
+    assert job.target_loss is not None
+    found: list[tuple[float, bool | None]] = []
+    with frozen(module), torch.no_grad():
+        for batch in batches:
+            if job.target_head is None:
+                found.append((float(job.target_loss(module, batch)), None))
+                continue
+            inputs, labels = batch
+            scores = job.target_head.scores(job.target, module, inputs)
+            losses = F.cross_entropy(scores, labels, reduction="none")
+            found += zip(losses.tolist(), (scores.argmax(-1) == labels).tolist(), strict=True)
+    return found
+
+
+def _trial(before: list[tuple[float, bool | None]], after: list[tuple[float, bool | None]]) -> Trial:
+    falls = [new[0] < old[0] for old, new in zip(before, after, strict=True)]
+    losses = [statistics.fmean(item[0] for item in side) for side in (before, after)]
+    plain = Trial(len(before), losses[0], losses[1], statistics.fmean(falls))
+    if any(right is None for _, right in before):
+        return plain
+    sides = [(bool(old[1]), bool(new[1])) for old, new in zip(before, after, strict=True)]
+    return replace(
+        plain,
+        accuracy_before=100 * statistics.fmean(old for old, _ in sides),
+        accuracy_after=100 * statistics.fmean(new for _, new in sides),
+        turned_right=sum(new and not old for old, new in sides),
+        turned_wrong=sum(old and not new for old, new in sides),
+    )

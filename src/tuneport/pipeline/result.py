@@ -1,0 +1,149 @@
+"""A finished transfer, and what it can become: a live module, a model folder, a LoRA adapter, a task-vector file.
+
+The target is never changed: `apply` works on a copy, and a model's tensors are computed one by one as they are written.
+A folder appears when it is complete, with the run record, the model card and the report beside the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TuneportError, first_of
+from ..io.companions import copy_companions
+from ..io.output import check_new_file, check_new_folder, new_folder
+from ..job import Job
+from ..methods import LayerRecord
+from ..models.base import Model
+from ..models.offload import is_hollow
+from ..models.open import place_of
+from ..pairing import Kept
+from ..report.page import report_page
+from ..report.record import model_card, to_json, write_record
+from ..task_vectors.lora_format import write_adapter
+from ..task_vectors.lora_write import Packed, no_place, pack
+from ..task_vectors.low_rank import check_truncation
+from ..task_vectors.vector import TaskVector, save_task_vector
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A finished transfer: the target's task vector, the evidence per layer, and the ways to use it."""
+
+    target: Model
+    task_vector: TaskVector
+    records: tuple[LayerRecord, ...]
+    not_transported: tuple[Kept, ...]
+    scale: float
+    record: Mapping[str, Any]
+
+    def tensors(self, scale: float | None = None) -> Mapping[str, Tensor]:
+        """The new model's tensors under their names in the files, in the target's dtypes, computed when read."""
+        vector = self.task_vector.rename({name: self.target.file_names[name] for name in self.task_vector})
+        return vector.apply_to(self.target.tensors, self.scale if scale is None else scale)
+
+    def apply(self, scale: float | None = None) -> nn.Module:
+        """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
+        if is_hollow(self.target.module):
+            raise TuneportError("the target was too large for the memory budget: use save() instead of apply().")
+        module = copy.deepcopy(self.target.module)
+        tensors = self.tensors(scale)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in self.task_vector:
+                    parameter.copy_(tensors[self.target.file_names[name]])
+        return module
+
+    def save(
+        self,
+        out: str | Path,
+        *,
+        kind: str = "model",
+        rank: int | None = None,
+        energy: float | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the new model as a folder that its own library loads, a LoRA adapter, or the task vector as one file.
+
+        An adapter takes low-rank updates as they are; others, and all where `rank` or `energy` is given, are cut
+        by SVD to that rank, or to the least rank that keeps this share of |tau|^2. An output that holds what the
+        transfer was made from is refused, also with `overwrite`.
+        """
+        out = Path(out)
+        place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
+        record = {**self.record, "out": place, "as": kind}
+        if kind == "task-vector":
+            check_new_file(out, overwrite, inputs=self._inputs())
+            names = {name: self.target.file_names[name] for name in self.task_vector}
+            save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
+            return out
+        if kind not in ("model", "adapter"):
+            raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
+        check_new_folder(out, overwrite, inputs=self._inputs())
+        packed = self._packed(rank, energy) if kind == "adapter" else None
+        with new_folder(out, overwrite=overwrite) as folder:
+            if packed is not None:
+                write_adapter(folder, packed.adapter)
+                asked = {"as": kind, "rank": rank, "energy": energy}
+                record["options"] = {**record.get("options", {}), **asked}
+                record = _adapter_record(record, packed, self.target)
+            else:
+                copy_companions(self.target.folder, folder)
+                self.target.write(folder, self.tensors())
+            (folder / "README.md").write_text(model_card(record, self.target.library), encoding="utf-8")
+            (folder / "report.html").write_text(report_page(record), encoding="utf-8")
+            write_record(folder / "tuneport.json", record)
+        return out
+
+    def _inputs(self) -> list[Path]:
+        """Where the models and the data of the transfer lie, as far as that is known."""
+        paths = [self.record.get(key, {}).get("path") for key in ("source", "finetuned", "target", "data")]
+        known = [place_of(path) for path in paths if path]
+        return known if self.target.folder is None else [*known, self.target.folder]
+
+    def _packed(self, rank: int | None, energy: float | None) -> Packed:
+        base = self.target.stored_parameters()
+        source = self.record.get("finetuned", {}).get("adapter", {})
+        about = {
+            "base_model_name_or_path": self.target.name if self.target.folder is not None else None,
+            "task_type": source.get("task_type"),
+        }
+        return pack(self.task_vector, self.target.module, base, scale=self.scale, rank=rank, energy=energy, about=about)
+
+
+def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
+    """Refuse, before anything is measured, a transfer whose result cannot be written as an adapter as asked."""
+    check_truncation(rank, energy)
+    if rank is None and energy is None:
+        names = {pair.source.weight for pair in job.plan.pairs}
+        dense = [name for name in names if job.task_vector.spec(name).rank is None]
+        if dense:
+            raise TuneportError(
+                f"{len(dense)} of {len(names)} updates are not low-rank ({first_of(sorted(dense), 3)}): pass --rank R "
+                "or --energy 0.95 to make an adapter of them (--energy 1 is exact)."
+            )
+        if not job.method.keeps_rank:
+            raise TuneportError(f"method {job.record['method']} makes dense updates: pass --rank R or --energy 0.95.")
+    weights = {pair.target.weight for pair in job.plan.pairs}
+    homeless = no_place(job.target.module, weights)
+    if len(homeless) == len(weights):
+        reasons = first_of(f"{name}: {reason}" for name, reason in homeless.items())
+        raise TuneportError(f"no layer of the target can be written as a LoRA ({reasons}). Use --as model.")
+
+
+def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) -> dict[str, Any]:
+    """The record of a transfer that was written as an adapter: ranks, what they cost, what has no place in it."""
+    kept = [{"tensor": target.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
+    weights = {layer.name: layer.weight for layer in target.layers}
+    return {
+        **record,
+        "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
+        "not_transported": [*record["not_transported"], *kept],
+        "adapter": {"rank": packed.adapter.config["r"], "modules": [asdict(item) for item in packed.modules]},
+    }

@@ -1,0 +1,1 @@
+"""Fit a job to a machine: memory, time, processes, resuming."""

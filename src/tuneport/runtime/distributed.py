@@ -1,0 +1,208 @@
+"""One transfer on several processes, as `torchrun` starts them: samples are split, sums reduced, maps shared out.
+
+Each process measures its part of the calibration batches; the sums of a block go to the process that owns it, which
+solves its maps and moves its layers; then every process has the whole result. The answer does not depend on the number
+of processes beyond rounding, and is the same to the bit for the same number. With one process nothing happens here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ..errors import TuneportError
+from ..job import Job, PairedBatches
+from ..maps.procrustes import CrossCovariance, Statistics, WeightGradient
+from ..measure.batches import count_samples
+from ..methods import Problem, Transfer
+from ..pairing import Plan
+from ..task_vectors.vector import TaskVector
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def processes(device: str = "auto") -> Iterator[Ranks]:
+    """Join the processes that torchrun started (gloo on the CPU, nccl on GPUs), or be the only one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        yield ranks()
+        return
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield ranks()
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks() -> Ranks:
+    """Where this process stands now."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def share_of(job: Job) -> tuple[Job, int]:
+    """This process's part of a job's batches, and the samples before it; batches are not cut."""
+    here = ranks()
+    if here.size == 1:
+        return job, 0
+    batches = job.batches
+    if isinstance(batches, PairedBatches):
+        starts = list(range(0, len(batches.indices), batches.size))
+        first, last = _slice(len(starts), here)
+        begin, end = (starts[i] if i < len(starts) else len(batches.indices) for i in (first, last))
+        return replace(job, batches=replace(batches, indices=batches.indices[begin:end])), begin
+    batches = list(batches)
+    first, last = _slice(len(batches), here)
+    return replace(job, batches=batches[first:last]), count_samples(batches[:first])
+
+
+def _slice(count: int, here: Ranks) -> tuple[int, int]:
+    if count < here.size:
+        raise TuneportError(
+            f"{count} calibration batches cannot be split over {here.size} processes: start fewer of them, or lower "
+            "--batch-size."
+        )
+    return count * here.rank // here.size, count * (here.rank + 1) // here.size
+
+
+def reduced(statistics: Statistics, plan: Plan) -> Statistics:
+    """The statistics over the samples of all processes, of the layers that this process owns."""
+    here = ranks()
+    if here.size == 1:
+        return statistics
+    owners = _owners(plan, here)
+    distinct: dict[int, tuple[str, CrossCovariance]] = {}  # in an order that all processes share
+    for key in sorted(statistics.covariances):
+        distinct.setdefault(id(statistics.covariances[key]), (key[0], statistics.covariances[key]))
+    facts = [_facts(covariance) for _, covariance in distinct.values()]
+    keys = (sorted(statistics.covariances), sorted(statistics.weight_gradients), len(facts))
+    everyone: list[Any] = [None] * here.size
+    dist.all_gather_object(everyone, (keys, statistics.samples, facts))
+    if any(other[0] != keys for other in everyone):
+        raise TuneportError("the processes have measured different layers; give every process batches of one kind.")
+    sums = {}
+    for index, (layer, covariance) in enumerate(distinct.values()):
+        total = _reduced(covariance, owners[layer], [other[2][index] for other in everyone])
+        if owners[layer] == here.rank:
+            sums[id(covariance)] = total
+    covariances = {key: sums[id(own)] for key, own in statistics.covariances.items() if id(own) in sums}
+    gradients = {}
+    for name in sorted(statistics.weight_gradients):
+        gradient = _reduced_gradient(statistics.weight_gradients[name], owners[name])
+        if owners[name] == here.rank:
+            gradients[name] = gradient
+    return Statistics(covariances, gradients, sum(other[1] for other in everyone), dict(statistics.passes))
+
+
+def moved_by_all(problem: Problem, transfer: Callable[[Problem], Transfer]) -> Transfer:
+    """Move the layers that this process owns, and collect what the others have moved."""
+    here = ranks()
+    if here.size == 1:
+        return transfer(problem)
+    owners = _owners(problem.plan, here)
+    mine = tuple(pair for pair in problem.plan.pairs if owners[pair.target.name] == here.rank)
+    plan = replace(problem.plan, pairs=mine, loose=problem.plan.loose if here.first else ())
+    answer = transfer(replace(problem, plan=plan))
+    everyone: list[Any] = [None] * here.size
+    dist.all_gather_object(everyone, (dict(answer.task_vector), answer.records, answer.kept))
+    entries = {name: entry for part in everyone for name, entry in part[0].items()}
+    records = {record.target: record for part in everyone for record in part[1]}
+    order = [pair.target for pair in problem.plan.pairs]
+    names = dict.fromkeys(
+        [name for layer in order for name in (layer.weight, layer.bias) if name in entries] + list(entries)
+    )
+    return Transfer(
+        TaskVector({name: entries[name] for name in names}),
+        tuple(records[layer.name] for layer in order if layer.name in records),
+        tuple(item for part in everyone for item in part[2]),
+    )
+
+
+def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
+    """The process that solves each layer: whole blocks in turn, so that what is shared stays together."""
+    blocks = groupby(plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block))
+    owners: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    for index, (_, pairs) in enumerate(blocks):
+        for pair in pairs:
+            owners[pair.target.name] = weights.setdefault(pair.target.weight, index % here.size)
+    return owners
+
+
+def _facts(own: CrossCovariance) -> dict[str, Any]:
+    """What the others must know of a covariance."""
+    return {
+        "tokens": own.tokens,
+        "dtype": own.signal_dtype,
+        "energies": (float(own.source_energy), float(own.target_energy)),
+        "rows": None if own.rows is None else sum(len(source) for source, _ in own.rows),
+        "nbytes": own.nbytes,
+    }
+
+
+def _reduced(own: CrossCovariance, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
+    """The covariance over all processes, right in the one that owns it; tokens stay tokens while they are few."""
+    total = CrossCovariance(*own.shape, device=own.device, dtype=own.dtype)
+    total.tokens = sum(other["tokens"] for other in facts)
+    total.source_energy += sum(other["energies"][0] for other in facts)
+    total.target_energy += sum(other["energies"][1] for other in facts)
+    total.signal_dtype = max((other["dtype"] for other in facts), key=lambda dtype: torch.finfo(dtype).eps)
+    room = own.shape[0] * own.shape[1] * own.dtype.itemsize
+    kept = all(other["rows"] for other in facts) and 2 * sum(other["nbytes"] for other in facts) <= room
+    if kept and own.rows is not None:
+        total.rows = _gathered(own.rows, [other["rows"] for other in facts], own)
+    else:
+        matrix = own.matrix  # nobody looks at the parts again
+        dist.reduce(matrix, owner)
+        total.matrix = matrix
+    return total
+
+
+def _gathered(
+    rows: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], own: CrossCovariance
+) -> list[tuple[Tensor, Tensor]]:
+    """The kept tokens of all processes, in their order."""
+    sides = []
+    for side, width in enumerate(own.shape):
+        mine = torch.cat([pair[side] for pair in rows])
+        mine = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine), width)])
+        parts = [torch.empty_like(mine) for _ in lengths]
+        dist.all_gather(parts, mine)
+        sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True)])
+    return list(zip(sides[0], sides[1], strict=True))
+
+
+def _reduced_gradient(own: WeightGradient, owner: int) -> WeightGradient:
+    shape = (own.total.shape[0], own.total.shape[1])
+    total = WeightGradient(shape, device=own.total.device)
+    for name in ("total", "votes", "bias_total", "bias_votes"):
+        part = getattr(own, name).clone()
+        dist.reduce(part, owner)
+        setattr(total, name, part)
+    count = torch.tensor(own.samples, device=own.total.device)
+    dist.all_reduce(count)
+    total.samples = int(count)
+    return total

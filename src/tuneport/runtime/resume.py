@@ -1,0 +1,233 @@
+"""What an unfinished run has measured, kept beside its output so that the run can go on after it was killed.
+
+The hidden folder `.OUT.tuneport-work` holds one safetensors file per stage of measuring, with the conditions of
+the run in its metadata. Rules kept here: a file is replaced whole; sums come back bit by bit, and what was
+shared is shared again; nothing is used that was measured under other conditions; a finished run leaves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, first_of
+from ..io.checkpoint import open_checkpoint
+from ..io.output import new_file
+from ..io.tensors import describe
+from ..io.weight_file import write_safetensors
+from ..maps.procrustes import CrossCovariance, Statistics, WeightGradient
+
+FORMAT = "tuneport-statistics"
+VERSION = "2"
+SAVE_EVERY = 60.0  # seconds
+_SHARE = 10  # saving takes at most one part in so many of the time
+
+Conditions = Mapping[str, Any]
+
+
+def fingerprint(conditions: Conditions) -> str:
+    """SHA-256 of plain values, whatever the order of their keys.
+
+    >>> fingerprint({"seed": 0, "samples": 8}) == fingerprint({"samples": 8, "seed": 0})
+    True
+    """
+    return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work folder of one output. `conditions` are all that shapes what is measured, as JSON values.
+
+    `every` is the least number of seconds between two saves; 0 saves after each batch. Use it only while the
+    output is claimed.
+    """
+
+    out: Path
+    conditions: Conditions
+    every: float = SAVE_EVERY
+
+    @property
+    def folder(self) -> Path:
+        return self.out.parent / f".{self.out.name}.tuneport-work"
+
+    def exists(self) -> bool:
+        """Whether an earlier run has left something here."""
+        return bool(self._saved())
+
+    def check(self) -> None:
+        """Raise a CheckpointError unless what an earlier run has left was measured under these conditions."""
+        for file in self._saved():
+            theirs = _content(file)["conditions"]
+            if fingerprint(theirs) == fingerprint(self.conditions):
+                continue
+            changes = [
+                f"{key} was {_brief(old)} and is {_brief(new)}" for key, old, new in _changes(theirs, self.conditions)
+            ]
+            raise CheckpointError(
+                f"{self.out} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options again, or "
+                "start over without --resume."
+            )
+
+    def load(self, stage: str, device: torch.device) -> Statistics | None:
+        """What was measured of a stage, as exactly the numbers that were saved; None where nothing was."""
+        file = self._file(stage)
+        return load_statistics(file, device) if file.is_file() else None
+
+    def keeper(self, stage: str) -> Callable[[Statistics], None]:
+        """A callback that takes the statistics after each batch and saves them from time to time."""
+        saved = time.monotonic()
+        pause = self.every
+
+        def keep(statistics: Statistics) -> None:
+            nonlocal saved, pause
+            started = time.monotonic()
+            if started - saved < pause:
+                return
+            if self.folder.is_symlink():
+                raise CheckpointError(f"{self.folder} is a link and is not written to. Remove it.")
+            self.folder.mkdir(exist_ok=True)
+            save_statistics(self._file(stage), statistics, self.conditions)
+            saved = time.monotonic()
+            pause = self.every and max(self.every, _SHARE * (saved - started))
+
+        return keep
+
+    def remove(self) -> None:
+        """Forget everything, as when the output is complete or a run starts over."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _saved(self) -> list[Path]:
+        """The complete files; a hidden one is what a run that was killed while saving has left."""
+        return sorted(self.folder.glob("[!.]*.safetensors"))
+
+    def _file(self, stage: str) -> Path:
+        return self.folder / f"{stage}.safetensors"
+
+
+def save_statistics(path: Path, statistics: Statistics, conditions: Conditions) -> None:
+    """Write statistics to one safetensors file, replacing it whole; a shared covariance is stored once."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[int, int] = {}
+    covariances: list[dict[str, Any]] = []
+    keys: list[list[str | int]] = []
+    gradients: dict[str, int] = {}
+    for (layer, signal), covariance in statistics.covariances.items():
+        number = numbers.setdefault(id(covariance), len(numbers))
+        keys.append([layer, signal, number])
+        if number == len(covariances):
+            covariances.append(_store(covariance, f"covariance.{number}", tensors))
+    for number, (layer, gradient) in enumerate(statistics.weight_gradients.items()):
+        gradients[layer] = gradient.samples
+        for part in ("total", "votes", "bias_total", "bias_votes"):
+            tensors[f"gradient.{number}.{part}"] = getattr(gradient, part)
+    content = {
+        "conditions": conditions,
+        "covariances": covariances,
+        "keys": keys,
+        "gradients": gradients,
+        "samples": statistics.samples,
+        "passes": dict(statistics.passes),
+    }
+    specs = {name: describe(tensors, name) for name in tensors}
+    stated = {"format": FORMAT, "version": VERSION, "content": json.dumps(content)}
+    with new_file(path, overwrite=True) as temporary:
+        write_safetensors(temporary, tensors, specs, stated)
+
+
+def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistics:
+    """Read what `save_statistics` wrote."""
+    content, stored = _content(path), open_checkpoint(path)
+
+    def read(name: str) -> Tensor:
+        return stored[name].to(device)
+
+    try:
+        covariances = []
+        for number, entry in enumerate(content["covariances"]):
+            covariances.append(_restored(entry, f"covariance.{number}", read, device))
+        gradients = {}
+        for number, (layer, samples) in enumerate(content["gradients"].items()):
+            total = read(f"gradient.{number}.total")
+            gradient = WeightGradient((total.shape[0], total.shape[1]), device=device)
+            gradient.total, gradient.samples = total, int(samples)
+            for part in ("votes", "bias_total", "bias_votes"):
+                setattr(gradient, part, read(f"gradient.{number}.{part}"))
+            gradients[layer] = gradient
+        keyed = {(layer, signal): covariances[number] for layer, signal, number in content["keys"]}
+        return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged. Start over without --resume.") from error
+
+
+def _store(covariance: CrossCovariance, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Put the tensors of a covariance under a name, and return the rest; kept tokens stay in their batches."""
+    tensors[f"{name}.source_energy"] = covariance.source_energy
+    tensors[f"{name}.target_energy"] = covariance.target_energy
+    if covariance.rows is None:
+        tensors[f"{name}.matrix"] = covariance.matrix
+    for index, (source, target) in enumerate(covariance.rows or ()):
+        tensors[f"{name}.source.{index}"] = source
+        tensors[f"{name}.target.{index}"] = target
+    return {
+        "shape": list(covariance.shape),
+        "dtype": str(covariance.dtype).removeprefix("torch."),
+        "tokens": covariance.tokens,
+        "signal_dtype": str(covariance.signal_dtype).removeprefix("torch."),
+        "batches": None if covariance.rows is None else len(covariance.rows),
+    }
+
+
+def _restored(
+    entry: Mapping[str, Any], name: str, read: Callable[[str], Tensor], device: torch.device | str
+) -> CrossCovariance:
+    """What `_store` put away."""
+    source_width, target_width = entry["shape"]
+    covariance = CrossCovariance(source_width, target_width, device=device, dtype=getattr(torch, entry["dtype"]))
+    if entry["batches"] is None:
+        covariance.matrix = read(f"{name}.matrix")
+    else:
+        covariance.rows = [
+            (read(f"{name}.source.{index}"), read(f"{name}.target.{index}")) for index in range(entry["batches"])
+        ]
+    covariance.source_energy = read(f"{name}.source_energy")
+    covariance.target_energy = read(f"{name}.target_energy")
+    covariance.tokens = int(entry["tokens"])
+    covariance.signal_dtype = getattr(torch, entry["signal_dtype"])
+    return covariance
+
+
+def _content(path: Path) -> dict[str, Any]:
+    metadata = open_checkpoint(path).metadata
+    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} does not hold statistics of this tuneport. Start over without --resume.")
+    try:
+        content = json.loads(metadata["content"])
+        if not isinstance(content["conditions"], dict):
+            raise TypeError
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged. Start over without --resume.") from error
+    found: dict[str, Any] = content
+    return found
+
+
+def _changes(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The places at which two nests of plain values differ."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys((*old, *new)):
+            yield from _changes(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+    elif json.dumps(old) != json.dumps(new):
+        yield where, old, new
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:40]} ... ({len(text)} characters)"

@@ -1,0 +1,125 @@
+"""How fast a machine is at each kind of work, by a short probe or as told, and the seconds that a transfer takes on it.
+
+The probe runs a product in the models' dtype and in float64, Procrustes problems side by side as a transfer does, and a
+copy to the device: a second or two. Seconds are sums of work over rate; nothing overlaps. Several devices share
+samples and maps evenly, each with a link of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from ..errors import TuneportError
+from ..maps.procrustes import CrossCovariance, procrustes_together
+from .cost import SVD, Flops, thin_flops
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP per second of model passes, of float64 `products` (sums and transport), of `dense` and `thin` maps (in the
+    FLOPs of `flops_of`), and bytes per second of the `link` from where the models are at home and of the way `back`.
+    """
+
+    passes: float
+    products: float
+    dense: float
+    thin: float
+    link: float
+    back: float
+
+    def with_(self, told: Mapping[str, float]) -> Rates:
+        """The same with the rates that were told."""
+        unknown = [name for name in told if name not in asdict(self)]
+        if unknown or any(not rate > 0 for rate in told.values()):
+            raise TuneportError(f"rates are {', '.join(asdict(self))}, each above zero; got {dict(told)}.")
+        return replace(self, **told)
+
+
+def parse_rates(texts: list[str]) -> dict[str, float]:
+    """
+    >>> parse_rates(["passes=4e14", "link=5e10"])
+    {'passes': 400000000000000.0, 'link': 50000000000.0}
+    """
+    try:
+        return {name: float(rate) for name, _, rate in (text.partition("=") for text in texts)}
+    except ValueError:
+        raise TuneportError(f"a rate is NAME=NUMBER, such as passes=4e14, got {' '.join(texts)!r}.") from None
+
+
+def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates:
+    """Measure the rates of this machine, with products as tall as a batch has tokens."""
+    width = 4096 if device.type == "cuda" else 512
+    rows = min(tokens, width) if device.type == "cuda" else width
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
+
+    x, weight = random(rows, width, dtype=dtype), random(width, width, dtype=dtype)
+    exact = weight.double()
+    passes = 2 * rows * width**2 / _seconds(lambda: x @ weight, device, 20)
+    products = 2 * width**3 / _seconds(lambda: exact @ exact, device, 3)
+    count = 4 if device.type == "cuda" else 1
+
+    def solve(covariance: CrossCovariance) -> Callable[[], object]:
+        return lambda: procrustes_together([covariance] * count)
+
+    full, few = (CrossCovariance(size, size, device=device) for size in (width // 4, width))
+    full.matrix = random(width // 4, width // 4, dtype=torch.float64)
+    few.update(*(random(width // 4, width, dtype=torch.float32) for _ in range(2)))
+    dense = count * SVD * (width // 4) ** 3 / _seconds(solve(full), device, 1)
+    thin = count * thin_flops(width, width, width // 4) / _seconds(solve(few), device, 1)
+    return Rates(passes, products, dense, thin, *_links(device))
+
+
+def _links(device: torch.device) -> tuple[float, float]:
+    """Bytes per second into the device from pinned memory, and out of it into new memory."""
+    size = 2**28 if device.type == "cuda" else 2**25
+    home = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(home, device=device)
+    into = size / _seconds(lambda: there.copy_(home, non_blocking=True), device, 4)
+    return into, size / _seconds(lambda: there.to("cpu", copy=True), device, 2)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
+    run()
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    _wait(device)
+    return max((time.perf_counter() - started) / times, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(
+    flops: Flops,
+    rates: Rates,
+    *,
+    runs: int = 1,
+    anew: bool = False,
+    fetched: float = 0.0,
+    returned: float = 0.0,
+    devices: int = 1,
+) -> dict[str, float]:
+    """Seconds by stage on so many devices: `runs` over the data, blocks run `anew`, bytes `fetched` and `returned`.
+
+    Every run takes all passes; that later groups need shorter backward passes is left out.
+    """
+    passes = runs * (flops.forward * (2 if anew else 1) + flops.backward)
+    found = {
+        "passes": passes / rates.passes / devices,
+        "fetch": fetched / rates.link / devices,
+        "sums": flops.sums / rates.products / devices,
+        "solve": (flops.dense / rates.dense + flops.thin / rates.thin) / devices,
+        "transport": (flops.transport / rates.products + returned / rates.back) / devices,
+    }
+    return {**found, "total": sum(found.values())}

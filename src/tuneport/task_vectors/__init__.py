@@ -1,0 +1,1 @@
+"""Task vectors: what a fine-tune changed."""

@@ -1,0 +1,219 @@
+"""A task vector as a LoRA that plain peft loads: where each change goes, at which rank, and what has no place.
+
+Low-rank entries go in exactly; dense ones are cut to a rank. What an adapter cannot hold is named with the reason, as
+is every share of the update that a smaller rank loses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TuneportError, first_of
+from .lora_format import PREFIX, TWICE, Adapter
+from .low_rank import LowRank, check_truncation, truncate
+from .vector import TaskVector
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """One module of a written adapter: the rank that it got, and the share of the update's energy lost by it."""
+
+    module: str
+    rank: int
+    lost_energy: float
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A task vector as an adapter: the adapter, a record per module, and tensors it has no place for."""
+
+    adapter: Adapter
+    modules: tuple[AdaptedModule, ...]
+    kept: Mapping[str, str]
+
+
+def pack(
+    vector: TaskVector,
+    module: nn.Module,
+    base: Mapping[str, Tensor],
+    *,
+    scale: float = 1.0,
+    rank: int | None = None,
+    energy: float | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Packed:
+    """A task vector of a live module, by its parameter names, as a LoRA that plain peft loads.
+
+    Low-rank entries go in as they are; dense ones, and all where `rank` or `energy` is given, by truncated SVD.
+    The scale is folded into B, with lora_alpha = r. Biases are stored as peft stores trained biases, as the new
+    values. `base` holds the module's weights; `about` adds to the configuration.
+    """
+    check_truncation(rank, energy)
+    places = _places(module, vector)
+    kept = {name: place for name, place in places.items() if isinstance(place, str)}
+    held = {name: place for name, place in places.items() if not isinstance(place, str)}
+    biases = {name: place for name, place in held.items() if place.kind == "bias"}
+    weights = {name: place for name, place in held.items() if name not in biases}
+    low = _low_rank(vector, weights, rank, energy)
+    if not low:
+        raise TuneportError(
+            f"no update can be written as a LoRA: {_reasons(kept) or 'only biases changed'}. Use --as model."
+        )
+    tensors: dict[str, Tensor] = {}
+    for place, factors, _ in low:
+        tensors |= _factor_tensors(place, factors * scale)
+        owner: Any = module.get_submodule(place.target)
+        if isinstance(owner, nn.MultiheadAttention):  # adapting it adapts its output projection too: by nothing
+            tensors |= _nothing(f"{place.path}.base_layer.out_proj", owner.out_proj.weight, factors.rank)
+    ranks = {place.target: factors.rank for place, factors, _ in low}
+    for name, place in biases.items():
+        key = _bias_key(name, place, place.target in ranks)
+        tensors[key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
+    turned = any(place.kind == "transposed" for place, _, _ in low)
+    trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
+    config = _config(module, ranks, about or {}, fan_in_fan_out=turned, bias=trained)
+    records = tuple(AdaptedModule(place.path, factors.rank, lost) for place, factors, lost in low)
+    return Packed(Adapter("adapter", config, tensors), records, kept)
+
+
+def _low_rank(
+    vector: TaskVector, places: Mapping[str, _Place], rank: int | None, energy: float | None
+) -> list[tuple[_Place, LowRank, float]]:
+    """The factors of every weight that changed, and the share of its energy that they lose."""
+    found = []
+    for name, place in places.items():
+        entry = vector[name]
+        if not isinstance(entry, LowRank) or entry.rank > 0:
+            found.append((place, *truncate(entry, rank, energy)))
+    return found
+
+
+def _config(
+    module: nn.Module, ranks: Mapping[str, int], about: Mapping[str, Any], *, fan_in_fan_out: bool, bias: str
+) -> dict[str, Any]:
+    """The configuration of a LoRA with a rank for each module that it adapts, its scale folded into the factors."""
+    most = max(ranks.values())
+    others = {f"^{re.escape(target)}": number for target, number in ranks.items() if number != most}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        **about,
+        "r": most,
+        "lora_alpha": most,
+        "rank_pattern": others,
+        "alpha_pattern": dict(others),
+        "target_modules": _target_modules(module, list(ranks)),
+        "fan_in_fan_out": fan_in_fan_out,
+        "bias": bias,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+class _Place(NamedTuple):
+    """Where an adapter keeps the change of a tensor: the module that peft is told to adapt, the path, the layout."""
+
+    target: str
+    path: str
+    kind: str
+
+
+def no_place(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """The parameters whose change an adapter has no place for, with the reasons."""
+    return {name: place for name, place in _places(module, names).items() if isinstance(place, str)}
+
+
+def _places(module: nn.Module, names: Iterable[str]) -> dict[str, _Place | str]:
+    """Where a LoRA can hold the change of each parameter, or why nowhere."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    tied = {name: group for group in groups.values() if len(group) > 1 for name in group}
+
+    def place(name: str) -> _Place | str:
+        if name not in tied:
+            return _place(module, name)
+        twins = first_of(other for other in tied[name] if other != name)
+        return f"its numbers are shared with {twins}; an adapter would change only one of them"
+
+    return {name: place(name) for name in names}
+
+
+def _place(module: nn.Module, name: str) -> _Place | str:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    above = path.rpartition(".")[0]
+    in_attention = bool(above) and isinstance(module.get_submodule(above), nn.MultiheadAttention)
+    if isinstance(owner, nn.MultiheadAttention) and last == "in_proj_weight":
+        return _Place(path, path, "linear")
+    if isinstance(owner, nn.MultiheadAttention) and last == "in_proj_bias":
+        return _Place(path, path, "bias")
+    if last == "bias" and _adapts(owner):
+        return _Place(above if in_attention else path, path, "bias")
+    if last != "weight" or not _adapts(owner):
+        return f"a LoRA has no place for a parameter of {type(owner).__name__}"
+    if in_attention:
+        return TWICE
+    if isinstance(owner, nn.Embedding):
+        return _Place(path, path, "embedding")
+    if isinstance(owner, nn.Conv2d):
+        return _Place(path, path, "convolution")
+    return _Place(path, path, "linear" if isinstance(owner, nn.Linear) else "transposed")
+
+
+def _adapts(owner: nn.Module) -> bool:
+    """Whether peft adapts a module of this type."""
+    if isinstance(owner, nn.Conv2d):
+        return owner.groups == 1
+    return isinstance(owner, (nn.Linear, nn.Embedding)) or type(owner).__name__ == "Conv1D"
+
+
+def _factor_tensors(place: _Place, low: LowRank) -> dict[str, Tensor]:
+    """The stored factors of one module, laid out as peft lays them out."""
+    B, A = low.out_factor.float(), low.in_factor.float()
+    if place.kind in ("transposed", "embedding"):
+        B, A = A.T, B.T
+    if place.kind == "embedding":
+        return {f"{PREFIX}{place.path}.lora_embedding_{side}": t.contiguous() for side, t in (("A", A), ("B", B))}
+    if place.kind == "convolution":
+        B = B[:, :, None, None]
+    return {f"{PREFIX}{place.path}.lora_{side}.weight": t.contiguous() for side, t in (("A", A), ("B", B))}
+
+
+def _bias_key(name: str, place: _Place, adapted: bool) -> str:
+    """Where a bias stands in the adapted model: peft puts a base layer inside each module that it adapts."""
+    path, _, last = name.rpartition(".")
+    if not adapted:
+        return f"{PREFIX}{name}"
+    inner = path.removeprefix(place.target)  # of an attention module, its output projection
+    return f"{PREFIX}{place.target}.base_layer{inner}{'.base_layer' if inner else ''}.{last}"
+
+
+def _nothing(path: str, weight: Tensor, rank: int) -> dict[str, Tensor]:
+    """Factors of a change by zero."""
+    rows, columns = weight.shape
+    return _factor_tensors(_Place(path, path, "linear"), LowRank(torch.zeros(rows, rank), torch.zeros(rank, columns)))
+
+
+def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
+    """Full names; a regular expression where a full name is also the end of another module's name."""
+    chosen = set(paths)
+    endings = tuple(f".{path}" for path in paths)
+    if any(name.endswith(endings) for name, _ in module.named_modules() if name not in chosen):
+        return "|".join(re.escape(path) for path in paths)
+    return list(paths)
+
+
+def _reasons(kept: Mapping[str, str]) -> str:
+    return first_of(f"{name} ({reason})" for name, reason in kept.items())

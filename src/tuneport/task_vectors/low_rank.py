@@ -1,0 +1,151 @@
+"""What a fine-tune changed in one tensor: a dense difference, or a low-rank one kept as its two factors.
+
+A LowRank entry is never made dense by being scaled, added to another or cut to a smaller rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import TuneportError
+from ..io.tensors import pieces
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
+
+    A convolution's kernel is a matrix too, over unfolded patches: its `in_factor` is (r, channels, height, width).
+
+    >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
+    (4, 3)
+    """
+
+    out_factor: torch.Tensor
+    in_factor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        out, in_ = tuple(self.out_factor.shape), tuple(self.in_factor.shape)
+        if len(out) != 2 or len(in_) < 2 or out[1] != in_[0]:
+            raise TuneportError(f"low-rank factors must be (d_out, r) and (r, d_in), got {out} and {in_}.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product, (d_out, d_in) or (d_out, channels, height, width)."""
+        return self.out_factor.shape[0], *self.in_factor.shape[1:]
+
+    @property
+    def rank(self) -> int:
+        """Number of columns of `out_factor`: a bound on the rank of the product."""
+        return self.out_factor.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the product: float32 also for factors in half precision, which would round it."""
+        widest = torch.promote_types(self.out_factor.dtype, self.in_factor.dtype)
+        return torch.promote_types(widest, torch.float32)
+
+    def dense(self) -> torch.Tensor:
+        """Return the product as one tensor."""
+        product = self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype).flatten(1)
+        return product.reshape(self.shape)
+
+    def norm(self) -> float:
+        """Return the Frobenius norm: ||B A||^2 = sum of (B^T B) * (A A^T), both r x r, in float64."""
+        B, A = self.out_factor.double(), self.in_factor.double().flatten(1)
+        return math.sqrt(max(0.0, float(((B.T @ B) * (A @ A.T)).sum())))
+
+    def __mul__(self, factor: float) -> LowRank:
+        return LowRank(self.out_factor.to(self.dtype) * factor, self.in_factor)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> LowRank:
+        return self * -1.0
+
+
+Entry = torch.Tensor | LowRank
+
+
+def as_dense(entry: Entry) -> torch.Tensor:
+    """An entry as a plain tensor."""
+    return entry.dense() if isinstance(entry, LowRank) else entry
+
+
+def norm_of(entry: Entry) -> float:
+    """The Frobenius norm of an entry, accumulated in float64."""
+    if isinstance(entry, LowRank):
+        return entry.norm()
+    wide = torch.promote_types(entry.dtype, torch.float64)
+    parts = [torch.linalg.vector_norm(piece.to(wide)) for piece in pieces(entry)]
+    return float(torch.linalg.vector_norm(torch.stack(parts)))
+
+
+def add_entries(one: Entry, other: Entry) -> Entry:
+    """The sum of two entries: of two low-rank ones, their factors side by side."""
+    if isinstance(one, LowRank) and isinstance(other, LowRank):
+        out, in_ = one.out_factor, one.in_factor
+        return LowRank(
+            torch.cat([out, other.out_factor.to(out.device)], dim=1),
+            torch.cat([in_, other.in_factor.to(in_.device)], dim=0),
+        )
+    first = as_dense(one)
+    return first + as_dense(other).to(first.device)
+
+
+def check_truncation(rank: int | None, energy: float | None) -> None:
+    """Refuse a rank below 1, an energy outside (0, 1], or both together."""
+    if rank is not None and energy is not None:
+        raise TuneportError("give either a rank or an energy for the adapter, not both.")
+    if rank is not None and rank < 1:
+        raise TuneportError(f"the rank of an adapter must be at least 1, got {rank}.")
+    if energy is not None and not 0 < energy <= 1:
+        raise TuneportError(f"the energy that an adapter keeps must be above 0 and at most 1, got {energy:g}.")
+
+
+def truncate(entry: Entry, rank: int | None = None, energy: float | None = None) -> tuple[LowRank, float]:
+    """The nearest matrix of rank at most `rank`, or of the least rank that keeps a share `energy` of |tau|^2.
+
+    Returns its factors and the share of |tau|^2 that is lost. By Eckart and Young no other matrix of that rank
+    is nearer. A low-rank entry is returned as it is if neither asks for less; it never becomes dense.
+
+    >>> low, lost = truncate(torch.diag(torch.tensor([2.0, 1.0])), rank=1)
+    >>> low.rank, round(lost, 6)
+    (1, 0.2)
+    """
+    if isinstance(entry, LowRank):
+        if energy is None and (rank is None or entry.rank <= rank):
+            return entry, 0.0
+        left, R_left = torch.linalg.qr(entry.out_factor.double())
+        right, R_right = torch.linalg.qr(entry.in_factor.double().flatten(1).T)
+        U, S, Vh = thin_svd(R_left @ R_right.T)
+        U, Vh = left @ U, Vh @ right.T
+    elif rank is None and energy is None:
+        raise TuneportError("the update is not low-rank: pass --rank R or --energy 0.95 (1 is exact) for an adapter.")
+    else:
+        U, S, Vh = thin_svd(entry.double().flatten(1))
+    shares = S.square().cumsum(0)
+    total = float(shares[-1])
+    if energy is not None:
+        cut = float(S[0]) * max(U.shape[0], Vh.shape[1]) * torch.finfo(torch.float64).eps
+        count = min(int((shares < energy * total).sum()) + 1, int((cut < S).sum()))
+    else:
+        assert rank is not None
+        count = min(rank, len(S))
+    count = max(count, 1)
+    root = S[:count].sqrt()
+    factors = LowRank((U[:, :count] * root).float(), (root[:, None] * Vh[:count]).float().reshape(-1, *entry.shape[1:]))
+    return factors, max(0.0, 1.0 - float(shares[count - 1]) / total) if total > 0 else 0.0
+
+
+def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD; if it does not converge (seen on GPUs), it is repeated on the CPU."""
+    try:
+        U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        U, S, Vh = (part.to(matrix.device) for part in torch.linalg.svd(matrix.cpu(), full_matrices=False))
+    return U, S, Vh

@@ -1,0 +1,347 @@
+"""Task vectors: what a fine-tune changed, as a lazy Mapping from tensor names to differences.
+
+An entry is a dense tensor or a LowRank pair of factors, and is computed when asked for: sums, multiples
+and `apply_to` read nothing by themselves, so that a model larger than memory passes tensor by tensor.
+Differences are taken in float32 (float64 where an input is) and cast back only when applied to a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CheckpointError, TuneportError, first_of
+from ..io.checkpoint import open_checkpoint
+from ..io.output import PathLike, check_file_name, new_file
+from ..io.tensors import (
+    LazyMapping,
+    LazyTensors,
+    TensorSpec,
+    UnknownTensorError,
+    all_finite,
+    describe,
+    pieces,
+    unknown_tensors,
+)
+from ..io.validate import is_quantised, same_structure
+from ..io.weight_file import write_safetensors
+from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
+
+FORMAT = "tuneport-task-vector"
+VERSION = "1"
+_OUT, _IN = "::out", "::in"
+
+
+class EntrySpec(NamedTuple):
+    """Shape, dtype and, for a low-rank entry, rank: what is known of an entry without computing it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int | None = None
+
+
+class TaskVector(Mapping[str, Entry]):
+    """What a fine-tune changed, tensor by tensor: `finetuned - base`, with arithmetic.
+
+    >>> base, finetuned = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 2.0])}
+    >>> vector = TaskVector.between(base, finetuned)
+    >>> (0.5 * vector).apply_to(base)["w"]
+    tensor([0.5000, 1.0000])
+
+    Nothing is kept: an entry of `a + b` is computed each time it is asked for. `materialise` computes all.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None) -> None:
+        self._entries = entries
+        self._describe = describe
+
+    @classmethod
+    def between(
+        cls,
+        base: Mapping[str, torch.Tensor],
+        finetuned: Mapping[str, torch.Tensor],
+        exclude: Sequence[str] = (),
+    ) -> TaskVector:
+        """Return `finetuned - base` over their floating-point tensors, less those that match `exclude`.
+
+        Both must hold the same names with the same shapes; `exclude` holds glob patterns ("head.*").
+        Integer buffers are left out; quantised weights are refused, since their codes cannot be subtracted.
+        """
+        same_structure(base, finetuned, exclude)
+        kept = [name for name in base if not any(fnmatchcase(name, pattern) for pattern in exclude)]
+        specs = {name: [describe(side, name).dtype for side in (base, finetuned)] for name in kept if name in finetuned}
+        quantised = [f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(is_quantised, dtypes))]
+        if quantised:
+            raise CheckpointError(
+                f"{len(quantised)} of {len(kept)} tensors are quantised: {first_of(quantised)}. "
+                "Give the models in float32, bfloat16 or float16."
+            )
+        dtypes = {
+            name: torch.promote_types(torch.promote_types(one, other), torch.float32)
+            for name, (one, other) in specs.items()
+            if one.is_floating_point or one.is_complex
+        }
+
+        def difference(name: str) -> torch.Tensor:
+            changed = finetuned[name].detach().to(dtypes[name], copy=True)
+            for difference, piece in zip(pieces(changed), pieces(base[name].detach()), strict=True):
+                difference.sub_(piece.to(difference))
+            return changed
+
+        return cls(LazyMapping(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise UnknownTensorError(unknown_tensors([name], self, "the task vector"))
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __repr__(self) -> str:
+        return f"TaskVector({len(self)} tensors)"
+
+    def spec(self, name: str) -> EntrySpec:
+        """Return shape, dtype and rank of an entry, not computing it where that can be avoided."""
+        if self._describe is not None and name in self._entries:
+            return self._describe(name)
+        entry = self[name]
+        return EntrySpec(tuple(entry.shape), entry.dtype, entry.rank if isinstance(entry, LowRank) else None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an entry."""
+        return self.spec(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of an entry."""
+        return self.spec(name).dtype
+
+    def dense(self, name: str) -> torch.Tensor:
+        """Return an entry as one tensor, multiplying its factors if it is low-rank."""
+        return as_dense(self[name])
+
+    def changes(self, name: str) -> bool:
+        """Whether an entry is other than zero, told without multiplying low-rank factors."""
+        entry = self[name]
+        return entry.norm() > 0 if isinstance(entry, LowRank) else bool(entry.any())
+
+    def norm(self, name: str | None = None) -> float:
+        """Return the Frobenius norm of an entry, or of all entries together, accumulated in float64."""
+        if name is None:
+            return math.sqrt(sum(self.norm(each) ** 2 for each in self))
+        return norm_of(self[name])
+
+    def __add__(self, other: TaskVector) -> TaskVector:
+        if not isinstance(other, TaskVector):
+            return NotImplemented
+        shared = [name for name in self if name in other]
+        differing = [
+            f"{name} {self.shape(name)} vs {other.shape(name)}"
+            for name in shared
+            if self.shape(name) != other.shape(name)
+        ]
+        if differing:
+            raise TuneportError(
+                f"{len(differing)} of {len(shared)} shared tensors of two task vectors differ in shape: "
+                f"{first_of(differing)}. Only task vectors of the same model can be added."
+            )
+
+        def total(name: str) -> Entry:
+            if name in self and name in other:
+                return add_entries(self[name], other[name])
+            return self[name] if name in self else other[name]
+
+        def spec(name: str) -> EntrySpec:
+            if name not in self or name not in other:
+                return self.spec(name) if name in self else other.spec(name)
+            one, two = self.spec(name), other.spec(name)
+            rank = None if one.rank is None or two.rank is None else one.rank + two.rank
+            return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
+
+        return TaskVector(LazyMapping([*self, *other], total), spec)
+
+    def __sub__(self, other: TaskVector) -> TaskVector:
+        return self + -other if isinstance(other, TaskVector) else NotImplemented
+
+    def __neg__(self) -> TaskVector:
+        return self * -1.0
+
+    def __mul__(self, factor: float) -> TaskVector:
+        number = _finite(factor)
+        return TaskVector(LazyMapping(self, lambda name: self[name] * number), self.spec)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> TaskVector:
+        return self * (1.0 / _finite(divisor))
+
+    def rename(self, names: Mapping[str, str]) -> TaskVector:
+        """Return the same entries under new names; names that the mapping lacks stay as they are."""
+        self._check_known(names)
+        old_of = {names.get(name, name): name for name in self}
+        if len(old_of) < len(self):
+            clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
+            raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
+        return TaskVector(LazyMapping(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
+
+    def subset(self, names: Iterable[str]) -> TaskVector:
+        """Return the entries with these names, in this order."""
+        chosen = list(names)
+        self._check_known(chosen)
+        return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
+
+    def materialise(self) -> TaskVector:
+        """Compute every entry now and keep it in memory."""
+        return TaskVector(dict(self.items()))
+
+    def apply_to(self, base: Mapping[str, torch.Tensor], scale: float = 1.0) -> LazyTensors:
+        """Return `base + scale * self` as a lazy Mapping, with all tensors of the base in their own dtypes.
+
+        The sum is taken in float32 (float64 where an input is) and cast once; tensors that the vector does
+        not name come through untouched. Every entry must fit a tensor of the base.
+        """
+        scale = _finite(scale)
+        unknown = [name for name in self if name not in base]
+        if unknown:
+            raise TuneportError(unknown_tensors(unknown, base, "the base", len(self)) + " Use rename() or subset().")
+        unfit = [
+            f"{name} {self.shape(name)} vs {there.shape} {there.dtype}"
+            for name in self
+            if (there := describe(base, name)).shape != self.shape(name) or not there.dtype.is_floating_point
+        ]
+        if unfit:
+            raise TuneportError(
+                f"{len(unfit)} of {len(self)} tensors of the task vector do not fit the base: "
+                f"{first_of(unfit)}. Apply it to the model that it was made for."
+            )
+
+        def changed(name: str) -> torch.Tensor:
+            tensor = base[name].detach()
+            if name not in self or scale == 0:
+                return tensor
+            delta = self.dense(name).to(tensor.device)
+            dtype = torch.promote_types(torch.promote_types(tensor.dtype, torch.float32), delta.dtype)
+            result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for place, old, change in zip(pieces(result), pieces(tensor), pieces(delta), strict=True):
+                place.copy_(old.to(dtype) + scale * change.to(dtype))
+            if not all_finite(result):
+                raise CheckpointError(
+                    f"{name} would hold NaN or infinite values in {tensor.dtype} with the task vector at scale "
+                    f"{scale:g}. Use a smaller scale, a wider dtype, or a task vector without them."
+                )
+            return result
+
+        return LazyTensors(base, changed, lambda name: describe(base, name))
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        unknown = [name for name in names if name not in self]
+        if unknown:
+            raise UnknownTensorError(unknown_tensors(unknown, self, "the task vector"))
+
+
+def save_task_vector(
+    path: PathLike, vector: TaskVector, metadata: Mapping[str, str] | None = None, overwrite: bool = False
+) -> float:
+    """Write a task vector to one safetensors file, entry by entry, whole or not at all; return its norm.
+
+    A dense entry is stored under its name, a low-rank one as `name::out` and `name::in`. The file's metadata
+    are `format: tuneport-task-vector`, `version: 1` and what is given here. The name must end in .safetensors.
+    """
+    check_file_name(path)
+    odd = [name for name in vector if name.endswith((_OUT, _IN))]
+    if odd:
+        raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(odd)}.")
+    parts: dict[str, TensorSpec] = {}
+    for name in vector:
+        shape, dtype, rank = vector.spec(name)
+        if rank is None:
+            parts[name] = TensorSpec(shape, dtype)
+        else:
+            parts[name + _OUT] = TensorSpec((shape[0], rank), dtype)
+            parts[name + _IN] = TensorSpec((rank, *shape[1:]), dtype)
+
+    # Both factors of an entry are asked for in turn: do not compute it twice.
+    pair_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
+    squares: dict[str, float] = {}
+
+    def part(stored: str) -> torch.Tensor:
+        name = stored.removesuffix(_OUT).removesuffix(_IN)
+        entry = vector[name] if name == stored else pair_of(name)
+        squares[name] = norm_of(entry) ** 2
+        if isinstance(entry, torch.Tensor):
+            return entry
+        return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
+
+    stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
+    with new_file(path, overwrite=overwrite) as temporary:
+        write_safetensors(temporary, LazyMapping(parts, part), parts, stated)
+    return math.sqrt(sum(squares.values()))
+
+
+def load_task_vector(path: PathLike) -> TaskVector:
+    """Open a file that `save_task_vector` wrote; entries are read when asked for."""
+    if Path(path).is_dir():
+        raise CheckpointError(f"{path} is a folder, not a task vector. Make one with tuneport extract.")
+    stored = open_checkpoint(path)
+    found = stored.metadata.get("format")
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path} is not a task vector: its metadata say format {found!r}, expected {FORMAT!r}. "
+            "Make one with tuneport extract."
+        )
+    if stored.metadata.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {stored.metadata.get('version')!r} of the task-vector format, "
+            f"this tuneport reads {VERSION!r}. Upgrade tuneport or make the file again."
+        )
+    low = dict.fromkeys(n.removesuffix(_OUT).removesuffix(_IN) for n in stored if n.endswith((_OUT, _IN)))
+    broken = [name for name in low if not _are_factors(stored, name)]
+    if broken:
+        raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
+
+    dtypes = {name: stored.dtype(name) for name in stored}
+    odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or is_quantised(dtype)]
+    if odd:
+        raise CheckpointError(f"{path} is damaged: {first_of(odd)} are no differences of weights.")
+
+    def read(name: str) -> Entry:
+        return LowRank(stored[name + _OUT], stored[name + _IN]) if name in low else stored[name]
+
+    def spec(name: str) -> EntrySpec:
+        if name not in low:
+            return EntrySpec(stored.shape(name), stored.dtype(name))
+        (d_out, rank), (_, *d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
+        return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
+
+    names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
+    return TaskVector(LazyMapping(names, read), spec)
+
+
+def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
+    if name in stored or name + _OUT not in stored or name + _IN not in stored:
+        return False
+    out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
+    matrices = len(out.shape) == 2 and len(in_.shape) >= 2
+    return matrices and out.shape[1] == in_.shape[0] and out.dtype == in_.dtype
+
+
+def _finite(factor: float) -> float:
+    try:
+        number = float(factor)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise TuneportError(f"a task vector is scaled by a finite number, got {factor!r}.")
+    return number
