@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from folders import Zoo
 from forwards import count_forwards
+from tuneport.models import opening
 
 settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
 settings.load_profile("tuneport")
@@ -21,6 +22,12 @@ def _small_and_quiet() -> None:
     """One thread: the models are tiny, and the test workers share the cores. No bars from transformers."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+
+
+@pytest.fixture
+def half_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models run in the half precision that is asked for, whether this CPU has units for it or not."""
+    monkeypatch.setattr(opening, "has_units", lambda _: True)
 
 
 @pytest.fixture(scope="session")

@@ -374,4 +374,4 @@ def test_another_name_of_the_base_is_only_a_note(
     config = json.loads((copied / "adapter_config.json").read_text())
     (copied / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "someone/other"}))
     assert run("transfer", *inputs(zoo, copied), "--method", "naive", "--out", tmp_path / "out", "--as", "adapter") == 0
-    assert "note: the adapter names someone/other as its base" in " ".join(capsys.readouterr().out.split())
+    assert "note: the adapter names someone/other as its base" in " ".join(capsys.readouterr().err.split())

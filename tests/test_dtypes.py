@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +25,12 @@ from tuneport.cli import app
 from tuneport.data.tasks import read_data
 from tuneport.layers import find_layers
 from tuneport.measure.accuracy import features
+from tuneport.models import opening
 from tuneport.models.base import choose_head
 from tuneport.models.open import open_model
+from tuneport.models.opening import DTYPES, UNITS, has_units
 from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.result import Result
 from tuneport.pipeline.scale import Scaled
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector
@@ -37,6 +43,7 @@ def cosine(one: TaskVector, other: TaskVector) -> float:
     return float(F.cosine_similarity(ours, theirs, dim=0))
 
 
+@pytest.mark.usefixtures("half_units")
 @pytest.mark.parametrize("family", FAMILIES)
 class TestEveryFamily:
     def test_runs_in_bfloat16_and_reads_its_files_as_they_are(self, zoo: Zoo, family: str) -> None:
@@ -76,6 +83,7 @@ class TestEveryFamily:
             assert not torch.equal(tensor, tensor.to(BF16).float()), "nothing was rounded on the way"
 
 
+@pytest.mark.usefixtures("half_units")
 def test_a_float16_target_is_written_in_float16(zoo: Zoo, tmp_path: Path) -> None:
     trio = zoo.trio("clip_vision", "target16")
     out = transfer(*trio, zoo.data, samples=24, dtype="bfloat16").save(tmp_path / "out")
@@ -86,12 +94,14 @@ def test_a_float16_target_is_written_in_float16(zoo: Zoo, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.usefixtures("half_units")
 def test_the_same_seed_gives_the_same_bits(zoo: Zoo) -> None:
     one, two = (transfer(*zoo.trio("vit"), zoo.data, samples=24, dtype="bfloat16").task_vector for _ in range(2))
     assert set(one) == set(two) != set()
     assert all(torch.equal(one.dense(name), two.dense(name)) for name in one)
 
 
+@pytest.mark.usefixtures("half_units")
 def test_within_a_memory_budget_the_bits_are_the_same(zoo: Zoo) -> None:
     trio = zoo.trio("clip_vision")
     options: dict[str, Any] = {"samples": 24, "dtype": "bfloat16", "batch_size": 8, "device": "cpu"}
@@ -158,6 +168,7 @@ def test_the_temperature_of_a_head_is_read_from_the_files(zoo: Zoo, tmp_path: Pa
     assert open_model(folder, dtype=BF16).logit_scale == pytest.approx(100.0, rel=1e-4)
 
 
+@pytest.mark.usefixtures("half_units")
 def test_from_the_command_line(zoo: Zoo, tmp_path: Path) -> None:
     source, tuned, target = map(str, zoo.trio("clip_vision"))
     words = ["transfer", "--source", source, "--finetuned", tuned, "--target", target, "--data", str(zoo.data)]
@@ -172,3 +183,80 @@ def test_from_the_command_line(zoo: Zoo, tmp_path: Path) -> None:
     assert planned.exit_code == 0, planned.output
     refused = CliRunner().invoke(app, [*words, "--dtype", "int8", "--overwrite"])
     assert str(refused.exception) == "unknown dtype 'int8'; known: float32, bfloat16, float16."
+
+
+class TestACPUWithoutUnits:
+    @pytest.fixture
+    def without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(opening, "has_units", lambda dtype: dtype not in UNITS)
+
+    @pytest.mark.usefixtures("without")
+    @pytest.mark.parametrize("name", ["bfloat16", "float16"])
+    def test_runs_in_float32_and_says_so(self, zoo: Zoo, name: str) -> None:
+        asked, exact = (
+            transfer(*zoo.trio("vit"), zoo.data, samples=24, dtype=d, device="cpu") for d in (name, "float32")
+        )
+        assert asked.record["notes"] == [f"this CPU has no {name} units that torch can use: running in float32."]
+        assert asked.record["options"]["dtype"] == "float32"
+        assert {p.dtype for p in asked.target.module.parameters()} == {torch.float32}
+        assert all(torch.equal(asked.task_vector.dense(n), exact.task_vector.dense(n)) for n in exact.task_vector)
+        assert "notes" not in exact.record
+
+    @pytest.mark.usefixtures("without")
+    def test_says_so_once_on_stderr(self, zoo: Zoo, tmp_path: Path) -> None:
+        source, tuned, target = map(str, zoo.trio("vit"))
+        words = ["--source", source, "--finetuned", tuned, "--target", target, "--data", str(zoo.data)]
+        words += ["--samples", "24", "--dtype", "bfloat16", "--device", "cpu", "--json"]
+        line = "note: this CPU has no bfloat16 units that torch can use: running in float32."
+        for command in (["transfer", *words, "--out", str(tmp_path / "out")], ["plan", *words]):
+            found = CliRunner().invoke(app, command)
+            assert found.exit_code == 0, found.output
+            assert found.stderr.count(line) == 1
+            assert "units" not in found.stdout.replace(line[6:], "", 1)
+
+    @pytest.mark.usefixtures("without")
+    def test_live_modules_run_as_they_are_with_a_note(self) -> None:
+        record = live_transfer().record
+        assert record["notes"] == [
+            "this CPU has no bfloat16 units that torch can use: float32 modules would run many times faster."
+        ]
+        assert record["options"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "probe"), [("bfloat16", "_is_mkldnn_bf16_supported"), ("float16", "_is_mkldnn_fp16_supported")]
+)
+def test_torch_says_whether_there_are_units(name: str, probe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_units(torch.float32)
+    for answer in (True, False):
+        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**{probe: lambda answer=answer: answer}))
+        assert has_units(DTYPES[name]) is answer
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())  # torch without oneDNN
+    assert not has_units(DTYPES[name])
+
+
+def test_this_cpu_runs_what_it_can_and_torch_prints_no_stack(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
+    result = transfer(*zoo.trio("vit"), zoo.data, samples=24, dtype="bfloat16", device="cpu")
+    runs = "bfloat16" if has_units(BF16) else "float32"
+    assert result.record["options"]["dtype"] == runs
+    assert {p.dtype for p in result.target.module.parameters()} == {DTYPES[runs]}
+    assert ("notes" in result.record) == (runs == "float32")
+    assert capfd.readouterr().err == ""
+
+
+def test_live_bfloat16_modules_print_no_stack() -> None:
+    """In a process of its own: torch gives that warning once in each."""
+    code = "import test_dtypes; test_dtypes.live_transfer()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+def live_transfer() -> Result:
+    """A transfer between bfloat16 modules that are large enough for torch to try the units."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = (nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).to(BF16) for _ in range(2))
+    vector = TaskVector({"0.weight": torch.randn(96, 64, generator=generator)})
+    data = [torch.randn(8, 64, 64, generator=generator).to(BF16)]  # 8 samples of 64 tokens
+    return transfer(source, vector, target, data, loss=lambda module, x: module(x).float().square().sum())

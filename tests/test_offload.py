@@ -419,6 +419,7 @@ def test_a_probe_divides_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates.thin == 30 * (512 + 512) * 128**2 + 100 * 128**3
 
 
+@pytest.mark.usefixtures("half_units")
 def test_live_modules_and_adapters_of_other_dtypes(folders: dict[str, Path]) -> None:
     model = open_model(folders["llama"], dtype=torch.bfloat16)
     assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}

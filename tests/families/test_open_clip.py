@@ -339,6 +339,7 @@ class TestTransfer:
         again = open_model(out)
         assert choose_head(again, None, "animals", CLASSES).name == "text"
 
+    @pytest.mark.usefixtures("half_units")
     def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
         model = open_model(trio[2], dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}

@@ -264,6 +264,7 @@ class TestTransfer:
         assert {item.tensor for item in result.not_transported} == set(old) - moved
         assert choose_head(open_model(out), None, "animals", CLASSES).classes == CLASSES[::-1]
 
+    @pytest.mark.usefixtures("half_units")
     def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
         model = open_model(trio[2], dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}

@@ -212,8 +212,6 @@ def plan(
     if finetuned is None:
         raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
     job = _prepare(locals())
-    for text in job.record.get("notes", ()):
-        note(text)
     outlook = expected(job)
     if json:
         emit(to_json(outlook))
@@ -331,7 +329,7 @@ def _compared(job: Job, *, trial: bool = True) -> Preflight:
 
 
 def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True) -> Job:
-    """The job of the options of `transfer` or `plan` by name; says whose labels the samples have."""
+    """The job of the options of `transfer` or `plan` by name; prints its notes on stderr."""
     from ..io.sizes import parse_bytes
     from ..pipeline.prepare import prepare
     from ..report.record import label_words
@@ -351,8 +349,12 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
         memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         **{name: options[name] for name in as_given},
     )
-    if tell and (words := label_words(job.record)):
+    if not tell:
+        return job
+    if words := label_words(job.record):
         note(f"{job.samples} samples {words}")
+    for text in job.record.get("notes", ()):
+        note(text)
     return job
 
 
@@ -360,8 +362,6 @@ def _print_summary(record: dict[str, Any]) -> None:
     from ..report.record import summary_rows
 
     show_list(summary_rows(record), "dim")
-    for text in record.get("notes", ()):
-        say(f"note: {text}")
     _print_kept(record)
 
 

@@ -6,6 +6,7 @@ An outline is a model whose numbers stay in its files; they come when it runs.
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -42,6 +43,36 @@ def pick_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise TuneportError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}.")
     return DTYPES[name]
+
+
+UNITS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+def has_units(dtype: torch.dtype) -> bool:
+    """Whether torch can use units of this CPU for a dtype; without them it is many times slower than in float32."""
+    if dtype not in UNITS:
+        return True
+    ask = getattr(torch.ops.mkldnn, UNITS[dtype], None)  # absent where torch is built without oneDNN, which uses them
+    return ask is not None and bool(ask())
+
+
+def dtype_on(device: torch.device, name: str, *models: ModelLike) -> tuple[str, str]:
+    """The dtype, by name, in which models are opened on a device; a note says why where it is not the given one."""
+    opened = not all(isinstance(model, (Model, nn.Module)) for model in models)
+    if has_units(pick_dtype(name)) or device.type != "cpu" or not opened:
+        return name, ""
+    return "float32", f"this CPU has no {name} units that torch can use: running in float32."
+
+
+def slow_note(*models: Model) -> str:
+    """A note on live modules on a CPU without units for their dtype, which run as they are."""
+    dtypes = {p.dtype for model in models for p in model.module.parameters() if p.device.type == "cpu"}
+    slow = sorted(name for name, dtype in DTYPES.items() if dtype in dtypes and not has_units(dtype))
+    if not slow:
+        return ""
+    # torch tries the units first, and says in a C++ stack of 24 lines that they are missing
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    return f"this CPU has no {' or '.join(slow)} units that torch can use: float32 modules would run many times faster."
 
 
 @dataclass(frozen=True)

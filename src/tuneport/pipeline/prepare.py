@@ -27,7 +27,7 @@ from ..measure.signals import NEEDS_BACKWARD, Loss
 from ..measure.tokens import Match
 from ..methods import METHODS, Method, get_method
 from ..models.base import Head, Model, ModelLike, choose_head
-from ..models.opening import Opening, at_hand, pick_device, pick_dtype
+from ..models.opening import Opening, at_hand, dtype_on, pick_device, pick_dtype, slow_note
 from ..pairing import DepthRule, LayerPair, nearest_block
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter
@@ -93,7 +93,10 @@ def prepare(
         task, data = split_reference(data)
         named = data if task is None else named
 
+    dtype, note = dtype_on(where, dtype, source, target)
     models = Opening(where, pick_dtype(dtype), memory_budget, trust_remote_code).both(source, target)
+    elsewhere = memory_budget is not None and where.type != "cpu"  # live modules run on the device too
+    notes = [note, "" if elsewhere else slow_note(*models)]
     ours, theirs = models
     tuned = opened(finetuned)
     vector = change_of(ours, tuned, exclude)
@@ -181,7 +184,7 @@ def prepare(
         device=where if memory_budget is not None else None,
     )
     about = (about or data_identity(data)) | ({"task": task.name} if task is not None else {})
-    return replace(job, record=_record(job, name, options, tuned, about))
+    return replace(job, record=_record(job, name, options, tuned, about, notes))
 
 
 def _named(method: str | Method) -> tuple[Method, str]:
@@ -292,7 +295,12 @@ def _labelled_by_source(batches: PairedBatches, vector: TaskVector) -> PairedBat
 
 
 def _record(
-    job: Job, method: str, options: Mapping[str, Any], finetuned: Finetuned, data: Mapping[str, Any]
+    job: Job,
+    method: str,
+    options: Mapping[str, Any],
+    finetuned: Finetuned,
+    data: Mapping[str, Any],
+    known: Sequence[str],
 ) -> dict[str, Any]:
     """What the run record says before anything has run: options, inputs and their SHA-256, versions."""
     record = {
@@ -310,7 +318,7 @@ def _record(
     if isinstance(job.batches, PairedBatches) and (found := job.batches.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
     named = [names for model in (job.source, job.target) for names in (model.file_names, model.tensors)]
-    notes = [base_note(finetuned, job.source)] if isinstance(finetuned, Adapter) else []
+    notes = [*known, base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None]
     if options["exclude"]:
         notes.append(exclude_note(options["exclude"], *named, names_of(finetuned)))
     if any(notes):
