@@ -25,7 +25,8 @@ import torch
 
 from tuneport.io.tensors import LazyMapping
 from tuneport.layers import Layer
-from tuneport.maps.procrustes import CrossCovariance, Statistics
+from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.statistics import Statistics
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
 from tuneport.task_vectors.low_rank import LowRank

@@ -36,9 +36,8 @@ from tuneport.job import Job
 from tuneport.maps import procrustes as alignment
 from tuneport.measure.accuracy import encoded
 from tuneport.models.open import open_model
-from tuneport.pipeline.crossfit import halves
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.scale import Scaled, halves
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.task_vectors.vector import TaskVector
 

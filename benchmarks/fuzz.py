@@ -41,8 +41,9 @@ from tuneport.bench.recipe import read_recipe
 from tuneport.data.formats import read_plain
 from tuneport.io.checkpoint import open_checkpoint, read_json
 from tuneport.io.validate import check_finite
-from tuneport.maps.procrustes import CrossCovariance, Statistics
-from tuneport.models.base import read_head
+from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.statistics import Statistics
+from tuneport.models.heads import read_head
 from tuneport.models.open import open_model
 from tuneport.runtime.resume import load_statistics, save_statistics
 from tuneport.task_vectors.lora_format import open_adapter

@@ -32,9 +32,8 @@ from tuneport.data.tasks import read_data
 from tuneport.job import Job
 from tuneport.measure.accuracy import encoded
 from tuneport.methods import METHODS
-from tuneport.pipeline.crossfit import halves, transfer_auto
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import RULES, SCALES, Rule, Scaled, Score, choose_scale
+from tuneport.pipeline.scale import RULES, SCALES, Rule, Scaled, Score, choose_scale, halves, transfer_auto
 from tuneport.pipeline.statistics import measure_job, problem_of
 
 IMAGES = ("cifar10", "fashion", "gtsrb", "mnist")

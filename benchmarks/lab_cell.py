@@ -38,12 +38,11 @@ from tuneport.data.tasks import read_data
 from tuneport.job import Job, views_of
 from tuneport.measure.accuracy import encoded
 from tuneport.measure.capture import measure_pairs
-from tuneport.methods.base import matrix_of
-from tuneport.models.base import Head, choose_head
+from tuneport.methods.entries import matrix_of
+from tuneport.models.heads import Head, choose_head
 from tuneport.pairing import DepthRule, LayerPair, nearest_block
-from tuneport.pipeline.crossfit import halves
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import SCALES, Score, choose_scale, score_of_classes
+from tuneport.pipeline.scale import SCALES, Score, choose_scale, halves, score_of_classes
 from tuneport.task_vectors.low_rank import as_dense
 
 READS = ("q_proj", "fc1", "self.query", "attn.q", "intermediate.dense")  # the residual stream

@@ -21,7 +21,8 @@ import tuneport
 from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import read_data
 from tuneport.measure.accuracy import zero_shot
-from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.base import Model
+from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 from tuneport.task_vectors.low_rank import as_dense
 

@@ -31,14 +31,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tuneport.data.dataset import Dataset
 from tuneport.job import Job
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import perplexity
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
-from tuneport.pipeline.crossfit import halves, transfer_auto
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.scale import Scaled, halves, transfer_auto
 from tuneport.pipeline.statistics import measure_job, problem_of
 
 LENGTH = 256

@@ -33,16 +33,16 @@ from torch.nn import functional as F
 from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import TASKS
 from tuneport.job import Job
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import features
 from tuneport.methods import METHODS, Method, Transfer
-from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.base import Model
+from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.crossfit import halves, transfer_auto
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.scale import Scaled, halves, transfer_auto
 from tuneport.pipeline.statistics import measure_job, problem_of
-from tuneport.training.finetuning import Schedule, finetune
+from tuneport.training.finetune import Schedule, finetune
 
 FILES = {
     "trec6": "trec6.jsonl.gz",

@@ -23,7 +23,7 @@ from tuneport.data.tasks import read_data
 from tuneport.measure.accuracy import zero_shot
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import run
-from tuneport.training.finetuning import Schedule, finetune
+from tuneport.training.finetune import Schedule, finetune
 
 CELLS = ["a:a2:cifar10", "a:a2:fashion", "a:a2:gtsrb", "a:a2:mnist", "a:b:cifar10", "a:b:mnist"]
 STOPS = (5, 10, 20, 40, 60, 100, 200)

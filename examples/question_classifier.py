@@ -24,9 +24,10 @@ from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
 from tuneport.data.tasks import TASKS
 from tuneport.measure.accuracy import zero_shot
-from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.base import Model
+from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.training.finetuning import Schedule, finetune
+from tuneport.training.finetune import Schedule, finetune
 
 
 def head_of(model: Model, data: Dataset) -> Head:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from tuneport.models.base import PROMPTS
+from tuneport.models.heads import PROMPTS
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tuneport.errors import MethodError, TuneportError
 from tuneport.maps.completion import rectangular_identity
-from tuneport.maps.procrustes import CrossCovariance, Statistics, WeightGradient, procrustes, procrustes_together
-from tuneport.maps.rank import rank_cut
+from tuneport.maps.covariance import CrossCovariance, rank_cut
+from tuneport.maps.procrustes import procrustes, procrustes_together
+from tuneport.maps.statistics import Statistics, WeightGradient
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]
 FLAT = [(12, 12, 5), (8, 13, 5), (13, 8, 5), (10, 10, 1), (6, 6, 5)]  # widths and a rank below both

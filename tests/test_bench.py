@@ -26,7 +26,7 @@ from tuneport.bench.recipe import Comparison, make_comparison, read_recipe
 from tuneport.bench.run import run_comparison
 from tuneport.bench.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
 from tuneport.errors import DataError
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.models import opening
 from tuneport.models.open import open_model
 from tuneport.pipeline import statistics as measuring
@@ -34,7 +34,7 @@ from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import first_half
 from tuneport.pipeline.statistics import measure_job
-from tuneport.training.finetuning import Schedule
+from tuneport.training.finetune import Schedule
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
 SHOTS = (1, 8)  # 3 and 24 samples: with and without samples to hold out
@@ -212,7 +212,7 @@ class TestEqualTerms:
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
         from tuneport.data.formats import read_plain
         from tuneport.measure.accuracy import zero_shot
-        from tuneport.models.base import choose_head
+        from tuneport.models.heads import choose_head
 
         paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
         moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")

@@ -10,8 +10,8 @@ import torch
 from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
 from tuneport.job import Job
-from tuneport.pipeline.crossfit import halves
 from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import halves
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
 from tuneport.runtime.budget import plan_passes

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from samples import labelled, raises
 from tuneport.data.dataset import UNLABELLED, Dataset
-from tuneport.data.samplers import SAMPLERS, batches, select
+from tuneport.data.samplers import SAMPLERS, select
+from tuneport.measure.accuracy import batches
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
 

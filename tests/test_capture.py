@@ -19,7 +19,7 @@ from linear_maps import CASES, Called, attention, layers_of, relative, squares
 from toy import ToyViT, batches, loss, plan
 from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.measure.batches import PairedBatch
 from tuneport.measure.capture import measure_pairs
 from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT, watch

@@ -41,7 +41,7 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
 @pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
 def test_the_count_is_what_torch_counts(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are summed here: those without a signal, which a count cannot foresee, would be left out."""
-    monkeypatch.setattr("tuneport.maps.procrustes._with_signal", lambda source, target: (source, target))
+    monkeypatch.setattr("tuneport.maps.covariance._with_signal", lambda source, target: (source, target))
     job = eager(zoo, family, method=method)
     cost = cost_of(job)
     found = cost["counted"]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tuneport.models.opening import DTYPES, UNITS, has_units
 from typer.testing import CliRunner
 
 from folders import FAMILIES, WITH_TEXT, Zoo, edit_weights
@@ -25,10 +26,9 @@ from tuneport.cli import app
 from tuneport.data.tasks import read_data
 from tuneport.layers import find_layers
 from tuneport.measure.accuracy import features
-from tuneport.models import opening
-from tuneport.models.base import choose_head
-from tuneport.models.open import open_model
-from tuneport.models.opening import DTYPES, UNITS, has_units
+from tuneport.models import open as opening
+from tuneport.models.heads import choose_head
+from tuneport.models.open import DTYPES, UNITS, has_units, open_model
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.scale import Scaled

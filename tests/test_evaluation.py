@@ -19,7 +19,8 @@ from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure.accuracy import check_protocol, features, linear_probe, perplexity, zero_shot
-from tuneport.models.base import Head, Model, choose_head, describe_any
+from tuneport.models.base import Model, describe_any
+from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 
 

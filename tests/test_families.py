@@ -23,8 +23,9 @@ from folders import CLASSES, FAMILIES, HEAD_CLASSES, Zoo, edit_json, edit_weight
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.layers import TokenLayout
-from tuneport.models.base import PROMPTS, choose_head, describe_any, read_head
+from tuneport.models.base import describe_any
 from tuneport.models.families import quiet as _quiet
+from tuneport.models.heads import PROMPTS, choose_head, read_head
 from tuneport.models.open import describe_module, open_model, open_stored, outline_model, place_of
 from tuneport.pipeline.change import apply
 from tuneport.task_vectors.vector import TaskVector

@@ -16,9 +16,10 @@ from folders import Zoo
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.formats import read_plain
 from tuneport.errors import TuneportError
-from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.base import Model
+from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.training.finetuning import Schedule, finetune, prepared
+from tuneport.training.finetune import Schedule, finetune, prepared
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def test_a_run_that_diverges_is_told(setting: tuple[Model, Head, Dataset], monke
         list(finetune(*setting, Schedule(steps=3, learning_rate=1e30)))
     assert str(caught.value) == expected
     seen: list[int] = []
-    monkeypatch.setattr("tuneport.training.finetuning.CHECK_EVERY", 4)
+    monkeypatch.setattr("tuneport.training.finetune.CHECK_EVERY", 4)
     with pytest.raises(TuneportError, match="at step 2 of 99"):
         list(finetune(*setting, Schedule(steps=99, learning_rate=1e30), progress=seen.append))
     assert len(seen) == 4, "a long run stops soon"

@@ -29,7 +29,7 @@ from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.measure.capture import measure_pairs
-from tuneport.models.base import read_head
+from tuneport.models.heads import read_head
 from tuneport.models.open import open_model
 from tuneport.pipeline.change import apply
 from tuneport.pipeline.transfer import transfer

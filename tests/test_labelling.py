@@ -19,7 +19,8 @@ from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
 from tuneport.job import PairedBatches
 from tuneport.measure.accuracy import encoded
-from tuneport.models.base import Model, choose_head
+from tuneport.models.base import Model
+from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.pipeline.labels import agreement, labelled_by
 from tuneport.pipeline.prepare import prepare

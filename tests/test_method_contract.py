@@ -11,7 +11,7 @@ import torch
 
 from toy import ToyViT, finetuned, plan, problem
 from tuneport.errors import MethodError
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.methods.checks import check_method, target_shapes
 from tuneport.pairing import Kept

@@ -38,8 +38,9 @@ from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure import accuracy as evaluation
 from tuneport.measure.objectives import OBJECTIVES, batch_for, load_loss, objective_of
-from tuneport.models.base import Head, Model, choose_head
+from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
+from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import describe_module, open_model
 from twins import finetuned
 

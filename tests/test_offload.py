@@ -22,15 +22,15 @@ from toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.cli import app
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers
-from tuneport.measure.batches import PairedBatch
+from tuneport.measure.batches import PairedBatch, nested_to
 from tuneport.measure.capture import measure_pairs
-from tuneport.models.offload import Placement, block_paths, is_hollow, nested_to, placed, shelved, sizes
+from tuneport.models.offload import Placement, block_paths, is_hollow, placed, shelved, sizes
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
+from tuneport.pipeline.outlook import plan_devices, prepare_shapes
 from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.shapes import plan_devices, prepare_shapes
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
 from tuneport.runtime.budget import plan_passes

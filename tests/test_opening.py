@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tuneport import TuneportError
-from tuneport.models.opening import pick_device
+from tuneport.models.open import pick_device
 
 
 @pytest.mark.parametrize("name", ["nosuch", "meta", "cuda:99", "hpu", "mps", ""])

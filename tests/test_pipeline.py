@@ -23,7 +23,7 @@ from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, MethodError, PairingError
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
-from tuneport.models.base import choose_head
+from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.pairing import LayerPair
 from tuneport.pipeline.change import extract

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tuneport.maps import products
-from tuneport.maps.procrustes import CrossCovariance, procrustes
-from tuneport.maps.products import add_product, are_half, energy, work_bytes
-from tuneport.maps.rank import rank_cut
+from tuneport.maps.covariance import CrossCovariance, add_product, are_half, energy, rank_cut, work_bytes
+from tuneport.maps.procrustes import procrustes
 
 SETTING = getattr(torch.backends.mkldnn, "matmul", None)
 HALVES = [torch.bfloat16, torch.float16]

@@ -28,7 +28,7 @@ from tuneport.cli import app
 from tuneport.data.tasks import TASKS
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.models.open import open_model
-from tuneport.training.finetuning import Schedule
+from tuneport.training.finetune import Schedule
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 TEXT = ("t5-linear-probe",)

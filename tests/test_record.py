@@ -20,11 +20,11 @@ from tuneport.pipeline.change import apply, extract
 from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import port, transfer
+from tuneport.report.card import model_card
 from tuneport.report.page import report_page
-from tuneport.report.record import model_card, to_json
+from tuneport.report.record import to_json
 from tuneport.task_vectors.vector import save_task_vector
-from tuneport.training.finetune import prepare_training, run_training
-from tuneport.training.finetuning import Schedule
+from tuneport.training.finetune import Schedule, prepare_training, run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = json.loads((Path(tuneport.__file__).parent / "report" / "schema.json").read_text())

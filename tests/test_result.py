@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from folders import CLASSES, SAMPLES, Zoo, cross, load, write_head
 from tuneport import TuneportError
 from tuneport.errors import CheckpointError
-from tuneport.models.base import choose_head
+from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.pipeline.change import apply
 from tuneport.pipeline.transfer import transfer

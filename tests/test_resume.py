@@ -20,7 +20,8 @@ from folders import Zoo
 from forwards import count_forwards
 from tuneport.errors import CheckpointError
 from tuneport.job import Job
-from tuneport.maps.procrustes import CrossCovariance, Statistics, WeightGradient
+from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.statistics import Statistics, WeightGradient
 from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import port

@@ -17,7 +17,7 @@ from toy import ToyViT, batches, changed, finetuned, loss
 from toy import plan as toy_plan
 from toy import problem as toy_problem
 from tuneport.layers import find_layers, find_loose
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.measure.capture import measure_pairs
 from tuneport.methods import Problem
 from tuneport.methods.gradfix import GradFix

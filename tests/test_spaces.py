@@ -13,7 +13,7 @@ from torch import Tensor
 from texts import FAMILIES, Size, make, scatter
 from tuneport import transfer
 from tuneport.layers import Layer, find_layers, find_loose
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.methods import Problem
 from tuneport.methods.transfusion import TransFusion, match_weights
 from tuneport.methods.transfusion.spaces import TURNED, UNMATCHED, places_of

@@ -23,7 +23,7 @@ from tuneport.data.tasks.base import VALIDATION_SHARE
 from tuneport.data.tasks.files import read_idx
 from tuneport.data.tasks.vision import EUROSAT_FOLDERS, RESISC_FOLDERS, scene_name
 from tuneport.errors import DataError
-from tuneport.models.base import PROMPTS, class_embeddings
+from tuneport.models.heads import PROMPTS, class_embeddings
 from tuneport.report.provenance import data_identity
 
 Maker = Callable[[Path], Path]

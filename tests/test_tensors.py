@@ -15,11 +15,10 @@ from tuneport.io.tensors import (
     TensorSpec,
     UnknownTensorError,
     all_finite,
-    change_tensors,
     describe,
     pieces,
-    tensors_in,
 )
+from tuneport.measure.batches import change_tensors, tensors_in
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:

@@ -30,7 +30,8 @@ from tuneport.cli import app
 from tuneport.data.dataset import Dataset
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.measure import accuracy as evaluation
-from tuneport.models.base import Model, choose_head
+from tuneport.models.base import Model
+from tuneport.models.heads import choose_head
 from tuneport.models.open import describe_module, open_model
 from tuneport.pipeline.prepare import prepare
 from twins import finetuned

@@ -26,8 +26,8 @@ from tuneport.errors import MethodError
 from tuneport.measure import accuracy as evaluation
 from tuneport.methods import METHODS
 from tuneport.models.open import describe_module, open_model
-from tuneport.pipeline.crossfit import halves
 from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import halves
 from twins import finetuned
 from twins import moved as all_moved
 

@@ -25,7 +25,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.errors import CaptureError
 from tuneport.job import Job
 from tuneport.layers import TokenLayout
-from tuneport.maps.procrustes import Statistics
+from tuneport.maps.statistics import Statistics
 from tuneport.measure.batches import PairedBatch, samples_at_once
 from tuneport.measure.capture import measure_pairs
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT

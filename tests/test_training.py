@@ -17,12 +17,11 @@ from tuneport import cli
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError
 from tuneport.io.checkpoint import open_checkpoint
-from tuneport.models.base import choose_head
+from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.training import finetune as training
 from tuneport.training import finetuning
-from tuneport.training.finetune import PROTOCOL, prepare_training, run_training
-from tuneport.training.finetuning import Schedule, finetune
+from tuneport.training.finetune import PROTOCOL, Schedule, finetune, prepare_training, run_training
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
 

@@ -28,10 +28,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from tuneport.models.offload import Placement, bytes_of
-    from tuneport.pipeline.shapes import prepare_shapes
+    from tuneport.pipeline.outlook import prepare_shapes
+    from tuneport.runtime.budget import Sums, result_bytes
     from tuneport.runtime.cost import flops_of
     from tuneport.runtime.forecast import foretell
-    from tuneport.runtime.passes import Sums, result_bytes
     from tuneport.runtime.speed import Rates, seconds_of
 
     device = torch.device("cuda")  # planned for, not needed

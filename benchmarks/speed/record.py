@@ -72,7 +72,7 @@ def _resident() -> int:
 
 def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
-    from tuneport.maps.procrustes import Statistics
+    from tuneport.maps.statistics import Statistics
     from tuneport.pipeline.statistics import measure_job, problem_of
     from tuneport.runtime.passes import in_groups
 

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from tuneport.io.sizes import format_bytes, parse_bytes
-    from tuneport.pipeline.shapes import plan_devices, prepare_shapes
+    from tuneport.pipeline.outlook import plan_devices, prepare_shapes
     from tuneport.runtime.speed import Rates
 
     rows, data = [], []

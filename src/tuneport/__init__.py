@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .measure.accuracy import linear_probe, zero_shot
     from .measure.capture import measure_pairs
     from .methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
-    from .models.base import choose_head
+    from .models.heads import choose_head
     from .models.open import open_model
     from .pairing import LayerPair, pair_layers
     from .pipeline.prepare import prepare

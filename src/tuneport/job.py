@@ -22,7 +22,8 @@ from .measure.objectives import Objective, batch_for
 from .measure.signals import Loss
 from .measure.tokens import Coverage, Match, coverage, match_spans, match_tokens
 from .methods import Method
-from .models.base import Head, Model
+from .models.base import Model
+from .models.heads import Head
 from .models.offload import Placement, is_hollow
 from .models.tokenizer import Encoded
 from .pairing import Plan

@@ -27,7 +27,7 @@ from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
 from tuneport.measure.tokens import match_tokens
-from tuneport.models.base import PROMPTS, choose_head
+from tuneport.models.heads import PROMPTS, choose_head
 from tuneport.models.open import describe_module, open_model, open_stored
 from tuneport.pipeline.change import apply, extract
 from tuneport.task_vectors.vector import load_task_vector, save_task_vector

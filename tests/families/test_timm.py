@@ -23,7 +23,7 @@ from folders import CLASSES, Zoo, write_data, write_head
 from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
-from tuneport.models.base import choose_head
+from tuneport.models.heads import choose_head
 from tuneport.models.open import describe_module, open_model
 from tuneport.pipeline.change import apply, extract
 from twins import Permuted, linear_names, scatter, tuned, twin

@@ -17,17 +17,17 @@ from ..data.dataset import Dataset, align_labels
 from ..data.samplers import SAMPLERS, select
 from ..data.tasks import read_data
 from ..job import Job, PairedBatches
-from ..maps.procrustes import Statistics
+from ..maps.statistics import Statistics
 from ..measure.accuracy import features, linear_probe
 from ..methods import METHODS, Method, Transfer, get_method
-from ..models.base import Head, Model, choose_head
+from ..models.base import Model
+from ..models.heads import Head, choose_head
 from ..models.open import open_model
-from ..pipeline.crossfit import halves, transfer_auto
 from ..pipeline.prepare import prepare
-from ..pipeline.scale import RULES, Scaled, first_half
+from ..pipeline.scale import RULES, Scaled, first_half, halves, transfer_auto
 from ..pipeline.statistics import measure_job, problem_of
 from ..task_vectors.vector import TaskVector
-from ..training.finetuning import Schedule, batch_reader, finetune
+from ..training.finetune import Schedule, batch_reader, finetune
 from .recipe import Comparison
 from .tables import Row
 

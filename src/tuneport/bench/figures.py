@@ -21,7 +21,8 @@ from ..measure.likeness import activation_drift, by_block, layer_similarity, out
 from ..measure.objectives import OBJECTIVES, forward_only
 from ..measure.signals import INPUT
 from ..methods import get_method
-from ..models.base import Model, choose_head
+from ..models.base import Model
+from ..models.heads import choose_head
 from ..models.open import open_model
 from ..pairing import pair_layers
 from ..pipeline.prepare import prepare
@@ -30,8 +31,7 @@ from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
 from ..report.record import to_json
 from ..runtime.cost import cost_of
-from ..training.finetune import CHECKPOINTS
-from ..training.finetuning import Schedule, finetune
+from ..training.finetune import CHECKPOINTS, Schedule, finetune
 from .charts import bars, chart
 from .recipe import Comparison, Recipe
 from .tables import RESULTS, grid, write_csv

@@ -24,7 +24,7 @@ from ..measure.accuracy import PROTOCOLS
 from ..methods import get_method
 from ..models.open import place_of
 from ..pipeline.transfer import check_scale
-from ..training.finetuning import Schedule
+from ..training.finetune import Schedule
 
 KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that it needs for that
     "comparison": ("source", "target", "finetuned", "data"),

@@ -29,9 +29,9 @@ from ..data.tasks import read_data
 from ..errors import CheckpointError, DataError, TuneportError, first_of
 from ..io.output import check_new_folder, claimed, new_folder
 from ..methods import get_method
-from ..models.base import Model, choose_head
-from ..models.open import open_model, place_of
-from ..models.opening import pick_device
+from ..models.base import Model
+from ..models.heads import choose_head
+from ..models.open import open_model, pick_device, place_of
 from ..pipeline.prepare import prepare
 from ..report.provenance import package_version
 from ..report.record import to_json

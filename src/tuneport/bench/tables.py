@@ -20,7 +20,7 @@ from ..errors import DataError, first_of
 from ..io.output import new_folder
 from ..pipeline.scale import RULES
 from ..report.record import to_json
-from ..training.finetuning import Schedule
+from ..training.finetune import Schedule
 from .charts import bars, chart
 from .recipe import Comparison, Printed, Recipe
 

@@ -87,9 +87,8 @@ def evaluate(
     from ..data.samplers import select
     from ..data.tasks import read_data
     from ..measure import accuracy as evaluation
-    from ..models.base import choose_head
-    from ..models.open import open_model
-    from ..models.opening import pick_device
+    from ..models.heads import choose_head
+    from ..models.open import open_model, pick_device
     from ..report.record import to_json
 
     chosen = evaluation.check_protocol(protocol)
@@ -144,8 +143,7 @@ def finetune(
     from ..io.output import check_new_folder
     from ..models.open import place_of
     from ..report.record import to_json
-    from ..training.finetune import prepare_training, run_training
-    from ..training.finetuning import Schedule
+    from ..training.finetune import Schedule, prepare_training, run_training
 
     if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
         raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")

@@ -252,7 +252,7 @@ def _print_plan(outlook: dict[str, Any]) -> None:
 def _plan_shapes(options: dict[str, Any]) -> None:
     """Plans for several devices, from the options of `plan` by name."""
     from ..io.sizes import parse_bytes
-    from ..pipeline.shapes import COLUMNS, describe_line, plan_devices, prepare_shapes, rates_for
+    from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes, rates_for
     from ..report.record import to_json
     from ..runtime.speed import parse_rates
 

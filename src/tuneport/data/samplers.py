@@ -9,17 +9,17 @@ draw is the beginning of a larger one and curves over N compare like with like. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from ..errors import DataError, first_of, unknown_name
-from .dataset import UNLABELLED, Dataset
+from .dataset import Dataset
 
 DEFAULT_SAMPLES = 100
 
@@ -218,19 +218,3 @@ def _check_shots(dataset: Dataset, shots: int, sampler: str) -> int:
             f"{first_of(short)}; lower --shots."
         )
     return shots * len(sizes)
-
-
-def batches(dataset: Dataset, indices: ArrayLike, size: int) -> Iterator[tuple[list[Any], Tensor]]:
-    """The samples at `indices`, `size` at a time, in order, with their labels; the last batch may be smaller.
-
-    Images are read when their batch is asked for. Labels of unlabelled data are all -100, which
-    cross-entropy ignores: a loss over nothing else is NaN.
-    """
-    if size <= 0:
-        raise DataError(f"asked for batches of {size}; expected at least 1.")
-    chosen = dataset.subset(indices)
-    labels = np.full(len(chosen), UNLABELLED, dtype=np.int64) if chosen.labels is None else chosen.labels
-    return (
-        (list(chosen.inputs[start : start + size]), torch.as_tensor(labels[start : start + size]))
-        for start in range(0, len(chosen), size)
-    )

@@ -25,7 +25,8 @@ from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
 from ..measure.accuracy import before_and_after, zero_shot
 from ..methods import METHODS
-from ..models.base import Head, Model, choose_head
+from ..models.base import Model
+from ..models.heads import Head, choose_head
 from ..models.open import open_model
 from ..pipeline.prepare import prepare
 from ..pipeline.result import Result
@@ -33,7 +34,7 @@ from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
 from ..report.record import write_record
 from ..runtime.cost import cost_of
-from ..training.finetuning import Schedule, finetune
+from ..training.finetune import Schedule, finetune
 from ..types import Stage
 
 MODELS = Path(__file__).parent / "models"

@@ -10,8 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -110,42 +109,6 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return all(
         bool(torch.isfinite(piece.float() if piece.dtype.itemsize == 1 else piece).all()) for piece in pieces(tensor)
     )
-
-
-def change_tensors(nest: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest of mappings, tuples, lists and data classes with its tensors changed; what is none stays.
-
-    A mapping of any kind becomes a dict: those of model libraries are made of more than their items.
-
-    >>> change_tensors({"x": (torch.ones(1), "label")}, lambda tensor: tensor + 1)
-    {'x': (tensor([2.]), 'label')}
-    """
-    if isinstance(nest, torch.Tensor):
-        return change(nest)
-    if isinstance(nest, Mapping):
-        return {key: change_tensors(item, change) for key, item in nest.items()}
-    if isinstance(nest, (tuple, list)):
-        items = [change_tensors(item, change) for item in nest]
-        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
-    if is_dataclass(nest) and not isinstance(nest, type):
-        return replace(nest, **{name: change_tensors(item, change) for name, item in _fields(nest)})
-    return nest
-
-
-def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
-    """The tensors of such a nest, in its order."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, (Mapping, tuple, list)):
-        for item in nest.values() if isinstance(nest, Mapping) else nest:
-            yield from tensors_in(item)
-    elif is_dataclass(nest) and not isinstance(nest, type):
-        for _, item in _fields(nest):
-            yield from tensors_in(item)
-
-
-def _fields(nest: Any) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(nest, field.name)) for field in fields(nest) if field.init]
 
 
 def unknown_tensors(names: Sequence[str], known: Iterable[str], holder: str, total: int | None = None) -> str:

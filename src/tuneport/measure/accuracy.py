@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from ..data.dataset import UNLABELLED, Dataset, align_labels, worded
-from ..data.samplers import batches
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError, unknown_name
-from ..models.base import Head, Model
+from ..models.base import Model
+from ..models.heads import Head
 from ..types import Progress
 from .objectives import batch_for, next_tokens, objective_of, token_cross_entropy
 
@@ -167,3 +168,19 @@ def check_protocol(name: str) -> Protocol:
         if name == known:
             return known
     raise TuneportError(unknown_name("protocol", name, PROTOCOLS))
+
+
+def batches(dataset: Dataset, indices: ArrayLike, size: int) -> Iterator[tuple[list[Any], Tensor]]:
+    """The samples at `indices`, `size` at a time, in order, with their labels; the last batch may be smaller.
+
+    Images are read when their batch is asked for. Labels of unlabelled data are all -100, which
+    cross-entropy ignores: a loss over nothing else is NaN.
+    """
+    if size <= 0:
+        raise DataError(f"asked for batches of {size}; expected at least 1.")
+    chosen = dataset.subset(indices)
+    labels = np.full(len(chosen), UNLABELLED, dtype=np.int64) if chosen.labels is None else chosen.labels
+    return (
+        (list(chosen.inputs[start : start + size]), torch.as_tensor(labels[start : start + size]))
+        for start in range(0, len(chosen), size)
+    )

@@ -7,15 +7,14 @@ how.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CaptureError
-from ..io.tensors import change_tensors, tensors_in
 from .tokens import Match
 
 
@@ -83,3 +82,44 @@ def first_dimension(batch: Any) -> int:
         given = f"a batch of type {type(batch).__name__}"
         raise CaptureError(f"cannot tell the size of {given}; use PairedBatch(size=...).")
     return len(first)
+
+
+def change_tensors(nest: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest of mappings, tuples, lists and data classes with its tensors changed; what is none stays.
+
+    A mapping of any kind becomes a dict: those of model libraries are made of more than their items.
+
+    >>> change_tensors({"x": (torch.ones(1), "label")}, lambda tensor: tensor + 1)
+    {'x': (tensor([2.]), 'label')}
+    """
+    if isinstance(nest, torch.Tensor):
+        return change(nest)
+    if isinstance(nest, Mapping):
+        return {key: change_tensors(item, change) for key, item in nest.items()}
+    if isinstance(nest, (tuple, list)):
+        items = [change_tensors(item, change) for item in nest]
+        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
+    if is_dataclass(nest) and not isinstance(nest, type):
+        return replace(nest, **{name: change_tensors(item, change) for name, item in _fields(nest)})
+    return nest
+
+
+def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
+    """The tensors of such a nest, in its order."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, (Mapping, tuple, list)):
+        for item in nest.values() if isinstance(nest, Mapping) else nest:
+            yield from tensors_in(item)
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        for _, item in _fields(nest):
+            yield from tensors_in(item)
+
+
+def _fields(nest: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(nest, field.name)) for field in fields(nest) if field.init]
+
+
+def nested_to(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device."""
+    return change_tensors(value, lambda tensor: tensor.to(device))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError, first_of
 from ..layers import Layer
-from ..maps.procrustes import CrossCovariance, Statistics, WeightGradient
-from ..maps.products import are_half
+from ..maps.covariance import CrossCovariance, are_half
+from ..maps.statistics import Statistics, WeightGradient
 from ..pairing import LayerPair
 from ..types import Progress
 from .batches import PairedBatch, parts_of

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..data.dataset import Dataset
 from ..errors import TuneportError, first_of
-from ..maps.procrustes import Completion, Statistics
+from ..maps.procrustes import Completion
+from ..maps.statistics import Statistics
 from ..models.base import Model
 from ..pairing import LayerPair
 from ..types import Progress

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from ..data.dataset import UNLABELLED, Dataset
 from ..errors import DataError, TuneportError, unknown_name
-from ..models.base import Head, Model, widened
+from ..models.base import Model, widened
+from ..models.heads import Head
 from ..models.tokenizer import Encoded, Reader
 from .signals import Loss
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..maps.procrustes import CrossCovariance
+from ..maps.covariance import CrossCovariance
 
 NAN = float("nan")
 

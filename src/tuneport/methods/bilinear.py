@@ -19,16 +19,8 @@ from ..maps.completion import CoordinateMap
 from ..maps.procrustes import Alignment
 from ..pairing import Kept, LayerPair, LoosePair
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
-from .base import (
-    Entries,
-    LayerRecord,
-    Method,
-    Problem,
-    Transfer,
-    matrix_of,
-    recorded_norm,
-    spectrum_of,
-)
+from .base import LayerRecord, Method, Problem, Transfer
+from .entries import Entries, matrix_of, recorded_norm, spectrum_of
 
 Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop
 

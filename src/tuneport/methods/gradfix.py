@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..pairing import Kept, Plan
 from ..task_vectors.low_rank import as_dense
-from .base import Entries, LayerRecord, Method, Problem, Transfer, check_same_shapes
+from .base import LayerRecord, Method, Problem, Transfer
+from .entries import Entries, check_same_shapes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ scores without being part of what is transferred.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..errors import CheckpointError, DataError, brief, first_of
-from ..io.checkpoint import open_checkpoint, read_json, write_checkpoint
+from ..errors import CheckpointError
+from ..io.checkpoint import read_json, write_checkpoint
 from ..io.tensors import LazyTensors, describe
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .offload import is_hollow
@@ -28,16 +26,6 @@ from .tokenizer import Reader
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], None]
-TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
-
-# Short descriptions in several wordings; their embeddings are averaged into one class embedding.
-PROMPTS = (
-    "a photo of a {}.",
-    "a picture that shows a {}.",
-    "a close view of a {}.",
-    "a small image of a {}.",
-    "an example of a {}.",
-)
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -196,38 +184,9 @@ def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[Loose
     return {name: reason for name, _ in module.named_parameters() if name not in inside}
 
 
-def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
-    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts.
-
-    Without prompts of the task's own, the general ones are taken.
-    """
-    rows = []
-    for name in classes:
-        with torch.no_grad():
-            texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS])
-        rows.append(F.normalize(widened(texts), dim=-1).mean(0))
-    return F.normalize(torch.stack(rows), dim=-1).cpu()
-
-
 def widened(tensor: Tensor) -> Tensor:
     """In float32 at least: what a model in half precision says is reckoned with in more."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -> float:
-    """The factor of a zero-shot head's cosines, from the files: the module may have rounded it, or hold no numbers."""
-    return float(widened(stored.get(name, parameter).detach()).exp())
-
-
-def config_classes(config: Any) -> tuple[str, ...]:
-    """The names of a classification layer's classes; the default LABEL_0, LABEL_1 are mere numbers."""
-    try:
-        labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"config.json names its classes by something else than numbers: {brief(error)}."
-        ) from error
-    return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -239,120 +198,4 @@ def read_config(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-@dataclass(frozen=True, eq=False)
-class Head:
-    """How features become class scores: frozen class embeddings, or the model's own classification layer (None)."""
-
-    name: str
-    classes: tuple[str, ...]
-    class_embeds: Tensor | None = None
-    logit_scale: float = 1.0
-
-    def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
-        """Class scores (N, classes): `scale * cosine(features, class embedding)`, or the module's own logits.
-
-        They are float32 at least, whatever the module runs in.
-        """
-        if self.class_embeds is None:
-            assert model.logits is not None
-            return widened(model.logits(module, batch))
-        assert model.features is not None
-        features = widened(model.features(module, batch))
-        embeds = self.class_embeds.to(features)
-        return self.logit_scale * F.normalize(features, dim=-1) @ F.normalize(embeds, dim=-1).T
-
-
-def read_head(path: Path, name: str) -> Head:
-    """Read `class_embeds`, `logit_scale` and the class names of a head file."""
-    stored = open_checkpoint(path)
-    missing = [key for key in ("class_embeds", "logit_scale") if key not in stored]
-    if missing:
-        raise CheckpointError(f"{path} is not a head: no {first_of(missing)} in it, only {first_of(stored)}.")
-    complex_ones = [key for key in ("class_embeds", "logit_scale") if stored.dtype(key).is_complex]
-    if complex_ones:
-        raise CheckpointError(f"{path} is not a head: {first_of(complex_ones)} hold complex numbers.")
-    embeds, scale = stored["class_embeds"].float(), stored["logit_scale"].float()
-    try:
-        classes = json.loads(stored.metadata["classes"])
-    except (KeyError, ValueError, RecursionError):
-        classes = None
-    if not isinstance(classes, list):
-        raise CheckpointError(f"{path} names no classes: its metadata needs 'classes', a JSON list of names.")
-    if embeds.ndim != 2 or scale.numel() != 1 or len(embeds) != len(classes):
-        raise CheckpointError(
-            f"{path} does not fit together: class_embeds {tuple(embeds.shape)}, logit_scale {tuple(scale.shape)} "
-            f"and {len(classes)} class names; expected (classes, dim), one number and one name per class."
-        )
-    if not bool(torch.isfinite(embeds).all() and torch.isfinite(scale).all()):
-        raise CheckpointError(f"{path} holds NaN or infinite values.")
-    return Head(name, tuple(str(c) for c in classes), embeds, float(scale))
-
-
-def choose_head(
-    model: Model,
-    wanted: str | None,
-    dataset_name: str,
-    classes: Sequence[str],
-    prompts: Sequence[str] = (),
-    label_texts: Sequence[str] = (),
-) -> Head:
-    """The head to score with: by name or file, else the model's own classifier, text tower, or fitting file.
-
-    A name is a file `heads/NAME.safetensors` in the model's own folder. A JSON file describes the classes in
-    words, which the model's own text tower or encoder turns into a head; so do the `label_texts`, which stand for
-    the `classes` where given. A text tower is asked with `prompts`, templates with {} for the class name, where the
-    task has its own.
-    """
-    stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
-    names = [path.stem for path in stored]
-    if wanted is not None:
-        if wanted in names:
-            return _fitting(model, read_head(stored[names.index(wanted)], wanted))
-        if Path(wanted).is_file() and wanted.endswith(".json"):
-            return _described_head(model, Path(wanted))
-        if Path(wanted).is_file():
-            return _fitting(model, read_head(Path(wanted), Path(wanted).stem))
-        known = f"it has {first_of(names)}" if names else "it has none"
-        raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass --head with one of its heads or a file.")
-    if model.logits is not None:
-        return Head("classifier", model.classes)
-    if model.text_head is not None and (label_texts or classes):
-        return Head("text", tuple(classes), model.text_head(label_texts or classes, prompts), model.logit_scale)
-    if dataset_name in names:
-        return _fitting(model, read_head(stored[names.index(dataset_name)], dataset_name))
-    if len(names) == 1:
-        return _fitting(model, read_head(stored[0], names[0]))
-    known = f"choose one of its heads with --head: {first_of(names)}" if names else "pass --head FILE"
-    if model.text_head is not None:
-        raise DataError(f"{dataset_name} names no classes that {model.name} could be asked for; {known}, or .json.")
-    raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
-
-
-def _described_head(model: Model, path: Path) -> Head:
-    """A head from words: {"class": "description", ...}, or several descriptions in a list, which are averaged."""
-    if model.text_head is None:
-        raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
-    content = read_json(path, "a list of class descriptions")
-    words = (
-        {name: [text] if isinstance(text, str) else text for name, text in content.items()}
-        if isinstance(content, dict)
-        else {}
-    )
-    good = [
-        isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in words.values()
-    ]
-    if not words or not all(good):
-        raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
-    rows = [F.normalize(model.text_head(texts, ("{}",)).mean(0), dim=-1) for texts in words.values()]
-    return Head(path.stem, tuple(words), torch.stack(rows), model.logit_scale)
-
-
-def _fitting(model: Model, head: Head) -> Head:
-    """Check a head's width against the model's features without running it, where the family tells."""
-    assert head.class_embeds is not None
-    if model.width is not None and model.width != head.class_embeds.shape[1]:
-        raise DataError(
-            f"head '{head.name}' has embeddings of width {head.class_embeds.shape[1]}, but {model.name} gives features "
-            f"of width {model.width}; a head belongs to one model."
-        )
-    return head
+TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
-from ..io.tensors import change_tensors
 from ..layers import Layer
 
 PINNED_FROM = 2**20  # bytes from which a tensor is worth pinning
@@ -347,11 +346,6 @@ def _forget_error(device: torch.device) -> None:
     """A refusal of the driver would otherwise be raised by whatever runs next."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1).item()
-
-
-def nested_to(value: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device."""
-    return change_tensors(value, lambda tensor: tensor.to(device))
 
 
 def shelved(tensor: Tensor) -> Tensor:

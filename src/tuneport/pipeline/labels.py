@@ -16,7 +16,8 @@ from ..data.samplers import SAMPLERS
 from ..errors import DataError, TuneportError, unknown_name
 from ..measure.accuracy import encoded
 from ..measure.signals import frozen
-from ..models.base import Head, Model
+from ..models.base import Model
+from ..models.heads import Head
 from ..models.offload import is_hollow
 from ..task_vectors.vector import TaskVector
 from .scale import Scaled

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import TuneportError
 from ..job import Job, runs_on
 from ..maps.polar import within
-from ..maps.procrustes import Statistics
+from ..maps.statistics import Statistics
 from ..methods import Transfer
 from ..models.offload import is_hollow, pinned, shelved
 from ..runtime.distributed import moved_by_all, ranks
@@ -25,8 +25,7 @@ from ..runtime.passes import Passes, in_blocks, in_groups
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
-from .crossfit import halves, transfer_auto
-from .scale import Rule, ScaleChoice
+from .scale import Rule, ScaleChoice, halves, transfer_auto
 from .statistics import measure_job, problem_of
 
 

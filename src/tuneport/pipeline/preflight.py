@@ -24,18 +24,16 @@ from torch.nn import functional as F
 
 from ..errors import DataError, TuneportError
 from ..job import Job, PairedBatches
-from ..maps.procrustes import Statistics
+from ..maps.statistics import Statistics
 from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
 from ..measure.signals import frozen
 from ..models.base import ModelLike
 from ..models.offload import is_hollow
-from ..models.open import open_model
-from ..models.opening import pick_device
+from ..models.open import open_model, pick_device
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
-from .crossfit import token_share
 from .prepare import prepare
-from .scale import Scaled
+from .scale import Scaled, token_share
 from .statistics import measure_job, problem_of
 
 FOLDS = 4

@@ -26,8 +26,9 @@ from ..measure.objectives import Objective, check_objective, forward_only, load_
 from ..measure.signals import NEEDS_BACKWARD, Loss
 from ..measure.tokens import Match
 from ..methods import METHODS, Method, get_method
-from ..models.base import Head, Model, ModelLike, choose_head
-from ..models.opening import Opening, at_hand, dtype_on, pick_device, pick_dtype, slow_note
+from ..models.base import Model, ModelLike
+from ..models.heads import Head, choose_head
+from ..models.open import Opening, at_hand, dtype_on, pick_device, pick_dtype, slow_note
 from ..pairing import DepthRule, LayerPair, nearest_block
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter

@@ -24,8 +24,9 @@ from ..models.base import Model
 from ..models.offload import is_hollow
 from ..models.open import place_of
 from ..pairing import Kept
+from ..report.card import model_card
 from ..report.page import report_page
-from ..report.record import model_card, to_json, write_record
+from ..report.record import to_json, write_record
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_write import Packed, no_place, pack
 from ..task_vectors.low_rank import check_truncation

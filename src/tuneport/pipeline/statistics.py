@@ -14,13 +14,13 @@ from typing import Any
 
 from ..errors import TuneportError
 from ..job import Job, PairedBatches, runs_on, views_of
-from ..maps.procrustes import Statistics
-from ..measure.batches import count_samples, samples_at_once
+from ..maps.statistics import Statistics
+from ..measure.batches import count_samples, nested_to, samples_at_once
 from ..measure.capture import measure_pairs
 from ..measure.signals import INPUT
 from ..measure.tokens import TokenLimit
 from ..methods import Problem
-from ..models.offload import is_hollow, nested_to, placed
+from ..models.offload import is_hollow, placed
 from ..runtime.distributed import reduced, share_of
 from ..runtime.resume import Work
 from ..types import Progress

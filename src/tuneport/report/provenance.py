@@ -20,7 +20,8 @@ from ..data.dataset import Dataset, files_of
 from ..io.checkpoint import file_digests
 from ..io.companions import README, companions
 from ..io.hub import hub_name, local
-from ..models.base import Head, Model, ModelLike
+from ..models.base import Model, ModelLike
+from ..models.heads import Head
 from ..models.open import open_stored
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector

@@ -6,10 +6,8 @@ of the library in a model card.
 
 from __future__ import annotations
 
-import html
 import json
 import math
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,100 +102,6 @@ LAYER_COLUMNS = (
 def kept_rows(record: Record) -> list[tuple[str, int]]:
     """Reasons for what stayed, with how many tensors each holds."""
     return Counter(item["reason"] for item in record["not_transported"]).most_common()
-
-
-def model_card(record: Record, library: str | None = None) -> str:
-    """README.md of the new model, with the hub's metadata. Names come from outside and are written as mere text.
-
-    `library` is the one that loads the model, where it is known; of an adapter it is peft.
-    """
-    parts = {key: record[key] for key in ("source", "finetuned", "target")}
-    source, finetuned, target = (_span(parts[key]["name"]) for key in ("source", "finetuned", "target"))
-    data = record.get("data", {}).get("name")
-    kept = "\n".join(f"- {count} tensors: {_text(reason)}" for reason, count in kept_rows(record))
-    rows = [*summary_rows(record), ("calibration data", data or "batches given in Python")]
-    return f"""---
-{_front_matter(record, library)}
----
-
-# {_text(parts["target"]["name"])} with the skill of {_text(parts["finetuned"]["name"])}
-
-The fine-tune {finetuned} of {source} was ported to {target} by tuneport {_text(record["tuneport"])}, without training.
-
-| | |
-|---|---|
-{chr(10).join(f"| {label} | {_text(text)} |" for label, text in rows)}
-
-## How
-For each pair of layers the source's change tau is carried over as `R_out^T tau R_in`, with maps found by aligning
-both base models on the calibration samples (method {_span(record["method"])}). `tuneport.json` holds every option, the
-versions, the SHA-256 of the inputs and a record per layer; `report.html` shows them.
-
-## What stayed as it was
-{kept or "- nothing"}
-
-## Limits
-Ported skills are approximate: evaluate this model on your own held-out data before use. Biases and faults of the
-fine-tuned source and of its training data come along.
-
-## Licence
-{_licences(parts)} All of them apply to this model.
-"""
-
-
-def training_card(record: Record) -> str:
-    """README.md of a model that was fine-tuned here; names are mere text in it too."""
-    options = record["options"]
-    return (
-        f"# {_text(record['model']['name'])}, fine-tuned on {_text(record['data']['name'])}\n\n"
-        f"By tuneport {_text(record['tuneport'])}: {record['steps']} steps of AdamW on {record['samples']} samples, "
-        f"batch {options['batch_size']}, learning rate {options['learning_rate']:g}, weight decay "
-        f"{options['weight_decay']:g}, cosine after a warm-up, seed {options['seed']}, head frozen. `tuneport.json` "
-        "holds every option, the versions and the SHA-256 of the inputs. The licences of the base model and of the "
-        "data apply.\n"
-    )
-
-
-def _front_matter(record: Record, library: str | None) -> str:
-    """The hub's metadata. Strings are JSON, which YAML reads as the same strings."""
-    names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
-    lines = [
-        "base_model:",
-        *(f"- {_quoted(name)}" for name in names),
-        f"base_model_relation: {'adapter' if 'adapter' in record else 'merge'}",
-    ]
-    stated = {record[key].get("license") for key in ("source", "finetuned", "target")}
-    if len(stated - {None}) > 1:
-        lines.append("license: other")
-    elif None not in stated:
-        lines.append(f"license: {_quoted(stated.pop())}")
-    library = "peft" if "adapter" in record else library
-    lines += [f"library_name: {library}"] if library else []
-    return "\n".join([*lines, "tags:", *(f"- {_quoted(tag)}" for tag in ("tuneport", "task-vector", record["method"]))])
-
-
-def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    said = (f"{key} {_span(part['name'])}: {_text(part.get('license') or 'not stated')}" for key, part in parts.items())
-    return "; ".join(said) + "."
-
-
-def _plain_name(text: Any) -> str:
-    """One line of printable characters."""
-    return "".join(mark if mark.isprintable() else " " for mark in str(text))
-
-
-def _quoted(text: Any) -> str:
-    return json.dumps(_plain_name(text), ensure_ascii=False)
-
-
-def _text(text: Any) -> str:
-    """Text that Markdown and HTML show as it is."""
-    return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", html.escape(_plain_name(text), quote=False))
-
-
-def _span(text: Any) -> str:
-    """Text as code; a backtick would end it."""
-    return "`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`"
 
 
 def repeat_command(record: Record) -> str | None:

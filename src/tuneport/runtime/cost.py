@@ -7,19 +7,15 @@ speak of. A multiplication with its addition counts two, as everywhere.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..io.tensors import change_tensors
 from ..job import Job, PairedBatches
 from ..layers import Layer
 from ..measure.batches import PairedBatch, count_samples
@@ -35,6 +31,7 @@ from ..measure.signals import (
 )
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
+from .forecast import WithoutNumbers, first_batch, shapes_of, to_meta
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
@@ -185,17 +182,6 @@ def _batch_cost(job: Job) -> BatchCost | None:
         return None
 
 
-def first_batch(job: Job) -> PairedBatch | None:
-    """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
-    batches = job.batches
-    if isinstance(batches, PairedBatches):
-        batches = replace(batches, indices=batches.indices[: batches.size])
-    elif iter(batches) is batches:
-        return None
-    first = next(iter(batches), None)
-    return first if first is None or isinstance(first, PairedBatch) else PairedBatch(first, first)
-
-
 def _likely_tokens(job: Job, samples: int) -> list[int]:
     """Tokens of each model by what their families know of the inputs, else one per sample; none if none is measured."""
     if not job.method.signals:
@@ -271,22 +257,6 @@ def _wanted(job: Job) -> tuple[dict[Layer, frozenset[str]], dict[Layer, frozense
     return ours, theirs
 
 
-class WithoutNumbers(TorchDispatchMode):
-    """Says yes to a question about the numbers of a meta tensor.
-
-    transformers asks whether no token is padding and whether texts are not packed into one row, to leave out a mask.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        asked = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
-        if asked and args[0].dtype == torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
-
-
 class _PassCounter(FlopCounterMode):
     """Counts FLOPs, and remembers how many there were when the loss was known: those of the forward pass."""
 
@@ -301,18 +271,3 @@ class _PassCounter(FlopCounterMode):
             return value
 
         return counted
-
-
-def shapes_of(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have shapes and no numbers; nothing is copied."""
-    tensors = chain(module.parameters(), module.buffers())
-    stand_ins: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device="meta")
-        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, stand_ins)
-
-
-def to_meta(value: Any) -> Any:
-    """A batch with shapes and no numbers."""
-    return change_tensors(value, lambda tensor: tensor.to("meta"))

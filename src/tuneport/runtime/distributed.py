@@ -20,7 +20,8 @@ from torch import distributed as dist
 
 from ..errors import TuneportError
 from ..job import Job, PairedBatches
-from ..maps.procrustes import CrossCovariance, Statistics, WeightGradient
+from ..maps.covariance import CrossCovariance
+from ..maps.statistics import Statistics, WeightGradient
 from ..measure.batches import count_samples
 from ..methods import Problem, Transfer
 from ..pairing import Plan

@@ -7,26 +7,27 @@ recomputed blocks hold at their worst. What a kernel takes inside itself is not 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
-from ..job import Job
-from ..maps.products import work_bytes
-from ..measure.batches import PairedBatch, count_samples
+from ..job import Job, PairedBatches
+from ..maps.covariance import work_bytes
+from ..measure.batches import PairedBatch, change_tensors, count_samples
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
 from ..pairing import LayerPair
-from .cost import WithoutNumbers, first_batch, shapes_of, to_meta
 
 
 class LiveBytes(TorchDispatchMode):
@@ -184,3 +185,45 @@ def _by_shape(match: Match) -> Match:
         return ours.new_empty(known[shapes], ours.shape[-1]), theirs.new_empty(known[shapes], theirs.shape[-1])
 
     return matched
+
+
+def first_batch(job: Job) -> PairedBatch | None:
+    """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
+    batches = job.batches
+    if isinstance(batches, PairedBatches):
+        batches = replace(batches, indices=batches.indices[: batches.size])
+    elif iter(batches) is batches:
+        return None
+    first = next(iter(batches), None)
+    return first if first is None or isinstance(first, PairedBatch) else PairedBatch(first, first)
+
+
+class WithoutNumbers(TorchDispatchMode):
+    """Says yes to a question about the numbers of a meta tensor.
+
+    transformers asks whether no token is padding and whether texts are not packed into one row, to leave out a mask.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        asked = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        if asked and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def shapes_of(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers have shapes and no numbers; nothing is copied."""
+    tensors = chain(module.parameters(), module.buffers())
+    stand_ins: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = torch.empty_like(tensor, device="meta")
+        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, stand_ins)
+
+
+def to_meta(value: Any) -> Any:
+    """A batch with shapes and no numbers."""
+    return change_tensors(value, lambda tensor: tensor.to("meta"))

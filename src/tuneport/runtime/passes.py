@@ -5,25 +5,15 @@ What sums, kept signals, maps and results take follows from shapes and from the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-import torch
-
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
-from ..job import Job, PairedBatches, runs_on
-from ..maps.polar import together_bytes, within
-from ..maps.procrustes import CrossCovariance, held_bytes
-from ..maps.products import work_bytes
-from ..measure.batches import count_samples
-from ..measure.signals import INPUT, OUTPUT
+from ..job import Job
 from ..models.offload import Placement
 from ..pairing import LayerPair
-from ..task_vectors.low_rank import LowRank
-from .forecast import ShapeSum
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,118 +98,3 @@ def _by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     for pair in pairs:
         units.setdefault(pair.target.weight, []).append(pair)
     return list(units.values())
-
-
-class Sums:
-    """What the statistics of groups of layers take, from the sums of one small batch."""
-
-    def __init__(
-        self, job: Job, sums: Mapping[tuple[str, str], CrossCovariance | ShapeSum], size: int, most: int | None = None
-    ) -> None:
-        """`size` samples gave the `sums`; at most `most` run at once, whatever the batches."""
-        self._job, self._sums, self._size = job, sums, size
-        self._samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else size)
-        self.batch = self._samples
-        if isinstance(job.batches, PairedBatches):
-            self.batch = min(job.batches.size, self._samples)
-        elif isinstance(job.batches, (list, tuple)):
-            self.batch = max((count_samples([batch]) for batch in job.batches), default=1)
-        self.batch = min(self.batch, most or self.batch)
-
-    def held(self, pairs: Iterable[LayerPair]) -> int:
-        """The statistics when all tokens are in."""
-        return sum(self._held(found) for _, found in self._of(pairs))
-
-    def kept(self, pairs: Iterable[LayerPair]) -> tuple[int, int]:
-        """The source's inputs or outputs, and its gradients, that one batch keeps for the target."""
-        forward = backward = 0
-        for (_, signal), found in self._of(pairs):
-            size = self._rows(found) * found.shape[0] * found.signal_dtype.itemsize
-            forward, backward = (forward + size, backward) if signal in (INPUT, OUTPUT) else (forward, backward + size)
-        return forward, backward
-
-    def widest(self, pairs: Iterable[LayerPair]) -> int:
-        """The work on one piece of a batch."""
-        device = runs_on(self._job)
-        return max(
-            (work_bytes(self._rows(found), found.shape, found.signal_dtype, device) for _, found in self._of(pairs)),
-            default=0,
-        )
-
-    def solving(self, pairs: Sequence[LayerPair]) -> int:
-        """Maps, the work on them, and an update on its way."""
-        maps: dict[tuple[str, int | None], int] = {}
-        works: dict[tuple[int, int], list[int]] = {}
-        blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
-        device = runs_on(self._job)
-        for (layer, _), found in self._of(pairs):
-            mapped, working = _solving(found.shape, self.tokens(found), device)
-            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
-            works.setdefault(found.shape, []).append(working)
-        moving = max((_moving(pair) for pair in pairs), default=0)
-        with within(self._job.memory_budget):
-            together, held = together_bytes(device), held_bytes(device)
-        at_once = {
-            shape: 1 if device.type == "cpu" else min(len(each), max(together // (8 * shape[0] * shape[1]), 1))
-            for shape, each in works.items()
-        }
-        work = max((at_once[shape] * max(each) for shape, each in works.items()), default=0)
-        return min(sum(maps.values()), held + max(maps.values(), default=0)) + max(work, moving)
-
-    def tokens(self, found: CrossCovariance | ShapeSum) -> int:
-        """The tokens of all samples that a sum will have seen."""
-        tokens = found.tokens * self._samples // self._size
-        return min(tokens, self._job.max_tokens or tokens)
-
-    def _of(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[tuple[str, str], CrossCovariance | ShapeSum]]:
-        names = {pair.target.name for pair in pairs}
-        seen: set[int] = set()
-        for key, found in self._sums.items():
-            if key[0] in names and id(found) not in seen:
-                seen.add(id(found))
-                yield key, found
-
-    def _rows(self, found: CrossCovariance | ShapeSum) -> int:
-        return found.tokens * self.batch // self._size
-
-    def _held(self, found: CrossCovariance | ShapeSum) -> int:
-        """The bytes of a sum when all tokens are in, by the rule that it follows itself."""
-        rows = self.tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
-        dense = 8 * found.shape[0] * found.shape[1]
-        return rows if 2 * rows <= dense else dense
-
-
-def result_device(job: Job) -> torch.device:
-    """Where the result will be: where the source's task vector is."""
-    smallest = min(
-        (pair.source.weight for pair in job.plan.pairs), key=lambda name: math.prod(job.task_vector.spec(name).shape)
-    )
-    entry = job.task_vector[smallest]
-    found = entry.out_factor.device if isinstance(entry, LowRank) else entry.device
-    return torch.device("cpu") if found.type == "meta" else found
-
-
-def _solving(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple[int, int]:
-    """Bytes of one map, and of the work on it: by eigenvectors on a CPU, elsewhere by an iteration for any rank."""
-    short, long = sorted(shape)
-    if 3 * tokens <= short:
-        return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
-    work = 2 * long + 5 * short if device.type == "cpu" else 5 * long + 8 * short
-    return 8 * short * (short + long), 8 * short * work
-
-
-def _moving(pair: LayerPair) -> int:
-    """Bytes of a dense update on its way: in source, mixed and target coordinates, in float64."""
-    (d_out, d_in), (e_out, e_in) = ((layer.out_features, layer.in_features) for layer in (pair.source, pair.target))
-    return 8 * (d_out * d_in + e_out * d_in + e_out * e_in)
-
-
-def result_bytes(job: Job, by_block: bool = False) -> int:
-    """The target's task vector, float32, where its entries are dense; or its largest block."""
-    dense: dict[tuple[str, int | None], dict[str, int]] = {}
-    for pair in job.plan.pairs:
-        if not job.method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None:
-            block = dense.setdefault((pair.target.stack, pair.target.block), {})
-            block[pair.target.weight] = 4 * math.prod(pair.target.weight_shape)
-    found = [sum(block.values()) for block in dense.values()]
-    return max(found, default=0) if by_block else sum(found)

@@ -24,7 +24,8 @@ from ..io.checkpoint import open_checkpoint
 from ..io.output import new_file
 from ..io.tensors import describe
 from ..io.weight_file import write_safetensors
-from ..maps.procrustes import CrossCovariance, Statistics, WeightGradient
+from ..maps.covariance import CrossCovariance
+from ..maps.statistics import Statistics, WeightGradient
 
 FORMAT = "tuneport-statistics"
 VERSION = "2"

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..errors import TuneportError
-from ..maps.procrustes import CrossCovariance, procrustes_together
+from ..maps.covariance import CrossCovariance
+from ..maps.procrustes import procrustes_together
 from .cost import SVD, Flops, thin_flops
 
 

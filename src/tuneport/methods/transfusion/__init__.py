@@ -21,16 +21,8 @@ from ...errors import MethodError
 from ...layers import ATTENTION_ROLES, Layer
 from ...pairing import Kept, LayerPair, Plan
 from ...task_vectors.low_rank import Entry, LowRank, as_dense
-from ..base import (
-    Entries,
-    LayerRecord,
-    Method,
-    Problem,
-    Transfer,
-    check_same_shapes,
-    matrix_of,
-    recorded_norm,
-)
+from ..base import LayerRecord, Method, Problem, Transfer
+from ..entries import Entries, check_same_shapes, matrix_of, recorded_norm
 from .spaces import SPACES, TURNED, Axes, Space, places_of
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_json
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
-from ..base import Batch, Model, class_embeddings, config_classes, outside_of
+from ..base import Batch, Model, outside_of
+from ..heads import class_embeddings, config_classes
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...errors import CheckpointError, brief
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Batch, Model, TextHead, class_embeddings, config_classes, outside_of, temperature_of
+from ..base import Batch, Model, TextHead, outside_of
+from ..heads import class_embeddings, config_classes, temperature_of
 from . import open_tokenizer, quiet
 
 LARGEST_IMAGE = 8192  # pixels a side

@@ -24,17 +24,8 @@ from ...errors import CheckpointError, brief, first_of
 from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import (
-    Family,
-    Model,
-    Stored,
-    TextHead,
-    Write,
-    class_embeddings,
-    outside_of,
-    read_config,
-    temperature_of,
-)
+from ..base import Family, Model, Stored, TextHead, Write, outside_of, read_config
+from ..heads import class_embeddings, temperature_of
 from . import NO_SHARDS, load_library
 from .images import Preprocessing
 

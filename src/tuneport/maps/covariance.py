@@ -1,0 +1,287 @@
+"""Streamed cross-covariances of paired tokens: their precision and their rank cut."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..errors import TuneportError
+
+
+class CrossCovariance:
+    """Streaming `C = X_A^T X_B` over paired tokens (the matrix of eqs. 6 and 7), uncentred.
+
+    While the tokens take less than half the memory of C, they are kept as they came, without those that are zero in
+    either signal (all but the class tokens in the last gradients of a model that reads only those); then they are
+    summed up, to the same bits as if they had been summed from the start.
+
+    >>> covariance = CrossCovariance(2, 3)
+    >>> covariance.update(torch.ones(5, 2), torch.ones(5, 3))
+    >>> covariance.matrix.shape, covariance.tokens, covariance.matrix[0, 0].item()
+    (torch.Size([2, 3]), 5, 5.0)
+    """
+
+    def __init__(
+        self,
+        source_width: int,
+        target_width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.shape = (source_width, target_width)
+        self.dtype = dtype
+        self.rows: list[tuple[Tensor, Tensor]] | None = []  # what was given, until it is summed up
+        self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self.tokens = 0
+        self.signal_dtype = torch.float64
+        self._sum: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.source_energy.device
+
+    @property
+    def matrix(self) -> Tensor:
+        """C (d_A, d_B); made anew each time while the tokens are kept."""
+        return self._total() if self._sum is None else self._sum
+
+    @matrix.setter
+    def matrix(self, value: Tensor) -> None:
+        self._sum, self.rows = value, None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory held now."""
+        if self.rows is None:
+            return self.shape[0] * self.shape[1] * self.dtype.itemsize
+        return sum(part.numel() * part.element_size() for pair in self.rows for part in pair)
+
+    def update(self, source: Tensor, target: Tensor) -> None:
+        """Add the tokens of one batch: source (M, d_A) and target (M, d_B), row i of both the same token."""
+        wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]})"
+        if source.shape[1:] != self.shape[:1] or target.shape[1:] != self.shape[1:]:
+            raise TuneportError(f"signals must be {wanted}, got {tuple(source.shape)} and {tuple(target.shape)}")
+        if len(source) != len(target):
+            raise TuneportError(f"signals must be paired token by token, got {len(source)} and {len(target)} tokens")
+        self.signal_dtype = _coarser(self.signal_dtype, _coarser(source.dtype, target.dtype))
+        source, target = source.to(self.device), target.to(self.device)
+        self.source_energy += energy(source)
+        self.target_energy += energy(target)
+        self.tokens += len(source)
+        if self.rows is not None:  # so few that it pays to look
+            source, target = _with_signal(source, target)
+        more = source.numel() * source.element_size() + target.numel() * target.element_size()
+        if self.rows is not None and 2 * (self.nbytes + more) > self.shape[0] * self.shape[1] * self.dtype.itemsize:
+            self.matrix = self._total()
+        if self.rows is None:
+            add_product(self.matrix, source, target)
+        elif len(source):
+            self.rows.append((source.clone(), target.clone()))
+
+    @property
+    def whole(self) -> Tensor:
+        """|X_A| |X_B|, the most that <X_A R, X_B> can be for any orthogonal R."""
+        return (self.source_energy * self.target_energy).sqrt()
+
+    def cut(self, size: float, whole: float) -> float:
+        """The rank cut, given the norm of C and `whole`: numbers that a device gives for many at once."""
+        return cut_above_noise(self.signal_dtype, self.dtype, self.shape, self.tokens, size, whole)
+
+    @property
+    def most(self) -> int:
+        """The largest rank that C can have by the number of tokens."""
+        return self.tokens if self.rows is None else sum(len(source) for source, _ in self.rows)
+
+    def few_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
+        if not self.rows or 5 * self.most > 4 * min(self.shape):
+            return None
+        return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
+
+    def _total(self) -> Tensor:
+        total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
+        for source, target in self.rows or ():
+            add_product(total, source, target)
+        return total
+
+    def __add__(self, other: CrossCovariance) -> CrossCovariance:
+        """The statistic of both sets of tokens together."""
+        total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
+        total.source_energy = self.source_energy + other.source_energy
+        total.target_energy = self.target_energy + other.target_energy
+        total.tokens = self.tokens + other.tokens
+        total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
+        room = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        if self.rows is not None and other.rows is not None and 2 * (self.nbytes + other.nbytes) <= room:
+            total.rows = [*self.rows, *other.rows]
+        else:
+            total.matrix = self.matrix + other.matrix
+        return total
+
+
+def _with_signal(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens that are not zero in either signal; the others add nothing."""
+    alive = source.any(dim=1) & target.any(dim=1)
+    return (source, target) if bool(alive.all()) else (source[alive], target[alive])
+
+
+def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    return first if torch.finfo(first).eps >= torch.finfo(second).eps else second
+
+
+PIECE = 16384  # tokens that are converted at once
+
+
+PIECE_ON_CPU = 512  # which stay in its caches
+
+
+HALF_PIECE_ON_CPU = 4096
+
+
+ROWS_ON_CPU = 256
+
+
+BLOCK = 2**24  # numbers of a float32 product that are added to the sum at once
+
+
+BLOCK_ON_CPU = 2**21
+
+
+def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
+    """Add X_A^T X_B to a sum, a piece at a time; the bits depend on these rows alone, not on what came before."""
+    halves = are_half(source.dtype, target.dtype)
+    for x, y in zip(*(_pieces(side, _piece(halves, total.device)) for side in (source, target)), strict=True):
+        if halves:
+            _add_halves(total, x, y)
+        else:
+            total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
+
+
+def energy(signal: Tensor) -> Tensor:
+    """|X|^2, summed in float64; of half-precision signals the rows in float32."""
+    if are_half(signal.dtype):
+        size = ROWS_ON_CPU if signal.device.type == "cpu" else PIECE
+        rows = [torch.linalg.vector_norm(part.float(), dim=1) for part in signal.split(size)]
+        return torch.cat(rows).double().square().sum()
+    norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
+    return norm.square()
+
+
+def are_half(*dtypes: torch.dtype) -> bool:
+    """Whether products of such numbers are exact in float32."""
+    return all(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+
+
+def work_bytes(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
+    """The memory that `add_product` needs beside signals of so many rows and the sum."""
+    rows = min(rows, PIECE)
+    if not are_half(dtype):
+        return 8 * rows * sum(shape)
+    return 4 * (rows * sum(shape) + min(shape[0] * shape[1], _block(device) + shape[1]))
+
+
+def _piece(halves: bool, device: torch.device) -> int:
+    if device.type != "cpu":
+        return PIECE
+    return HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
+
+
+def _pieces(signal: Tensor, size: int) -> tuple[Tensor, ...]:
+    return signal.chunk(-(-len(signal) // size) or 1)
+
+
+def _block(device: torch.device) -> int:
+    return BLOCK_ON_CPU if device.type == "cpu" else BLOCK
+
+
+def _add_halves(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """A block of rows of the product at a time, so that no second matrix of the sum's size is needed.
+
+    By way of float32, also where a GPU is allowed TF32: it holds such numbers without rounding.
+    """
+    both_bfloat16 = x.dtype == y.dtype == torch.bfloat16
+    x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+    rows = max(_block(total.device) // max(y.shape[1], 1), 1)
+    with _bfloat16_units(both_bfloat16 and total.device.type == "cpu"):
+        for start in range(0, x.shape[1], rows):
+            total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
+
+
+@contextmanager
+def _bfloat16_units(wanted: bool) -> Iterator[None]:
+    """Let the CPU multiply float32 matrices by its bfloat16 units, which is exact where they hold bfloat16 values.
+
+    torch knows this as a setting of the whole process. It is put back at once, and left alone while another thread
+    may be computing (one that is not a daemon): products are then as right, and slower.
+    """
+    setting = getattr(getattr(torch.backends, "mkldnn", None), "matmul", None)
+    before = getattr(setting, "fp32_precision", None)
+    if not wanted or before is None or not _alone() or not _set(setting, "bf16"):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _set(setting, before)
+
+
+def _set(setting: object, value: str) -> bool:
+    try:
+        setting.fp32_precision = value  # type: ignore[attr-defined]
+    except RuntimeError:  # settings may be locked
+        return False
+    return True
+
+
+def _alone() -> bool:
+    own = threading.current_thread()
+    return all(thread is own or thread.daemon for thread in threading.enumerate())
+
+
+_FINE = 1e-6  # eps of signals that a model rounds at every step, not once
+
+
+_ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
+
+
+def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> float:
+    """The share of the largest singular value of C below which a direction counts as undetermined.
+
+    Two floors: rounding of the sum (width * eps of its dtype), and rounding of the signals. A direction with
+    relative amplitude a in both signals shows as a^2 in C, and is trustworthy while a stays above the signals'
+    own error. Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of
+    float32, in a direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once,
+    from sums in float32: (4 eps)^2. Where the widths differ, `noise` may lie higher.
+    """
+    eps = torch.finfo(signal_dtype).eps
+    return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
+
+
+def noise(signal_dtype: torch.dtype, shape: tuple[int, int], tokens: int, size: float, whole: float) -> float:
+    """What the rounding of one signal leaves in C, of norm `size`, as a share of that norm; `whole` is |X_A| |X_B|.
+
+    A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding, of
+    eps |X_A| / sqrt(M d) in each token, and meets whatever the other signal has left: over all tokens, out of step,
+    eps |X_A| |X_B| / sqrt(M d). With equal widths the other is empty there as well, and nothing shows.
+    """
+    if not size > 0 or not tokens:
+        return 0.0
+    return float(torch.finfo(signal_dtype).eps * whole / ((tokens * min(shape)) ** 0.5 * size))
+
+
+def cut_above_noise(
+    signal_dtype: torch.dtype, sum_dtype: torch.dtype, shape: tuple[int, int], tokens: int, size: float, whole: float
+) -> float:
+    """The rank cut of C, of norm `size`: above all noise, in steps of four, so that many maps have one in common."""
+    cut = rank_cut(signal_dtype, sum_dtype, max(shape))
+    if torch.finfo(signal_dtype).eps >= _FINE:
+        return cut
+    above = _ABOVE_NOISE * noise(signal_dtype, shape, tokens, size, whole) / cut
+    return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut
