@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.maps import procrustes as alignment
+from tuneport.maps import procrustes
 from tuneport.measure.accuracy import encoded
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
@@ -48,13 +48,13 @@ Row = dict[str, Any]
 @contextmanager
 def rank_cut_of(value: float | None) -> Iterator[None]:
     """Another rank cut than the library's own."""
-    own = alignment.cut_above_noise
+    own = procrustes.cut_above_noise
     if value is not None:
-        alignment.cut_above_noise = lambda *_: value  # type: ignore[assignment]
+        procrustes.cut_above_noise = lambda *_: value  # type: ignore[assignment]
     try:
         yield
     finally:
-        alignment.cut_above_noise = own
+        procrustes.cut_above_noise = own
 
 
 def accuracy(job: Job, vector: TaskVector, test: list[Any]) -> float:

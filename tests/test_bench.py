@@ -27,7 +27,7 @@ from tuneport.bench.run import run_comparison
 from tuneport.bench.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
 from tuneport.errors import DataError
 from tuneport.maps.statistics import Statistics
-from tuneport.models import opening
+from tuneport.models import open
 from tuneport.models.open import open_model
 from tuneport.pipeline import statistics as measuring
 from tuneport.pipeline import transfer as pipeline
@@ -83,7 +83,7 @@ class TestEqualTerms:
             return plain(job, statistics)
 
         monkeypatch.setattr(cells, "problem_of", problem_of)
-        monkeypatch.setitem(opening.DTYPES, "float32", torch.float64)
+        monkeypatch.setitem(open.DTYPES, "float32", torch.float64)
         monkeypatch.setattr(bench, "open_model", partial(open_model, dtype=torch.float64))
         run_comparison(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
         counts = {3 * shots for shots in (1, 3, 8)}

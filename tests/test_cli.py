@@ -904,7 +904,9 @@ class TestExitCodes:
         }[command]
         program = """
 import signal, sys, time
-from tuneport import capture, cli, finetuning
+from tuneport import cli
+from tuneport.measure import capture
+from tuneport.training import finetune
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests run in the background have not
 seen = []
 def waiting(work):
@@ -917,7 +919,7 @@ def waiting(work):
         return work(*given)
     return done
 capture._Accumulator.finish = waiting(capture._Accumulator.finish)
-finetuning.rows_of = waiting(finetuning.rows_of)
+finetune.rows_of = waiting(finetune.rows_of)
 cli.main()
 """
         call = [sys.executable, "-c", program, command, *words, "--out", str(place / "out")]

@@ -36,7 +36,7 @@ from tuneport.cli import app
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure import accuracy as evaluation
+from tuneport.measure import accuracy
 from tuneport.measure.objectives import OBJECTIVES, batch_for, load_loss, objective_of
 from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
@@ -332,7 +332,7 @@ def test_contrastive_pairs_through_a_whole_transfer(encoders: dict[str, Path], t
     assert "encoder.layer.2.attention.self.query.weight" in roles
     before, after = (open_model(path) for path in (encoders["bare-target"], tmp_path / "out"))
     vectors = [
-        evaluation.features(model, read_plain(encoders["pairs"], "test", labelled=False)) for model in (before, after)
+        accuracy.features(model, read_plain(encoders["pairs"], "test", labelled=False)) for model in (before, after)
     ]
     assert torch.isfinite(vectors[1]).all()
     assert not torch.allclose(*vectors)
@@ -351,7 +351,7 @@ class TestPerplexity:
         ids = torch.tensor([model.reader.tokenizer(SENTENCES[0])["input_ids"]])
         with torch.no_grad():
             out = model.module(input_ids=ids, labels=ids)
-        found = evaluation.perplexity(model, data([SENTENCES[0]]))
+        found = accuracy.perplexity(model, data([SENTENCES[0]]))
         assert found.perplexity == pytest.approx(math.exp(float(out.loss)), rel=1e-5)
         assert found.tokens == ids.shape[1] - 1
         right = (out.logits[0, :-1].argmax(-1) == ids[0, 1:]).float().mean()
@@ -362,22 +362,22 @@ class TestPerplexity:
         ids, labels = (torch.tensor([model.reader.tokenizer(text)["input_ids"]]) for text in (SENTENCES[0], "yes"))
         with torch.no_grad():
             wanted = math.exp(float(model.module(input_ids=ids, labels=labels).loss))
-        found = evaluation.perplexity(model, data([SENTENCES[0]], targets=["yes"]))
+        found = accuracy.perplexity(model, data([SENTENCES[0]], targets=["yes"]))
         assert found.perplexity == pytest.approx(wanted, rel=1e-5)
         assert found.tokens == labels.shape[1]
 
     def test_batches_change_nothing(self, models: dict[str, Model]) -> None:
-        one, many = (evaluation.perplexity(models["gpt2"], data(SENTENCES), batch_size=size) for size in (1, 16))
+        one, many = (accuracy.perplexity(models["gpt2"], data(SENTENCES), batch_size=size) for size in (1, 16))
         assert one.perplexity == pytest.approx(many.perplexity, rel=1e-5)
         assert (one.tokens, one.samples, one.accuracy) == (many.tokens, many.samples, many.accuracy)
 
     def test_what_has_none(self, models: dict[str, Model], zoo: Zoo) -> None:
         with pytest.raises(TuneportError, match="bert writes no text; perplexity needs a causal"):
-            evaluation.perplexity(models["bert"], data(SENTENCES))
+            accuracy.perplexity(models["bert"], data(SENTENCES))
         with pytest.raises(DataError, match=r"animals holds images, but .*llama reads texts"):
-            evaluation.perplexity(models["llama"], read_plain(zoo.data, "test"))
+            accuracy.perplexity(models["llama"], read_plain(zoo.data, "test"))
         with pytest.raises(DataError, match="has no token to predict"):
-            evaluation.perplexity(models["gpt2"], data(["a"]))
+            accuracy.perplexity(models["gpt2"], data(["a"]))
 
     def test_through_the_command_line(self, models: dict[str, Model], tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in SENTENCES])
@@ -386,7 +386,7 @@ class TestPerplexity:
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
         record = json.loads(done.stdout)
-        wanted = evaluation.perplexity(model, data(SENTENCES))
+        wanted = accuracy.perplexity(model, data(SENTENCES))
         assert record["perplexity"] == pytest.approx(wanted.perplexity)
         assert (record["tokens"], record["samples"], record["protocol"]) == (wanted.tokens, 16, "perplexity")
         plain = CliRunner().invoke(app, command[:-1])
@@ -405,4 +405,4 @@ def test_a_language_model_through_a_whole_transfer(tmp_path: Path) -> None:
     assert result.record["options"]["loss"] == "causal"
     assert result.record["samples"] == 16
     out = open_model(result.save(tmp_path / "out"))
-    assert evaluation.perplexity(out, data(SENTENCES)).perplexity < math.inf
+    assert accuracy.perplexity(out, data(SENTENCES)).perplexity < math.inf

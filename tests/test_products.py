@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport.maps import products
+from tuneport.maps import covariance as products
 from tuneport.maps.covariance import CrossCovariance, add_product, are_half, energy, rank_cut, work_bytes
 from tuneport.maps.procrustes import procrustes
 

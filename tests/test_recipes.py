@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
 from folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
-from tuneport.bench import cells, figures
-from tuneport.bench import run as bench
+from tuneport.bench import cells, figures, run
 from tuneport.bench.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
 from tuneport.bench.run import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
 from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
@@ -320,7 +319,7 @@ class TestRunning:
     ) -> None:
         recipe = self.recipe(root, scales=["1"])
         whole = run_recipe(recipe, tmp_path / "whole")
-        plain, calls = bench.run_cell, []
+        plain, calls = run.run_cell, []
 
         def killed(*arguments: Any) -> Any:
             calls.append(arguments[2:5])
@@ -328,7 +327,7 @@ class TestRunning:
                 raise KeyboardInterrupt
             return plain(*arguments)
 
-        monkeypatch.setattr(bench, "run_cell", killed)
+        monkeypatch.setattr(run, "run_cell", killed)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(recipe, tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -453,7 +452,7 @@ class TestRunning:
         run_recipe(recipe, tmp_path / "one", cache=tmp_path / "models")
         assert len(list((tmp_path / "models").iterdir())) == 4
         open_model(next((tmp_path / "models").glob("a-mnist-*")))
-        monkeypatch.setattr(bench, "run_training", lambda *_, **__: pytest.fail("made again"))
+        monkeypatch.setattr(run, "run_training", lambda *_, **__: pytest.fail("made again"))
         out = run_recipe(recipe, tmp_path / "two", cache=tmp_path / "models")
         methods = {row["method"] for row in json.loads((out / "results.json").read_text())["rows"]}
         assert "fine-tuned target" in methods

@@ -13,14 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from tuneport.errors import TuneportError
-from tuneport.maps import completion
-from tuneport.maps import halley as iteration
+from tuneport.maps import completion, halley, symmetric
 from tuneport.maps import polar as solver
-from tuneport.maps import symmetric as triangles
 from tuneport.maps.certificate import certify
 from tuneport.maps.completion import complete, complete_thin, rectangular_identity
 from tuneport.maps.polar import ROUTES, Polar, polar, polar_of_factors, polar_together, thin_factors
-from tuneport.runtime import passes as division
+from tuneport.runtime import budget
 
 CUT = 1e-9
 SHAPES = [(96, 96), (80, 130), (130, 80)]
@@ -57,7 +55,7 @@ def test_every_route_finds_the_planted_map(route: str, spectrum: str, rows: int,
     values = SPECTRA[spectrum](min(rows, columns))
     C, expected = planted(rows, columns, values)
     found = polar(C, CUT, route)
-    few = int((values <= CUT).sum()) < iteration.NULLS
+    few = int((values <= CUT).sum()) < halley.NULLS
     assert found.route == (route if few or route != "qdwh" else "lift")
     assert found.rank == int((values > CUT).sum())
     assert float((found.dense() - expected).norm() / expected.norm()) < 1e-6
@@ -209,9 +207,9 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
     assert right is not None
     assert right.certificate.holds
     turn = torch.linalg.matrix_exp(1e-4 * (randn(80, 80) - randn(80, 80).T))
-    finish = iteration._finish
+    finish = halley._finish
     wrong = {"turned": lambda X: X @ turn, "worst": lambda X: -X, "stretched": lambda X: X * (1 + 1e-5)}[fault]
-    monkeypatch.setattr(iteration, "_finish", lambda X, tail: wrong(finish(X, tail)))
+    monkeypatch.setattr(halley, "_finish", lambda X, tail: wrong(finish(X, tail)))
     for route in ("qdwh", "lift"):
         found = ROUTES[route](C, CUT)
         assert found is None or not found.certificate.holds
@@ -225,9 +223,9 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
 def test_many_at_once_are_what_each_is_alone(
     rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triangles, "_FEW", few)
+    monkeypatch.setattr(symmetric, "_FEW", few)
     for name in ("_LEAF", "_PART", "_HALF", "_ONE_BY_ONE"):
-        monkeypatch.setattr(triangles, name, leaf)
+        monkeypatch.setattr(symmetric, name, leaf)
     monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
     spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
@@ -247,7 +245,7 @@ def test_many_at_once_are_what_each_is_alone(
 @pytest.mark.parametrize("cut", [1e-12, 1e-9, 1e-6, 1e-4, 1e-3, 0.03])
 def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
     """Lifted values stay on their side of the cut, and every determined one arrives at 1."""
-    steps = iteration._steps(cut)
+    steps = halley._steps(cut)
     values = torch.logspace(0, -16, 2000, dtype=torch.float64) / 1.05
     lifted = values.clone()
     for a, b, c in steps.heavy:
@@ -287,7 +285,7 @@ def test_full_rank_is_not_taken_for_granted_where_it_is_not_there(monkeypatch: p
         alone = polar(C, CUT, "svd")
         assert one.rank == alone.rank
         assert float((one.dense() - alone.dense()).abs().max()) < 1e-7
-    blind = iteration.iterate(torch.stack(problems), CUT, look=False)
+    blind = halley.iterate(torch.stack(problems), CUT, look=False)
     assert [one is not None and one.certificate.holds for one in blind] == [True, True, True, False, False, False]
 
 
@@ -348,7 +346,7 @@ def test_a_plan_reckons_with_what_is_held_while_maps_are_solved(
     rows: int, columns: int, many: int, spectrum: str
 ) -> None:
     matrices = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for _ in range(many)]
-    _, work = division._solving((rows, columns), 10**6, torch.device("cuda"))
+    _, work = budget._solving((rows, columns), 10**6, torch.device("cuda"))
     with Live() as live:
         found = polar_together(matrices, CUT, fill=True)
     assert all(one.certificate.holds for one in found)

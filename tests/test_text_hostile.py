@@ -29,7 +29,7 @@ from texts import (
 from tuneport.cli import app
 from tuneport.data.dataset import Dataset
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.measure import accuracy as evaluation
+from tuneport.measure import accuracy
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import describe_module, open_model
@@ -223,13 +223,13 @@ class TestLabelWords:
         data = Dataset(
             inputs=["the cat", "a dog", "rain {falls} softly"], labels=np.array([0, 0, 1]), classes=head.classes
         )
-        vectors = torch.nn.functional.normalize(evaluation.features(model, data), dim=-1)
+        vectors = torch.nn.functional.normalize(accuracy.features(model, data), dim=-1)
         assert head.classes == ("pets", "weather")
         assert head.class_embeds is not None
         assert torch.allclose(head.class_embeds[1], vectors[2], atol=1e-5)
         mean = torch.nn.functional.normalize(vectors[:2].mean(0), dim=0)
         assert torch.allclose(head.class_embeds[0], mean, atol=1e-5)
-        assert evaluation.zero_shot(model, head, data).accuracy == 100.0
+        assert accuracy.zero_shot(model, head, data).accuracy == 100.0
 
 
 class TestTexts:

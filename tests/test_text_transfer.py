@@ -23,7 +23,7 @@ from tuneport.cli import app
 from tuneport.data.formats import read_plain
 from tuneport.data.samplers import select
 from tuneport.errors import MethodError
-from tuneport.measure import accuracy as evaluation
+from tuneport.measure import accuracy
 from tuneport.methods import METHODS
 from tuneport.models.open import describe_module, open_model
 from tuneport.pipeline.prepare import prepare
@@ -81,7 +81,7 @@ def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
             assert all(reason == "excluded" for tensor, reason in kept.items() if tensor.startswith("decoder."))
             rows[name] = target.with_module(result.apply())
         for name, model in rows.items():
-            table.setdefault(name, []).append(evaluation.linear_probe(model, few, test).accuracy)
+            table.setdefault(name, []).append(accuracy.linear_probe(model, few, test).accuracy)
     assert {name: len(cells) for name, cells in table.items()} == dict.fromkeys(
         ("source", "target", "theseus", "bico"), 3
     )
@@ -108,7 +108,7 @@ def test_the_t5_protocol_on_the_command_line(paper: dict[str, Path], tmp_path: P
     found = run("evaluate", tmp_path / "out", *common, "--protocol", "linear-probe")
     train, test = read_plain(paper["data"], "train"), read_plain(paper["data"], "test")
     few = train.subset(record["data"]["indices"])
-    wanted = evaluation.linear_probe(open_model(tmp_path / "out"), few, test)
+    wanted = accuracy.linear_probe(open_model(tmp_path / "out"), few, test)
     assert (found["accuracy"], found["samples"], found["protocol"]) == (wanted.accuracy, 24, "linear-probe")
 
 

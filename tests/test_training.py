@@ -20,7 +20,6 @@ from tuneport.io.checkpoint import open_checkpoint
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.training import finetune as training
-from tuneport.training import finetuning
 from tuneport.training.finetune import PROTOCOL, Schedule, finetune, prepare_training, run_training
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
@@ -77,8 +76,8 @@ def test_sets_too_large_to_keep_train_the_same(zoo: Zoo, monkeypatch: pytest.Mon
     model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
     head = choose_head(model, None, data.name, data.classes)
     *_, (_, kept) = finetune(model, head, data, SCHEDULE)
-    monkeypatch.setattr(finetuning, "KEPT_BYTES", 0)
-    monkeypatch.setattr(finetuning, "prepared", lambda *_: pytest.fail("prepared as a whole"))
+    monkeypatch.setattr(training, "KEPT_BYTES", 0)
+    monkeypatch.setattr(training, "prepared", lambda *_: pytest.fail("prepared as a whole"))
     *_, (_, read) = finetune(model, head, data, SCHEDULE)
     for name, tensor in kept.state_dict().items():
         assert torch.equal(tensor, read.state_dict()[name]), name
@@ -91,7 +90,7 @@ def test_a_batch_may_take_several_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPat
     logged: list[list[float]] = [[], []]
     found = []
     for losses, size in zip(logged, (22, 8), strict=True):
-        monkeypatch.setattr(finetuning, "PASS", size)
+        monkeypatch.setattr(training, "PASS", size)
         run = finetune(model, head, data, schedule, log=lambda _, loss, into=losses: into.append(float(loss)))  # type: ignore[misc]
         found.append([module.state_dict() for _, module in run][-1])
     assert logged[0] == pytest.approx(logged[1], rel=1e-5)

@@ -19,24 +19,22 @@ import torch
 import vit
 from record import now, publish, table
 
-from tuneport.maps import halley as iteration
-from tuneport.maps import polar as solver
-from tuneport.maps import procrustes as alignment
+from tuneport.maps import halley, polar, procrustes
 from tuneport.pipeline.statistics import measure_job, problem_of
 
 PHASES = (
-    (solver, "iterate"),
-    (iteration, "_split"),
-    (iteration, "largest_values"),
-    (iteration, "_turn"),
-    (iteration, "_null_directions"),
-    (iteration, "_finish"),
-    (iteration, "_finished"),
-    (iteration, "_stationarity"),
-    (iteration, "_filled"),
-    (alignment, "polar_of_factors"),
-    (alignment, "complete_thin"),
-    (alignment, "complete"),
+    (polar, "iterate"),
+    (halley, "_split"),
+    (halley, "largest_values"),
+    (halley, "_turn"),
+    (halley, "_null_directions"),
+    (halley, "_finish"),
+    (halley, "_finished"),
+    (halley, "_stationarity"),
+    (halley, "_filled"),
+    (procrustes, "polar_of_factors"),
+    (procrustes, "complete_thin"),
+    (procrustes, "complete"),
 )
 
 
@@ -59,8 +57,8 @@ def clocked(device: torch.device) -> tuple[Counter[tuple[str, str]], Counter[tup
 
     for module, name in PHASES:
         setattr(module, name, around(name, getattr(module, name)))
-    solver.ROUTES["eigh"] = around("eigh", solver.ROUTES["eigh"])
-    solver.ROUTES["svd"] = around("svd", solver.ROUTES["svd"])
+    polar.ROUTES["eigh"] = around("eigh", polar.ROUTES["eigh"])
+    polar.ROUTES["svd"] = around("svd", polar.ROUTES["svd"])
     return seconds, matrices
 
 
@@ -87,7 +85,7 @@ def main() -> None:
 
     def moved() -> float:
         begun = now(device)
-        fresh = alignment.Statistics(found.covariances, {}, found.samples, found.passes)
+        fresh = procrustes.Statistics(found.covariances, {}, found.samples, found.passes)
         job.method.transfer(problem_of(job, fresh))
         return now(device) - begun
 
@@ -97,7 +95,7 @@ def main() -> None:
     lines += [[name, shape, matrices[name, shape], spent] for (name, shape), spent in seconds.most_common()]
     distinct = list({id(one): one for one in found.covariances.values()}.values())
     routes: Counter[tuple[str, str]] = Counter()
-    for one, solved in zip(distinct, alignment.procrustes_together(distinct), strict=True):
+    for one, solved in zip(distinct, procrustes.procrustes_together(distinct), strict=True):
         rank = "full rank" if solved.rank == min(one.shape) else "deficient"
         routes[f"route {solved.route}, {rank}", "x".join(map(str, one.shape))] += 1
     lines += [[name, shape, count, None] for (name, shape), count in sorted(routes.items())]

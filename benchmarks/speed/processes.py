@@ -31,7 +31,7 @@ from vit import SHAPES, Setting, loss
 def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
     from tuneport.layers import TokenLayout
     from tuneport.measure.tokens import match_tokens
-    from tuneport.pipeline import statistics as measuring
+    from tuneport.pipeline import statistics
     from tuneport.pipeline.prepare import prepare
     from tuneport.task_vectors.vector import TaskVector
 
@@ -48,7 +48,7 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         device="cpu",
     )
     spent = {"reduce_seconds": 0.0, "reduce_cpu_seconds": 0.0}
-    reduced = measuring.reduced
+    reduced = statistics.reduced
 
     def timed(*given: Any) -> Any:
         dist.barrier()  # waiting for the slowest is no part of it
@@ -58,10 +58,10 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         spent["reduce_cpu_seconds"] = time.process_time() - used
         return found
 
-    measuring.reduced = timed
+    statistics.reduced = timed
     dist.barrier()
     started, used = now(setting.device), time.process_time()
-    found = measuring.measure_job(job)
+    found = statistics.measure_job(job)
     dist.barrier()
     spent |= {"seconds": now(setting.device) - started, "cpu_seconds": time.process_time() - used}
     check = {

@@ -54,7 +54,7 @@ _HOME = {
         "Transfer",
         "get_method",
     ),
-    "models.base": ("choose_head",),
+    "models.heads": ("choose_head",),
     "models.open": ("open_model",),
     "pipeline.prepare": ("prepare",),
     "pipeline.result": ("Result",),

@@ -25,13 +25,13 @@ def extract(
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from ..io.output import check_new_file
     from ..models.open import place_of
-    from ..pipeline import change as arithmetic
+    from ..pipeline import change
     from ..report.record import to_json
     from ..task_vectors.vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
-    vector = arithmetic.extract(base, finetuned, exclude=exclude or ())
-    if exclude and (words := arithmetic.exclude_note(exclude, *map(arithmetic.names_of, (base, finetuned)))):
+    vector = change.extract(base, finetuned, exclude=exclude or ())
+    if exclude and (words := change.exclude_note(exclude, *map(change.names_of, (base, finetuned)))):
         note(words)
     norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
     result = {"out": out, "tensors": len(vector), "norm": norm}
@@ -52,13 +52,13 @@ def apply(
     """Write base + scale * task vector as a model folder."""
     from ..io.output import check_new_folder
     from ..models.open import place_of
-    from ..pipeline import change as arithmetic
+    from ..pipeline import change
     from ..report.record import to_json
     from ..task_vectors.vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
     loaded = load_task_vector(vector)
-    arithmetic.apply(vector, base, out, scale=scale, overwrite=overwrite)
+    change.apply(vector, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
     if json:
         emit(to_json(result))

@@ -35,11 +35,11 @@ def demo(
     json: Json = False,
 ) -> None:
     """The main job from end to end, offline, on what the package carries: about a minute on two cores."""
-    from ..demo import run as demo_module
+    from ..demo import run
     from ..report.record import to_json
 
     with stages() as stage:
-        result = demo_module.run_demo(Path(out), seed=seed, overwrite=overwrite, stage=stage)
+        result = run.run_demo(Path(out), seed=seed, overwrite=overwrite, stage=stage)
     if json:
         emit(to_json(result))
         return
