@@ -29,7 +29,7 @@ $(FAMILIES_STAMP): pyproject.toml constraints-families.txt
 	touch $(FAMILIES_STAMP)
 
 test-families: $(FAMILIES_STAMP)
-	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/families
+	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/models/families
 
 lint: setup
 	$(BIN)/ruff format --check src tests benchmarks examples

@@ -9,9 +9,9 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
-from folders import Zoo
-from forwards import count_forwards
-from tuneport.models import opening
+from builders.folders import Zoo
+from builders.forwards import count_forwards
+from tuneport.models import open as opening
 
 settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
 settings.load_profile("tuneport")

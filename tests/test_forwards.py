@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forwards import count_forwards
+from builders.forwards import count_forwards
 
 pytest_plugins = ["pytester"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from toy import MATRICES, ToyViT
+from builders.toy import MATRICES, ToyViT
 from tuneport.errors import PairingError
 from tuneport.layers import Layer, LooseTensor, find_layers, find_loose
 from tuneport.pairing import (

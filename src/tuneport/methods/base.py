@@ -68,7 +68,7 @@ class Transfer:
 class Method(ABC):
     """How a task vector crosses over.
 
-    Law (run by tests/test_method_contract.py for every registered method): `transfer` returns entries with
+    Law (run by tests/methods/test_contract.py for every registered method): `transfer` returns entries with
     the target's names and shapes, float32 and finite; the same problem gives the same bits; every target
     tensor is either in the task vector or in `kept`; a zero task vector gives a zero task vector.
     """

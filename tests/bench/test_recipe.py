@@ -1,0 +1,657 @@
+"""Recipes: each one of ours runs in small on toy models, stops with all its problems at once, and can be resumed."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from typer.testing import CliRunner
+
+from builders.folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
+from tuneport.bench import cells, figures, run
+from tuneport.bench.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
+from tuneport.bench.run import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
+from tuneport.cli import app
+from tuneport.data.tasks import TASKS
+from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.models.open import open_model
+from tuneport.training.finetune import Schedule
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
+TEXT = ("t5-linear-probe",)
+SPENT = {"passes": {"captures": 1, "forward": 2, "backward": 2}, "seconds": 1.0}
+IMAGE = ("cifar10", "fashion", "gtsrb", "mnist")
+SIZES = {
+    "a": SMALL,
+    "a2": replace(SMALL, seed=5),
+    "b": replace(SMALL, width=24, heads=3, seed=6),
+    "c": replace(LARGE, seed=7),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder laid out like the one that the small variants speak of, with toy models."""
+    root = tmp_path_factory.mktemp("shared")
+    (root / "data" / "images").mkdir(parents=True)
+    (root / "zoo").mkdir()
+    for name, size in SIZES.items():
+        build("clip_vision", size, root / "zoo" / name)
+        for task in IMAGE:
+            write_head(root / "zoo" / name / "heads" / f"{task}.safetensors", size.width - 4, seed=size.seed)
+    for name, tasks in (("a", IMAGE), ("c", ("cifar10", "mnist"))):
+        for task in tasks:
+            perturb(root / "zoo" / name, root / "zoo" / f"{name}-{task}")
+    for seed, task in enumerate(IMAGE):
+        x_train, y_train = images(330, seed)
+        x_test, y_test = images(18, 10 + seed)
+        arrays = {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+        np.savez(root / "data" / "images" / f"{task}.npz", classes=np.array(CLASSES), **arrays)  # type: ignore[arg-type]
+    (root / "data" / "text").mkdir()
+    for name, width in (("minilm-l6", 16), ("mpnet", 24)):
+        write_encoder(root / "encoders" / name, width)
+    for task in ("trec6", "subj"):
+        write_sentences(root / "data" / "text" / f"{task}.jsonl.gz", len(TASKS[task].classes))
+    return root
+
+
+def write_encoder(folder: Path, width: int) -> None:
+    """A toy sentence encoder whose words are numbers."""
+    words = ["<unk>", "<pad>", "<s>", "</s>", *(f"w{number}" for number in range(40))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)])
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(width)
+        model = transformers.BertModel(
+            transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, pad_token_id=1, **sizes)
+        )
+        scatter(model)
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_max_length=32
+    ).save_pretrained(folder)
+
+
+def write_sentences(path: Path, classes: int) -> None:
+    """Sentences of a class have words of their own."""
+    random = np.random.default_rng(0)
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for number in range(300):
+            label = number % classes
+            text = " ".join(f"w{6 * label + word}" for word in random.integers(0, 6, 5))
+            split = "train" if number < 240 else "test"
+            file.write(json.dumps({"split": split, "text": text, "label": label}) + "\n")
+
+
+def cut(recipe: Recipe) -> Recipe:
+    """The recipe with two tasks at most, one seed and short fine-tuning."""
+    parts = {}
+    for name, part in recipe.comparisons.items():
+        tasks = list(part.data)[-2:]
+        tables = {
+            key: {task: value for task, value in getattr(part, key).items() if task in tasks}
+            for key in ("finetuned", "data", "heads", "reference", "stated")
+        }
+        schedule = replace(part.finetune, steps=2, batch_size=4, warmup=0) if part.finetune else None
+        parts[name] = replace(
+            part,
+            **tables,
+            seeds=part.seeds[:2],
+            samples=part.samples[:2],
+            shots=part.shots[:2],
+            finetune=schedule,
+            checkpoint_every=1 if part.checkpoint_every else 0,
+            device="cpu",
+        )
+    return replace(recipe, comparisons=parts)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+class TestOurs:
+    def test_both_variants_are_sound(self, path: Path) -> None:
+        full = read_recipe(path, on_disk=False)
+        small = read_recipe(path, small=True, root="shared", on_disk=False)
+        assert full.where
+        assert (full.small, small.small) == (False, True)
+        assert full.kind in KINDS
+        assert full.printed == small.printed
+        for recipe in (full, small):
+            for part in recipe.comparisons.values():
+                assert part.data
+        if path.stem not in TEXT:
+            assert set(full.comparison.data) == {name for name, task in TASKS.items() if task.kind == "image"}
+        assert all(part.source.startswith("shared/") for part in small.comparisons.values())
+
+    def test_nothing_belongs_to_one_machine(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        assert "\nroot" not in text
+        assert '"/' not in text
+        assert "~" not in text
+
+    def test_means_of_the_paper_are_those_of_its_cells(self, path: Path) -> None:
+        wrong = {(row.method, row.budget) for row in read_recipe(path, on_disk=False).printed if row.wrong_mean}
+        known = {
+            "depth-and-width": {("target", 0)},
+            "cross-distribution-depth": {("target", 0), ("theseus", 100)},
+        }
+        assert wrong == known.get(path.stem, set())
+
+    def test_the_small_variant_runs(self, path: Path, root: Path, tmp_path: Path) -> None:
+        recipe = cut(read_recipe(path, small=True, root=root))
+        told: list[str] = []
+        out = run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models", note=told.append)
+        assert told[0].startswith(recipe.title)
+        assert sorted(item.name for item in tmp_path.iterdir()) in (["out"], ["models", "out"])
+        text = (out / "table.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {recipe.title}\n")
+        record = json.loads((out / "results.json").read_text(encoding="utf-8"))
+        plots = sorted(out.glob("plot*.svg"))
+        assert plots
+        for picture in plots:
+            assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+        if recipe.kind in FIGURES:
+            with (out / "points.csv").open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            assert len(rows) == len(record["points"]) > 0
+            assert {row["task"] for row in rows} == set(recipe.comparison.data)
+        else:
+            assert {row["task"] for row in record["rows"]} == set(recipe.comparison.data)
+            assert {row["sampler"] for row in record["rows"] if row["budget"]} == set(recipe.comparison.samplers)
+            assert "## Beside the paper" in text
+            assert len(record["paper"]["rows"]) == len(recipe.printed)
+
+
+class TestReading:
+    def content(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "tasks": ["mnist"],
+            "source": "zoo/a",
+            "target": "zoo/a2",
+            "finetuned": "zoo/a-{task}",
+            "data": "data/images/{task}.npz",
+            "heads": "{task}",
+            "methods": ["bico"],
+            "samples": [6],
+            "device": "cpu",
+            **changes,
+        }
+
+    def test_paths_begin_at_the_root(self, root: Path) -> None:
+        part = make_recipe(self.content(), root=root).comparison
+        assert part.source == str(root / "zoo" / "a")
+        assert part.finetuned == {"mnist": str(root / "zoo" / "a-mnist")}
+        assert part.heads == {"mnist": "mnist"}
+        assert under_root("ViT-B-16:laion2b", root) == "ViT-B-16:laion2b"
+        assert under_root("mnist:data/mnist", root, data=True) == f"mnist:{root / 'data' / 'mnist'}"
+        assert under_root("x/y", None) == "x/y"
+
+    def test_typo_missing_checkpoint_and_too_few_samples_at_once(self, root: Path) -> None:
+        wrong = self.content(sedes=[0], target="zoo/none", samples=[6, 9999], methods=["bicco"])
+        with pytest.raises(DataError) as told:
+            make_recipe(wrong, "here", root=root)
+        text = str(told.value)
+        assert text.startswith("here: ")
+        for words in (
+            "unknown key 'sedes'. Did you mean 'seeds'?",
+            f"{root / 'zoo' / 'none'} does not exist",
+            "mnist: asked for 9999 samples but train split of mnist has 330",
+            "unknown method 'bicco'. Did you mean 'bico'?",
+        ):
+            assert words in text
+        assert "\n" not in text
+
+    def test_problems_of_the_small_variant_too(self, root: Path) -> None:
+        content = self.content(small={"sede": [0], "shots": 3, "finetune": {"step": 1}})
+        with pytest.raises(DataError) as told:
+            make_recipe(content, root=root)
+        for words in (
+            "[small] unknown key 'sede'. Did you mean 'seeds'?",
+            "[small] 'shots' must be a list of int, got 3",
+            "[small] finetune: unknown key 'step'. Did you mean 'steps'?",
+        ):
+            assert words in str(told.value)
+
+    @pytest.mark.parametrize(
+        ("wrong", "words"),
+        [
+            ({"steps": [3, 0]}, "fine-tuning runs need at least one step"),
+            ({"seeds": [0, -1]}, "seeds must not be below 0"),
+        ],
+    )
+    def test_numbers_that_cannot_be(self, root: Path, wrong: dict[str, Any], words: str) -> None:
+        with pytest.raises(DataError, match=words):
+            make_recipe(self.content(**wrong), root=root)
+
+    def test_options_beside_a_recipe_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "some.toml").write_text("")
+        given = ["bench", str(tmp_path / "some.toml"), "--warm-start", "bico", "--seeds", "0"]
+        done = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "out"), "--small"])
+        assert isinstance(done.exception, TuneportError)
+        assert str(done.exception).startswith("--seeds, --warm-start would be overruled by ")
+
+    def test_small_is_asked_for_but_not_there(self, root: Path) -> None:
+        with pytest.raises(DataError, match=r"there is no \[small\] variant"):
+            make_recipe(self.content(), root=root, small=True)
+
+    def test_samplers_and_shots_that_the_data_cannot_serve(self, root: Path) -> None:
+        content = self.content(samplers=["single_class", "rando"], samples=[200])
+        with pytest.raises(DataError, match=r"unknown sampler 'rando'.*; mnist: asked for 200 samples of one class"):
+            make_recipe(content, root=root)
+
+    def test_pairs(self, root: Path) -> None:
+        pairs = [{"name": "x", "source": "zoo/a", "target": "zoo/a2"}, {"name": "y", "source": "zoo/a", "tagret": "b"}]
+        with pytest.raises(DataError, match=r"pair 2: unknown key 'tagret'\. Did you mean 'target'\?"):
+            make_recipe(self.content(pairs=pairs), root=root)
+        recipe = make_recipe(self.content(pairs=[pairs[0], {"name": "z", "target": "zoo/b"}]), root=root)
+        assert [Path(part.target).name for part in recipe.comparisons.values()] == ["a2", "b"]
+
+    @pytest.mark.parametrize("name", ["/x", "B/16 to L/14", "..", "", "a\\b", "a\x1b[2J", "a\n", "x" * 101])
+    def test_names_that_cannot_be_those_of_folders(self, root: Path, name: str) -> None:
+        pairs = [{"name": "x"}, {"name": name, "target": "zoo/b"}]
+        words = f"pair 2: {name!r} cannot name a folder: take up to 100 plain characters"
+        for content in (self.content(pairs=pairs, sedes=[0]), self.content(small={"pairs": pairs}, sedes=[0])):
+            with pytest.raises(DataError) as told:
+                make_recipe(content, root=root)
+            assert words in str(told.value)
+            assert "unknown key 'sedes'" in str(told.value)
+
+    def test_tasks_whose_models_are_made_name_folders_too(self, root: Path) -> None:
+        content = self.content(tasks=["../mnist"], finetuned="made/{task}", data={"../mnist": "data/images/mnist.npz"})
+        with pytest.raises(DataError, match=r"task '\.\./mnist' cannot name a folder"):
+            make_recipe(content | {"finetune": {"steps": 1}}, root=root)
+        part = make_recipe(content, on_disk=False).comparison  # a mere label where nothing is made
+        assert list(part.data) == ["../mnist"]
+
+    @pytest.mark.parametrize("names", [("x", "x"), ("2", None)])
+    def test_pairs_of_one_name(self, root: Path, names: tuple[str, str | None]) -> None:
+        pairs = [{"name": name, "target": "zoo/b"} if name else {"target": "zoo/a2"} for name in names]
+        with pytest.raises(DataError, match=f"pair 2: another pair is called '{names[0]}' too"):
+            make_recipe(self.content(pairs=pairs), root=root)
+
+    def test_keys_that_a_kind_needs(self, root: Path) -> None:
+        with pytest.raises(DataError, match="'target' is missing"):
+            make_recipe({"kind": "similarity", "source": "zoo/a", "data": {"mnist": "x.npz"}, "samples": [4]})
+        with pytest.raises(DataError, match=r"unknown kind 'drft'\. Did you mean 'drift'\?"):
+            make_recipe(self.content(kind="drft"), root=root)
+
+    @pytest.mark.parametrize("row", [["bico", 10], ["bico", "10", 1.0], ["bico", 10, 1.0, 2.0, 3.0], "bico"])
+    def test_rows_of_the_paper_that_do_not_fit(self, root: Path, row: Any) -> None:
+        with pytest.raises(DataError, match=r"printed: a row is \[method, budget, 1 values and their mean\]"):
+            make_recipe(self.content(printed={"rows": [row]}), root=root)
+
+    def test_a_missing_fine_tune_is_made_where_a_schedule_is_given(self, root: Path, tmp_path: Path) -> None:
+        content = self.content(finetuned="made/{task}", finetune={"steps": 1})
+        recipe = make_recipe(content, root=root)
+        lines = list(plan_lines(recipe, tmp_path))
+        assert any("to be fine-tuned" in line for line in lines)
+        with pytest.raises(DataError, match="made/mnist does not exist"):
+            make_recipe(self.content(finetuned="made/{task}"), root=root)
+
+    @pytest.mark.usefixtures("no_forward")
+    def test_a_pair_that_a_method_cannot_serve_stops_before_work(self, root: Path, tmp_path: Path) -> None:
+        content = self.content(target="zoo/b", methods=["transfusion", "gradfix"])
+        with pytest.raises(DataError, match=r"mnist: .*one architecture"):
+            run_recipe(make_recipe(content, root=root), tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestRunning:
+    def recipe(self, root: Path, **changes: Any) -> Recipe:
+        settings = {"tasks": ["mnist", "fashion"], "seeds": [0, 1], **changes}
+        return make_recipe(TestReading().content(**settings), root=root)
+
+    def test_a_killed_run_goes_on_where_it_was(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recipe = self.recipe(root, scales=["1"])
+        whole = run_recipe(recipe, tmp_path / "whole")
+        plain, calls = run.run_cell, []
+
+        def killed(*arguments: Any) -> Any:
+            calls.append(arguments[2:5])
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return plain(*arguments)
+
+        monkeypatch.setattr(run, "run_cell", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(recipe, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        kept = tmp_path / ".out.tuneport-cells"
+        assert len(kept.read_text().splitlines()) == 3
+        with kept.open("a") as file:
+            for rest in (
+                {},
+                {"rows": 3, **SPENT},
+                {"rows": [{}], **SPENT},
+                {"rows": [{"a": 1}], "passes": {}, "seconds": 1},
+            ):
+                file.write(json.dumps({"cell": "1/fashion/random/9", **rest}) + "\n")  # no cells: not counted
+            file.write('{"cell": "1/fash')  # cut off while writing
+        told: list[str] = []
+        out = run_recipe(recipe, tmp_path / "out", resume=True, note=told.append)
+        assert "2 finished cells are taken over" in told
+        assert len(calls) == 3 + 2
+        rows = [json.loads((folder / "results.json").read_text())["rows"] for folder in (whole, out)]
+        assert rows[0] == rows[1]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+    def test_cells_of_other_settings_are_refused(self, root: Path, tmp_path: Path) -> None:
+        (tmp_path / ".out.tuneport-cells").write_text('{"fingerprint": "other"}\n')
+        with pytest.raises(CheckpointError, match="out cannot be resumed: its cells were measured with other settings"):
+            run_recipe(self.recipe(root), tmp_path / "out", resume=True)
+        run_recipe(self.recipe(root, seeds=[0], scales=["1"], methods=["naive"]), tmp_path / "out")
+
+    def test_a_cut_line_does_not_swallow_the_next_cell(self, tmp_path: Path) -> None:
+        cells = Cells(tmp_path / "out", "conditions")
+        assert cells.load() == {}
+        cells.add("one", {"rows": [{"a": 1}], **SPENT})
+        whole = cells.path.read_bytes()
+        second = json.dumps({"cell": "two", "rows": [{"a": 2}], **SPENT}).encode() + b"\n"
+        for length in range(len(second)):
+            cells.path.write_bytes(whole + second[:length])
+            assert list(cells.load()) == ["one"]
+            cells.add("two", {"rows": [{"a": 2}], **SPENT})
+            assert cells.path.read_bytes() == whole + second
+        assert list(cells.load()) == ["one", "two"]
+        for length in range(len(whole.splitlines()[0]) + 1):  # the fingerprint is cut off: nothing was finished
+            cells.path.write_bytes(whole[:length])
+            assert cells.load() == {}
+            cells.add("one", {"rows": [{"a": 1}], **SPENT})
+            assert cells.path.read_bytes() == whole
+
+    @pytest.mark.parametrize("first", ['{"fingerpr{"cell": "0"}', '{"cell": "1"}', "[]", "3", "", "\x00"])
+    def test_cells_of_unknown_settings_are_refused(self, tmp_path: Path, first: str) -> None:
+        cells = Cells(tmp_path / "out", "conditions")
+        cells.path.write_text(f'{first}\n{{"cell": "1/mnist/random/0", "rows": []}}\n')
+        with pytest.raises(CheckpointError, match=r"out\.tuneport-cells is damaged\. Start over without --resume\."):
+            cells.load()
+
+    def test_cells_are_not_kept_through_a_link(self, root: Path, tmp_path: Path) -> None:
+        mine = tmp_path / "mine.txt"
+        mine.write_text("mine")
+        cells = Cells(tmp_path / "out", "conditions")
+        cells.path.symlink_to(mine)
+        for use in (cells.load, lambda: cells.add("one", {})):
+            with pytest.raises(CheckpointError, match="is a link and is not written to"):
+                use()
+        recipe = self.recipe(root, seeds=[0], scales=["1"], methods=["naive"])
+        with pytest.raises(CheckpointError, match="is a link and is not written to"):
+            run_recipe(recipe, tmp_path / "out", resume=True)
+        run_recipe(recipe, tmp_path / "out")
+        assert mine.read_text() == "mine"
+
+    def test_a_linear_probe_learns_from_the_calibration_samples_only(self, root: Path, tmp_path: Path) -> None:
+        from tuneport.data.formats import read_plain
+        from tuneport.data.samplers import select
+        from tuneport.measure.accuracy import linear_probe
+
+        recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[3], scales=["1"])
+        out = run_recipe(recipe, tmp_path / "out")
+        rows = [Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
+        assert {(row.method, row.budget) for row in rows} == {
+            (method, budget) for method in ("source", "target", "bico") for budget in (6, 12)
+        }
+        data = root / "data" / "images" / "mnist.npz"
+        train = read_plain(data, "train")
+        few = train.subset(select(train, samples=12, seed=3)[:6])
+        wanted = linear_probe(open_model(root / "zoo" / "a2"), few, read_plain(data, "test")).accuracy
+        found = next(row for row in rows if (row.task, row.method, row.budget) == ("mnist", "target", 6))
+        assert found.accuracy == pytest.approx(wanted)
+        assert "± seeds" in (out / "table.md").read_text()
+
+    def test_fine_tuned_models_get_a_probe_on_the_whole_training_split(self, root: Path, tmp_path: Path) -> None:
+        from tuneport.data.formats import read_plain
+        from tuneport.measure.accuracy import linear_probe
+
+        tuned = str(root / "zoo" / "a-mnist")
+        more = {"source_rows": True, "reference": {"mnist": tuned}, "stated": {"fashion": 74.5}}
+        recipe = self.recipe(root, protocol="linear-probe", samples=[6, 12], seeds=[0, 1], scales=["1", "auto"], **more)
+        out = run_recipe(recipe, tmp_path / "out")
+        rows = [Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
+        fixed = {(row.task, row.method): row for row in rows if row.budget == 0 and row.seed == 1}
+        assert set(fixed) == {
+            (task, f"fine-tuned {side}") for task in ("fashion", "mnist") for side in ("source", "target")
+        }
+        data = root / "data" / "images" / "mnist.npz"
+        wanted = linear_probe(open_model(tuned), read_plain(data, "train"), read_plain(data, "test")).accuracy
+        for side in ("source", "target"):  # one and the same model here
+            assert fixed["mnist", f"fine-tuned {side}"].accuracy == pytest.approx(wanted)
+        assert fixed["fashion", "fine-tuned target"].stated
+        target = {(row.task, row.seed, row.budget): row.accuracy for row in rows if row.method == "target"}
+        gains = [row.accuracy - target[row.task, row.seed, row.budget] for row in rows if row.scale_rule == "auto"]
+        summary = json.loads((out / "results.json").read_text())["auto"]
+        assert summary[0]["worst"] == round(min(gains), 2)
+        assert summary[0]["mean_gain"] == round(sum(gains) / len(gains), 2)
+
+    def test_models_are_made_once_and_kept_in_the_cache(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recipe = self.recipe(
+            root,
+            finetuned="made/{task}",
+            reference="made/b-{task}",
+            finetune={"steps": 2},
+            methods=["naive"],
+            scales=["1"],
+        )
+        run_recipe(recipe, tmp_path / "one", cache=tmp_path / "models")
+        assert len(list((tmp_path / "models").iterdir())) == 4
+        open_model(next((tmp_path / "models").glob("a-mnist-*")))
+        monkeypatch.setattr(run, "run_training", lambda *_, **__: pytest.fail("made again"))
+        out = run_recipe(recipe, tmp_path / "two", cache=tmp_path / "models")
+        methods = {row["method"] for row in json.loads((out / "results.json").read_text())["rows"]}
+        assert "fine-tuned target" in methods
+
+    def test_a_path_that_reads_like_a_name_is_made_too(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("tuneport.io.hub._fetch", lambda *_: pytest.fail("fetched"))
+        places = {"source": "zoo/a", "target": "zoo/a2", "data": "data/images/{task}.npz"}
+        content = TestReading().content(**{key: str(root / path) for key, path in places.items()})
+        content |= {"finetune": {"steps": 1}, "methods": ["naive"], "scales": ["1"]}
+        for reference in ("tuned/{task}", "ViT-B-32:{task}"):
+            recipe = make_recipe(content | {"finetuned": reference})
+            wanted = [path for path, _, _ in wanted_finetunes("comparison", recipe.comparison, tmp_path)]
+            assert wanted == [reference.replace("{task}", "mnist")]
+        run_recipe(make_recipe(content | {"finetuned": "tuned/{task}"}), "out", cache="models")
+        assert [path.name.rpartition("-")[0] for path in Path("models").iterdir()] == ["a-mnist"]
+        shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "tuned" / "mnist")
+        part = make_recipe(content | {"finetuned": "tuned/{task}"}).comparison
+        assert not list(wanted_finetunes("comparison", part, tmp_path))
+
+    def test_other_settings_make_other_models(self, root: Path, tmp_path: Path) -> None:
+        part = self.recipe(root, finetuned="made/{task}", finetune={"steps": 2}).comparison
+        longer = replace(part, finetune=Schedule(3))
+        places = [[place for _, place, _ in wanted_finetunes("comparison", one, tmp_path)] for one in (part, longer)]
+        assert len({*places[0], *places[1]}) == 4
+
+    def test_a_fine_tuning_that_diverges_leaves_nothing(self, root: Path, tmp_path: Path) -> None:
+        recipe = self.recipe(root, finetuned="made/{task}", finetune={"steps": 3, "learning_rate": 1e30})
+        with pytest.raises(TuneportError, match="has diverged: the loss is no number at step 2 of 3"):
+            run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models")
+        assert [path.name for path in tmp_path.rglob("*")] == ["models"]
+
+    def test_several_pairs_have_a_folder_each(self, root: Path, tmp_path: Path) -> None:
+        pairs = [{"name": "same", "target": "zoo/a2"}, {"name": "wider", "target": "zoo/b"}]
+        recipe = self.recipe(root, pairs=pairs, methods=["naive"], scales=["1"])
+        out = run_recipe(recipe, tmp_path / "out")
+        assert sorted(path.name for path in out.iterdir()) == ["same", "wider"]
+        assert (out / "wider" / "table.md").is_file()
+        run_recipe(recipe, out, overwrite=True)
+        (out / "wider" / "results.json").unlink()
+        with pytest.raises(CheckpointError, match=r"no wider/results\.json in it"):
+            run_recipe(recipe, out, overwrite=True)
+
+    def test_samplers_that_look_at_features_draw_as_a_transfer_does(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tuneport.pipeline.prepare import prepare
+
+        looked: list[int] = []
+        plain = cells.features
+        monkeypatch.setattr(cells, "features", lambda *given: looked.append(1) or plain(*given))
+        recipe = self.recipe(root, tasks=["mnist"], samplers=["centroid_near", "centroid_far"], methods=["bico"])
+        drawn = []
+        measured = cells.measure_job
+        monkeypatch.setattr(
+            cells,
+            "measure_job",
+            lambda job, **more: drawn.append(job.batches.indices.tolist()) or measured(job, **more),
+        )
+        run_recipe(recipe, tmp_path / "out")
+        assert looked == [1]  # once for two samplers and two seeds
+        part = recipe.comparison
+        for seed, found in ((0, drawn[0] + drawn[1]), (1, drawn[2] + drawn[3])):  # measured in halves
+            wanted = prepare(
+                part.source,
+                part.finetuned["mnist"],
+                part.target,
+                part.data["mnist"],
+                samples=6,
+                sampler="centroid_near",
+                seed=seed,
+                head="mnist",
+                device="cpu",
+            )
+            assert found == wanted.record["data"]["indices"]
+
+    def test_a_cell_is_a_task_a_sampler_and_a_seed(self, root: Path) -> None:
+        part = self.recipe(root, samplers=["random", "class_balanced"]).comparison
+        assert len(cell_names("comparison", part)) == len(set(cell_names("comparison", part))) == 8
+
+    @pytest.mark.usefixtures("no_forward")
+    def test_an_output_that_holds_an_input_is_refused(self, root: Path, tmp_path: Path) -> None:
+        for name in ("source", "target", "finetuned", "reference", "data", "head"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "mine.txt").write_text("mine")
+        settings: dict[str, Any] = {
+            "source": shutil.copytree(root / "zoo" / "a", tmp_path / "source" / "a"),
+            "target": shutil.copytree(root / "zoo" / "a2", tmp_path / "target" / "a2"),
+            "finetuned": shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "finetuned" / "mnist"),
+            "reference": shutil.copytree(root / "zoo" / "a-mnist", tmp_path / "reference" / "mnist"),
+            "data": shutil.copy(root / "data" / "images" / "mnist.npz", tmp_path / "data"),
+            "heads": shutil.copy(root / "zoo" / "a" / "heads" / "mnist.safetensors", tmp_path / "head"),
+        }
+        recipe = self.recipe(root, tasks=["mnist"], **{key: str(path) for key, path in settings.items()})
+        for name in ("source", "target", "finetuned", "reference", "data", "head"):
+            with pytest.raises(CheckpointError, match=f"{name} cannot be overwritten: it holds the input"):
+                run_recipe(recipe, tmp_path / name, overwrite=True)
+            assert (tmp_path / name / "mine.txt").read_text() == "mine"
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "r.toml").write_text("seeds = [0]")
+        for given, cache in ((tmp_path / "out" / "r.toml", None), (recipe, tmp_path / "out" / "models")):
+            with pytest.raises(CheckpointError, match="out cannot be overwritten: it holds the input"):
+                run_recipe(given, tmp_path / "out", cache=cache, overwrite=True)
+
+    def test_without_typer_and_rich(self, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        text = """
+        source = "zoo/a"
+        target = "zoo/none"
+        samples = [4]
+        methods = ["naive"]
+        scales = ["1"]
+        tasks = ["mnist"]
+        finetuned = "zoo/a-{task}"
+        data = "data/images/{task}.npz"
+        heads = "{task}"
+        [small]
+        target = "zoo/a2"
+        """
+        (tmp_path / "r.toml").write_text(text)
+        words = [str(tmp_path / "r.toml"), "--out", str(tmp_path / "out"), "--root", str(root), "--device", "cpu"]
+        assert main(words) == 1
+        assert "zoo/none does not exist" in capsys.readouterr().err
+        assert main([*words, "--small"]) == 0
+        out, err = capsys.readouterr()
+        assert "| naive | 1 | 4 |" in out
+        assert "comparing 1 1" in err
+
+
+class TestFigures:
+    def test_a_model_ported_to_itself_is_like_its_own_fine_tune(self, root: Path) -> None:
+        settings = {"target": "zoo/a", "reference": "zoo/a-{task}", "methods": ["naive", "bico"], "samples": [24]}
+        content = TestReading().content(kind="output-similarity", **settings)
+        part = make_recipe(content, root=root).comparison
+        both = [open_model(part.source), open_model(part.target)]
+        found: dict[str, list[float]] = {}
+        for point in figures.figure_cell("output-similarity", part, both, "mnist", "random", 0):
+            found.setdefault(point["series"], []).append(point["value"])
+        assert min(found["naive"]) > 0.99  # but for norms and embeddings, which stay
+        assert min(found["naive"]) > max(found["target"][1:])
+        assert all(bico > target for bico, target in zip(found["bico"], found["target"], strict=True))
+
+
+class TestPaper:
+    def result(self, **accuracies: float) -> Comparing:
+        rows = [Row("x", "target", "-", 0, 0, 50.0)]
+        rows += [Row("x", method, "1", 10, 0, found) for method, found in accuracies.items()]
+        comparison = make_recipe(
+            {"source": "a", "target": "b", "finetuned": {"x": "f"}, "data": {"x": "d"}, "samples": [10]}, on_disk=False
+        ).comparison
+        return Comparing(comparison, tuple(rows), {})
+
+    def printed(self, small: bool = False) -> Recipe:
+        comparison = self.result().comparison
+        rows = (
+            Printed("target", 0, {"x": 40.0, "y": 60.0}, 47.0),
+            Printed("bico", 10, {"x": 60.0, "y": 80.0}, 70.0),
+            Printed("theseus", 10, {"x": 55.0, "y": 65.0}, 60.0, marks={"x": "copied"}),
+            Printed("gradfix", 10, {}, 51.0),
+        )
+        return Recipe({"1": comparison}, "A title", "Table 9", printed=rows, small=small)
+
+    def test_differences_by_hand(self) -> None:
+        table = beside_paper(self.result(bico=66.0, theseus=70.0), self.printed())
+        bico = next(row for row in table if row["method"] == "bico")
+        assert (bico["ours"], bico["paper"], bico["gain"], bico["paper_gain"]) == (66.0, 70.0, 16.0, 20.0)
+        assert bico["difference"] == -4.0
+        assert bico["tasks"] == {"x": {"ours": 66.0, "paper": 60.0}}
+        gradfix = next(row for row in table if row["method"] == "gradfix")
+        assert (gradfix["ours"], gradfix["difference"], gradfix["paper_gain"]) == (None, None, 1.0)
+
+    def test_errors_and_orders_are_told(self) -> None:
+        text = markdown(self.result(bico=66.0, theseus=70.0), self.printed())
+        assert "target, –: the paper prints a mean of 47.00; its own cells give 50.00, which stands here" in text
+        assert "theseus, 10: x: copied" in text
+        assert "At 10: another order. Ours: theseus > bico. The paper: bico > theseus." in text
+        assert "66.0 (60.0, +6.0)" in text
+        assert orders(self.result(bico=71.0, theseus=70.0), self.printed())[0]["same"]
+
+    def test_bases_under_a_probe_are_not_ranked(self) -> None:
+        rows = tuple(Row("x", method, "1", 10, 0, found) for method, found in (("bico", 71.0), ("theseus", 70.0)))
+        bases = tuple(Row("x", method, "-", 10, 0, found) for method, found in (("source", 80.0), ("target", 50.0)))
+        result = replace(self.result(), rows=(*rows, *bases))
+        more = (*self.printed().printed, Printed("source", 10, {}, 45.0), Printed("target", 10, {}, 48.0))
+        found = orders(result, replace(self.printed(), printed=more))
+        assert found == [{"budget": 10, "ours": ["bico", "theseus"], "paper": ["bico", "theseus"], "same": True}]
+
+    def test_a_mean_over_some_tasks_is_not_drawn_beside_means_over_all(self) -> None:
+        comparison = replace(self.result().comparison, data={"x": "d", "y": "e"})
+        rows = [Row(task, method, "-", 0, 0, 60.0) for task in "xy" for method in ("target", "fine-tuned source")]
+        rows += [Row(task, "bico", "1", 10, seed, 70.0 + seed) for task in "xy" for seed in (0, 2)]
+        whole = plot(Comparing(comparison, tuple(rows), {}))
+        assert "fine-tuned source" in whole
+        assert "71.0 ± 1.4" in whole
+        part = plot(Comparing(comparison, (*rows, Row("x", "fine-tuned target", "-", 0, 0, 99.0)), {}))
+        assert part == whole
+
+    def test_other_models_are_not_compared_by_task(self) -> None:
+        text = markdown(self.result(bico=66.0), self.printed(small=True))
+        assert "Other models and other tasks" in text
+        assert "66.0 (60.0" not in text

@@ -1,0 +1,561 @@
+"""Comparisons: equal terms, one capture for all, the same numbers twice, and what is written can be read."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from builders.folders import LARGE, Zoo, build
+from tuneport import cli
+from tuneport.bench import cells
+from tuneport.bench import run as bench
+from tuneport.bench.recipe import Comparison, make_comparison, read_recipe
+from tuneport.bench.run import run_comparison
+from tuneport.bench.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
+from tuneport.errors import DataError
+from tuneport.maps.statistics import Statistics
+from tuneport.models import open
+from tuneport.models.open import open_model
+from tuneport.pipeline import statistics as measuring
+from tuneport.pipeline import transfer as pipeline
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import first_half
+from tuneport.pipeline.statistics import measure_job
+from tuneport.training.finetune import Schedule
+
+METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
+SHOTS = (1, 8)  # 3 and 24 samples: with and without samples to hold out
+
+
+@pytest.fixture(scope="module")
+def settings(zoo: Zoo) -> dict[str, Any]:
+    """A pair of one architecture, so that every rival can be tried."""
+    if not (zoo.root / "clip_vision-second").exists():
+        build(
+            "clip_vision", replace(LARGE, width=16, depth=2, heads=2, image=16, seed=7), zoo.root / "clip_vision-second"
+        )
+    return {
+        "source": str(zoo["clip_vision-base"]),
+        "target": str(zoo.root / "clip_vision-second"),
+        "finetuned": {"animals": str(zoo["clip_vision-tuned"])},
+        "data": {"animals": str(zoo.data)},
+        "methods": list(METHODS),
+        "shots": list(SHOTS),
+        "seeds": [0, 1],
+        "steps": [1, 2],
+        "warm_start": "bico",
+        "learning_rate": 1e-3,
+        "device": "cpu",
+    }
+
+
+@pytest.fixture(scope="module")
+def result(settings: dict[str, Any]) -> Comparing:
+    return run_comparison(make_comparison(settings))
+
+
+class TestEqualTerms:
+    def test_prefix_sums_are_what_each_budget_would_measure(
+        self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every statistic that a method is given equals one measured on that budget's samples alone.
+
+        Models run in float64: passes in other batches then differ by about 1e-16 of the largest number.
+        """
+        given: dict[int, Statistics] = {}
+        plain = measuring.problem_of
+
+        def problem_of(job: Any, statistics: Statistics) -> Any:
+            given[statistics.samples] = statistics
+            return plain(job, statistics)
+
+        monkeypatch.setattr(cells, "problem_of", problem_of)
+        monkeypatch.setitem(open.DTYPES, "float32", torch.float64)
+        monkeypatch.setattr(bench, "open_model", partial(open_model, dtype=torch.float64))
+        run_comparison(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
+        counts = {3 * shots for shots in (1, 3, 8)}
+        assert set(given) - {0} == counts
+        signals = frozenset({"input", "output", "output_gradient", "weight_gradient"})
+        for count in counts:
+            shots = next(shots for shots in (1, 3, 8) if 3 * shots >= count)
+            paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
+            job = prepare(*paths, settings["data"]["animals"], extra_signals=signals, shots=shots, seed=5, device="cpu")
+            batches: Any = job.batches
+            job = replace(job, batches=replace(batches, indices=batches.indices[:count]))
+            alone, found = measure_job(job, signals=signals), given[count]
+            assert found.samples == alone.samples == count
+            assert set(found) == set(alone)
+            for key, covariance in alone.covariances.items():
+                assert found.covariances[key].tokens == covariance.tokens
+                assert covariance.signal_dtype == found.covariances[key].signal_dtype == torch.float64
+                close(found.covariances[key].matrix, covariance.matrix)
+                close(found.covariances[key].source_energy, covariance.source_energy)
+            for name, gradient in alone.weight_gradients.items():
+                assert torch.equal(found.weight_gradients[name].votes, gradient.votes)
+                close(found.weight_gradients[name].total, gradient.total)
+
+    def test_a_rehearsing_method_does_not_depend_on_the_other_budgets(self, settings: dict[str, Any]) -> None:
+        alone = {"methods": ["bico+"], "warm_start": "", "seeds": [5], "steps": [], "scales": ["1", "auto"]}
+        found = [
+            run_comparison(make_comparison(settings | alone | {"shots": shots})).rows for shots in ([8], [2, 4, 8])
+        ]
+        ours, theirs = ([row for row in rows if row.method == "bico+" and row.budget == 8] for rows in found)
+        assert len(ours) == 2
+        assert ours == theirs
+
+    def test_both_rules_choose_a_scale(self, settings: dict[str, Any]) -> None:
+        few = {
+            "methods": ["bico"],
+            "warm_start": "",
+            "seeds": [5],
+            "steps": [],
+            "scales": ["auto", "safe"],
+            "shots": [8],
+        }
+        found = {
+            row.scale_rule: row for row in run_comparison(make_comparison(settings | few)).rows if row.method == "bico"
+        }
+        assert set(found) == {"auto", "safe"}
+        assert found["safe"].scale <= found["auto"].scale
+        assert found["safe"].held_out_before == found["auto"].held_out_before is not None
+
+    def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[int] = []
+        plain = cells.measure_job
+
+        def counted(job: Any, **options: Any) -> Statistics:
+            calls.append(len(job.batches.indices))
+            return plain(job, **options)
+
+        monkeypatch.setattr(cells, "measure_job", counted)
+        found = run_comparison(make_comparison(settings | {"steps": []}))
+        assert found.about["captures"] == 2  # one for each seed
+        assert sum(calls) == 2 * 24  # every sample passes once per seed
+        cuts = sorted({number for shots in SHOTS for number in (3 * shots, first_half(3 * shots))})
+        assert calls == 2 * [after - before for before, after in zip([0, *cuts], cuts, strict=False)]
+        assert found.about["forward"] == found.about["backward"] == len(calls)
+
+    def test_nothing_is_captured_for_methods_that_read_no_data(self, settings: dict[str, Any]) -> None:
+        alone = {"methods": ["naive", "transfusion"], "steps": [], "warm_start": "naive", "scales": ["1"]}
+        found = run_comparison(make_comparison(settings | alone))
+        assert (found.about["captures"], found.about["forward"], found.about["backward"]) == (0, 0, 0)
+        for method in ("naive", "transfusion"):  # the same model at every budget and seed
+            assert len({row.accuracy for row in found.rows if row.method == method}) == 1
+
+    def test_what_was_solved_for_a_budget_goes_with_it(
+        self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: dict[str, list[Any]] = {"bico": [], "theseus": [], "naive": []}
+        alive: list[int] = []
+        plain = cells.get_method
+
+        def watched(name: str) -> Any:
+            method = plain(name)
+
+            def transfer(problem: Any) -> Any:
+                gc.collect()
+                alive.append(sum(ref() is not None for others in made for ref in made[others] if others != name))
+                found = method.transfer(problem)
+                made[name].append(weakref.ref(found))
+                return found
+
+            return SimpleNamespace(
+                **{key: getattr(method, key) for key in ("signals", "rehearses", "check")}, transfer=transfer
+            )
+
+        monkeypatch.setattr(cells, "get_method", watched)
+        few = {"methods": list(made), "shots": [8, 12], "seeds": [0], "steps": [], "warm_start": "naive"}
+        run_comparison(make_comparison(settings | few))
+        assert [len(found) for found in made.values()] == [6, 6, 1]  # the halves and the whole of each budget
+        assert max(alive) == 1  # that of the method that reads no data
+
+    def test_the_same_rows_twice(self, settings: dict[str, Any], result: Comparing) -> None:
+        alone = run_comparison(make_comparison(settings | {"seeds": [1]}))
+        assert alone.rows == tuple(row for row in result.rows if row.seed == 1)
+
+    def test_a_budget_alone_gives_the_rows_it_has_among_others(
+        self, settings: dict[str, Any], result: Comparing
+    ) -> None:
+        alone = run_comparison(make_comparison(settings | {"shots": [8], "seeds": [0]}))
+        among = [row for row in result.rows if row.seed == 0 and row.budget in (0, 8)]
+        assert [(row.method, row.scale_rule, row.scale) for row in alone.rows] == [
+            (row.method, row.scale_rule, row.scale) for row in among
+        ]
+        assert [row.accuracy for row in alone.rows] == pytest.approx([row.accuracy for row in among])
+
+    def test_auto_never_lowers_what_it_can_see(self, result: Comparing) -> None:
+        rows = [row for row in result.rows if row.scale_rule == "auto"]
+        assert len(rows) == len(METHODS) * len(SHOTS) * 2
+        for row in rows:
+            assert row.held_out_before is not None
+            assert row.held_out_after is not None
+            assert row.held_out_after >= row.held_out_before
+        assert all(item["lowered_hold_out"] == 0 for item in auto_scale_summary(result))
+
+    def test_a_scale_of_zero_is_the_target(self, settings: dict[str, Any]) -> None:
+        found = run_comparison(make_comparison(settings | {"scales": ["0"], "steps": [], "warm_start": "bico"}))
+        assert len({row.accuracy for row in found.rows}) == 1
+
+    def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
+        from tuneport.data.formats import read_plain
+        from tuneport.measure.accuracy import zero_shot
+        from tuneport.models.heads import choose_head
+
+        paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
+        moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")
+        test = read_plain(settings["data"]["animals"], "test")
+        model = open_model(settings["target"], device=torch.device("cpu"))
+        head = choose_head(model, None, test.name, test.classes)
+        wanted = zero_shot(model.with_module(moved.apply()), head, test).accuracy
+        row = next(
+            row for row in result.rows if (row.method, row.scale_rule, row.budget, row.seed) == ("bico", "1", 8, 1)
+        )
+        assert row.accuracy == pytest.approx(wanted)
+
+    def test_every_row_is_there(self, settings: dict[str, Any], result: Comparing) -> None:
+        found = [(row.method, row.scale_rule, row.budget, row.seed) for row in result.rows]
+        wanted = {("target", "-", 0, seed) for seed in (0, 1)}
+        for budget in SHOTS:
+            for seed in (0, 1):
+                wanted |= {(method, rule, budget, seed) for method in METHODS for rule in ("1", "auto")}
+                for start in ("fine-tuning", "fine-tuning from bico"):
+                    wanted |= {(f"{start}, {steps} steps", "-", budget, seed) for steps in settings["steps"]}
+        assert len(found) == len(set(found))
+        assert set(found) == wanted
+        assert all(0 <= row.accuracy <= 100 for row in result.rows)
+
+    def test_a_fine_tuned_target_is_the_last_word(self, settings: dict[str, Any]) -> None:
+        more = {"reference": {"animals": settings["target"]}, "steps": [], "methods": ["naive"], "warm_start": "naive"}
+        rows = run_comparison(make_comparison(settings | more)).rows
+        assert {row.accuracy for row in rows if row.method == "fine-tuned target"} == {rows[0].accuracy}
+
+    def test_models_come_back_as_they_were(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        opened = []
+        plain = bench.open_model
+
+        def kept(*arguments: Any, **options: Any) -> Any:
+            opened.append(plain(*arguments, **options))
+            return opened[-1]
+
+        monkeypatch.setattr(bench, "open_model", kept)
+        run_comparison(make_comparison(settings | {"seeds": [0]}))
+        assert opened
+        for model in opened:
+            fresh = plain(str(model.folder), device=torch.device("cpu")).module.state_dict()
+            assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.module.state_dict().items())
+
+
+def close(one: torch.Tensor, two: torch.Tensor, tolerance: float = 1e-12) -> None:
+    assert torch.allclose(one, two, rtol=tolerance, atol=tolerance * float(two.abs().max()))
+
+
+def toml(settings: dict[str, Any]) -> str:
+    plain = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items() if not isinstance(value, dict))
+    tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
+    return plain + "".join(
+        f"[{key}]\n" + "".join(f"{task} = {json.dumps(item)}\n" for task, item in table.items())
+        for key, table in tables.items()
+    )
+
+
+class TestRecipes:
+    def test_round_trip(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        (tmp_path / "recipe.toml").write_text(toml(settings))
+        assert read_recipe(tmp_path / "recipe.toml").comparison == make_comparison(settings)
+
+    def test_every_setting_can_be_given(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        changed = {"samplers": ["class_balanced"], "scales": ["0.5"], "batch_size": 8, "heads": {"animals": "animals"}}
+        more = {
+            "stated": {"animals": 50.0},
+            "protocol": "linear-probe",
+            "source_rows": True,
+            "full_batch": True,
+            "exclude": ["*.bias"],
+            "test_samples": 9,
+        }
+        tuning = {"checkpoint_every": 1, "finetune": asdict(Schedule(3, warmup=1))}
+        full = settings | changed | more | tuning | {"reference": {"animals": settings["target"]}, "samples": []}
+        assert set(full) == {item.name for item in fields(Comparison)}
+        (tmp_path / "recipe.toml").write_text(toml(full))
+        found = read_recipe(tmp_path / "recipe.toml").comparison
+        assert {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(found).items()} == full
+
+    def test_an_unknown_key_names_the_nearest(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        (tmp_path / "recipe.toml").write_text("sedes = [0]\n" + toml(settings))
+        with pytest.raises(DataError, match=r"recipe\.toml: unknown key 'sedes'\. Did you mean 'seeds'\?"):
+            read_recipe(tmp_path / "recipe.toml")
+
+    def test_missing_and_unknown_keys_at_once(self) -> None:
+        with pytest.raises(DataError) as told:
+            make_comparison({"sauce": "x", "target": "y", "methds": []})
+        for words in ("'sauce'", "'methds'", "'source' is missing", "'finetuned' is missing", "'data' is missing"):
+            assert words in str(told.value)
+
+    def test_wrong_types_at_once(self, settings: dict[str, Any]) -> None:
+        with pytest.raises(DataError) as told:
+            make_comparison(settings | {"shots": 3, "seeds": ["0"], "data": ["x"], "device": 1, "methods": "bico"})
+        for key in ("shots", "seeds", "data", "device", "methods"):
+            assert f"'{key}' must be" in str(told.value)
+
+    def test_everything_that_is_wrong_at_once(self, settings: dict[str, Any]) -> None:
+        wrong = {
+            "source": "no/such/source",
+            "methods": ["bico", "bicco"],
+            "warm_start": "teseus",
+            "samples": [4],
+            "seeds": [],
+            "scales": ["1", "full"],
+            "finetuned": {"cars": "no/such/cars"},
+        }
+        with pytest.raises(DataError) as told:
+            make_comparison(settings | wrong, "here")
+        text = str(told.value)
+        assert text.startswith("here: ")
+        for words in (
+            "no/such/source does not exist",
+            "no/such/cars does not exist",
+            "unknown method 'bicco'",
+            "unknown method 'teseus'",
+            "one of the two",
+            "at least one seed",
+            "'full'",
+            "finetuned names the tasks cars and data animals",
+        ):
+            assert words in text
+        assert "\n" not in text
+
+    def test_budgets_are_needed(self, settings: dict[str, Any]) -> None:
+        with pytest.raises(DataError, match="give budgets as samples or as shots, one of the two"):
+            make_comparison(settings | {"shots": []})
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [(b"source = [", "is not valid TOML"), (b"\xff\xfe", "is not valid TOML"), (b"#" * 1_000_001, "larger than")],
+    )
+    def test_files_that_are_no_recipes(self, tmp_path: Path, content: bytes, words: str) -> None:
+        (tmp_path / "recipe.toml").write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            read_recipe(tmp_path / "recipe.toml")
+        with pytest.raises(DataError, match="there is no recipe at"):
+            read_recipe(tmp_path / "other.toml")
+
+    @pytest.mark.usefixtures("no_forward")
+    def test_a_method_that_cannot_serve_the_pair_is_refused_before_work(
+        self, zoo: Zoo, settings: dict[str, Any]
+    ) -> None:
+        with pytest.raises(Exception, match="needs two models of one architecture"):
+            run_comparison(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
+
+
+class TestWriting:
+    def test_everything_written_can_be_read(self, result: Comparing, tmp_path: Path) -> None:
+        out = save(result, tmp_path / "out")
+        assert sorted(path.name for path in out.iterdir()) == ["plot.svg", "results.json", "table.csv", "table.md"]
+        columns, lines = table_rows(result)
+        with (out / "table.csv").open(newline="") as file:
+            assert list(csv.reader(file)) == [columns, *lines]
+        record = json.loads((out / "results.json").read_text())
+        assert [Row(**row) for row in record["rows"]] == list(result.rows)
+        assert record["auto"] == auto_scale_summary(result)
+        assert record["about"] == dict(result.about)
+        assert {"machine", "date", "seconds", "captures", "forward", "backward"} <= set(record["about"])
+        text = (out / "table.md").read_text()
+        assert text == markdown(result)
+        widths = {line.count("|") for line in text.splitlines()[: len(lines) + 2]}
+        assert widths == {len(columns) + 1}
+        assert all(f"- {key}: {value}" in text for key, value in result.about.items())
+        plot = ElementTree.parse(out / "plot.svg").getroot()
+        assert plot.tag.endswith("svg")
+        drawn = [part for part in plot.iter() if part.tag.endswith("polyline")]
+        assert len(drawn) == len({(row.method, row.scale_rule) for row in result.rows})
+
+    def test_the_table_by_hand(self) -> None:
+        accuracies = {("a", 0): 10.0, ("a", 1): 20.0, ("b", 0): 30.0, ("b", 1): 60.0}
+        rows = [Row(task, "target", "-", 0, seed, 20.0) for task, seed in accuracies]
+        rows += [Row(task, "bico", "1", 5, seed, found) for (task, seed), found in accuracies.items()]
+        rows += [Row("a", "naive", "1", 5, 0, 50.0)]
+        comparison = Comparison("s", "t", {"a": "x", "b": "y"}, {"a": "x", "b": "y"}, shots=(5,), seeds=(0, 1))
+        columns, lines = table_rows(Comparing(comparison, tuple(rows), {}))
+        assert columns == ["method", "scale", "shots", "a", "b", "mean", "± seeds", "gain"]
+        assert lines[0] == ["target", "-", "–", "20.0", "20.0", "20.0", "0.0", "+0.0"]
+        assert lines[1] == ["bico", "1", "5", "15.0", "45.0", "30.0", "14.1", "+10.0"]  # task means 20 and 40
+        assert lines[2] == ["naive", "1", "5", "50.0", "–", "–", "–", "–"]
+
+    def test_what_auto_did_by_hand(self) -> None:
+        rows = [Row("a", "target", "-", 0, 0, 50.0)]
+        for budget, (found, scale) in enumerate([(50.0, 0.0), (60.0, 1.0), (45.0, 2.0)], 1):
+            rows.append(Row("a", "bico", "auto", budget, 0, found, scale, 0.5, 0.5 if budget < 3 else 0.4))
+        rows.append(Row("a", "bico", "safe", 1, 0, 52.0, 0.25, 0.5, 0.6))
+        assert auto_scale_summary(Comparing(Comparison("s", "t", {}, {}), tuple(rows), {})) == [
+            {
+                "method": "bico",
+                "rule": "auto",
+                "cells": 3,
+                "picked_zero": 1,
+                "helped": 1,
+                "hurt": 1,
+                "mean_gain": 1.67,
+                "worst": -5.0,
+                "lowered_hold_out": 1,
+            },
+            {
+                "method": "bico",
+                "rule": "safe",
+                "cells": 1,
+                "picked_zero": 0,
+                "helped": 1,
+                "hurt": 0,
+                "mean_gain": 2.0,
+                "worst": 2.0,
+                "lowered_hold_out": 0,
+            },
+        ]
+
+    def test_nothing_is_overwritten_unasked(self, result: Comparing, tmp_path: Path) -> None:
+        save(result, tmp_path / "out")
+        with pytest.raises(Exception, match="exists"):
+            save(result, tmp_path / "out")
+        save(result, tmp_path / "out", overwrite=True)
+
+
+class TestMerging:
+    def test_runs_of_single_seeds_are_the_whole(self, result: Comparing, tmp_path: Path) -> None:
+        parts = []
+        for seed in (1, 0):
+            rows = tuple(row for row in result.rows if row.seed == seed)
+            part = Comparing(replace(result.comparison, seeds=(seed,)), rows, result.about)
+            parts.append(load(save(part, tmp_path / str(seed))))
+        whole = merge(parts)
+        assert whole.rows == result.rows
+        assert whole.comparison == result.comparison
+        assert whole.about["forward"] == 2 * result.about["forward"]
+        assert whole.about["machine"] == result.about["machine"]
+        assert whole.about["runs"] == 2
+        assert table_rows(whole) == table_rows(result)
+
+    def test_runs_of_single_tasks_stand_side_by_side(self) -> None:
+        parts = []
+        for task, accuracy in (("a", 10.0), ("b", 30.0)):
+            comparison = Comparison("s", "t", {task: f"{task}-tuned"}, {task: f"{task}.npz"}, shots=(5,))
+            parts.append(Comparing(comparison, (Row(task, "target", "-", 0, 0, accuracy),), {"seconds": 2.5}))
+        whole = merge(parts)
+        assert whole.comparison.finetuned == {"a": "a-tuned", "b": "b-tuned"}
+        assert table_rows(whole)[1] == [["target", "-", "–", "10.0", "30.0", "20.0", "–", "+0.0"]]
+        assert whole.about == {"seconds": 5.0, "runs": 2}
+
+    def test_what_cannot_be_merged(self, result: Comparing) -> None:
+        other = replace(result, comparison=replace(result.comparison, shots=(2,), learning_rate=1.0))
+        with pytest.raises(DataError, match="different shots, learning_rate cannot be merged"):
+            merge([result, other])
+        with pytest.raises(DataError, match="task animals with seed 0 is in two of the comparisons"):
+            merge([result, result])
+        with pytest.raises(DataError, match="nothing to merge"):
+            merge([])
+        comparisons = [
+            Comparison("s", "t", {task: "x"}, {task: "x"}, shots=(5,), seeds=seeds)
+            for task, seeds in (("a", (0, 1)), ("b", (0,)))
+        ]
+        with pytest.raises(DataError, match="some runs are missing: b with seed 1"):
+            merge([Comparing(comparison, (), {}) for comparison in comparisons])
+
+    @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"comparison": {"x": 1}, "rows": [], "about": {}}'])
+    def test_files_that_are_no_comparisons(self, tmp_path: Path, content: str | None) -> None:
+        if content is not None:
+            (tmp_path / "results.json").write_text(content)
+        with pytest.raises(DataError, match=r"results\.json is not a saved comparison"):
+            load(tmp_path)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tuneport", "bench", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+class TestCommand:
+    def options(self, settings: dict[str, Any], **changes: Any) -> list[str]:
+        given = {
+            "source": settings["source"],
+            "target": settings["target"],
+            "finetuned": f"animals={settings['finetuned']['animals']}",
+            "data": f"animals={settings['data']['animals']}",
+            "methods": "naive,bico",
+            "samples": "4",
+            "device": "cpu",
+            **changes,
+        }
+        return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+
+    def test_options(self, run: Run, settings: dict[str, Any], tmp_path: Path) -> None:
+        code, out, _ = run(*self.options(settings), "--out", tmp_path / "out", "--json")
+        assert code == 0
+        record = json.loads(out)
+        assert {row["method"] for row in record["rows"]} == {"target", "naive", "bico"}
+        assert (tmp_path / "out" / "table.md").is_file()
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"] == record["rows"]
+
+    def test_a_recipe(self, run: Run, settings: dict[str, Any], tmp_path: Path) -> None:
+        small = {"methods": ["bico"], "shots": [1], "seeds": [0], "steps": [], "warm_start": "bico"}
+        (tmp_path / "recipe.toml").write_text(toml(settings | small))
+        code, out, _ = run(tmp_path / "recipe.toml", "--out", tmp_path / "out")
+        assert code == 0
+        assert "bico" in out
+        assert "table.csv" in out.replace("\n", " ")
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"source": None}, "'source' is missing"),
+            ({"source": "nowhere"}, "nowhere does not exist"),
+            ({"methods": "bicco"}, "Did you mean 'bico'?"),
+            ({"samples": ""}, "one of the two"),
+            ({"samples": "four"}, "four"),
+            ({"finetuned": "animals"}, "animals does not exist"),
+            ({"data": "cars=nowhere"}, "nowhere does not exist"),
+            ({"scales": "1,much"}, "much"),
+            ({"samples": "1000"}, "1000"),
+        ],
+    )
+    def test_bad_input_is_one_line_and_leaves_nothing(
+        self, run: Run, settings: dict[str, Any], tmp_path: Path, changes: dict[str, Any], words: str
+    ) -> None:
+        code, out, err = run(*self.options(settings, **changes), "--out", tmp_path / "out")
+        assert code in (1, 2)
+        assert out == ""
+        assert words in " ".join(err.split())
+        assert "Traceback" not in err
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.usefixtures("no_forward")
+    def test_an_output_that_exists_is_refused_before_work(
+        self, run: Run, settings: dict[str, Any], tmp_path: Path
+    ) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").write_text("mine")
+        code, _, err = run(*self.options(settings), "--out", tmp_path / "out")
+        assert code == 1
+        assert "exists" in err
+        assert (tmp_path / "out" / "mine.txt").read_text() == "mine"

@@ -1,0 +1,215 @@
+"""Choosing calibration samples: the contract of every sampler, seeds, shots, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders.samples import labelled, raises
+from tuneport.data.dataset import UNLABELLED, Dataset
+from tuneport.data.samplers import SAMPLERS, select
+from tuneport.measure.accuracy import batches
+
+LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
+
+
+def points(data: Dataset) -> torch.Tensor:
+    return torch.randn(len(data), 3, generator=torch.Generator().manual_seed(7))
+
+
+def draw(data: Dataset, sampler: str, **options: Any) -> list[int]:
+    return list(select(data, sampler=sampler, features=points, **options).tolist())
+
+
+def class_counts(data: Dataset, indices: list[int]) -> list[int]:
+    assert data.labels is not None
+    present = np.unique(data.labels)
+    return [int((data.labels[indices] == label).sum()) for label in present]
+
+
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+def test_sampler_contract(sampler: str) -> None:
+    data = labelled(np.arange(200) % 4)
+    state = torch.get_rng_state()
+    first = draw(data, sampler, samples=20, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert draw(data, sampler, samples=20, seed=3) == first
+    assert len(set(first)) == 20
+    assert draw(data, sampler, samples=40, seed=3)[:20] == first
+    assert any(draw(data, sampler, samples=20, seed=seed) != first for seed in (4, 5, 6))
+    assert SAMPLERS[sampler].description
+    assert "\n" not in SAMPLERS[sampler].description
+
+
+@given(labels=LABELS, seed=st.integers(0, 1000), ends=st.data())
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("sampler", ["random", "class_balanced", "centroid_near", "centroid_far"])
+def test_small_draws_begin_larger_ones(sampler: str, labels: list[int], seed: int, ends: st.DataObject) -> None:
+    data = labelled(labels)
+    many = ends.draw(st.integers(1, len(labels)))
+    few = ends.draw(st.integers(1, many))
+    larger = draw(data, sampler, samples=many, seed=seed)
+    assert larger[:few] == draw(data, sampler, samples=few, seed=seed)
+    assert len(set(larger)) == many
+
+
+@given(labels=LABELS, seed=st.integers(0, 1000), ends=st.data())
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("sampler", ["class_balanced", "centroid_near", "centroid_far"])
+def test_balanced_samplers_go_round(sampler: str, labels: list[int], seed: int, ends: st.DataObject) -> None:
+    data = labelled(labels)
+    count = ends.draw(st.integers(1, len(labels)))
+    counts = class_counts(data, draw(data, sampler, samples=count, seed=seed))
+    sizes = class_counts(data, list(range(len(data))))
+    open_classes = [got for got, size in zip(counts, sizes, strict=True) if got < size]
+    # Whoever has samples left is at most one turn behind whoever is ahead.
+    assert all(got >= max(counts) - 1 for got in open_classes)
+
+
+@pytest.mark.parametrize(("sampler", "reverse"), [("centroid_near", False), ("centroid_far", True)])
+def test_centroid_samplers_by_brute_force(sampler: str, reverse: bool) -> None:
+    rng = np.random.default_rng(1)
+    data = labelled(rng.integers(0, 3, 60))
+    assert data.labels is not None
+    space = points(data).double().numpy()
+    chosen = draw(data, sampler, samples=12)
+    for label in range(3):
+        members = [i for i in range(60) if data.labels[i] == label]
+        centre = np.mean([space[i] for i in members], axis=0)
+        ranked = sorted(members, key=lambda i: float(np.linalg.norm(space[i] - centre)), reverse=reverse)
+        assert [i for i in chosen if data.labels[i] == label] == ranked[:4]
+
+
+def test_random_covers_all_samples_evenly() -> None:
+    data = labelled([0] * 5 + [1] * 5)
+    hits = np.bincount([i for seed in range(500) for i in draw(data, "random", samples=2, seed=seed)], minlength=10)
+    assert hits.min() > 60  # 100 expected, standard deviation 9
+    assert hits.max() < 140
+
+
+@pytest.mark.parametrize(("classes", "half"), [(1, 1), (2, 1), (5, 2), (6, 3)])
+def test_half_class(classes: int, half: int) -> None:
+    data = labelled(np.arange(120) % classes)
+    seen = set()
+    for seed in range(10):
+        counts = class_counts(data, draw(data, "half_class", samples=20, seed=seed))
+        assert sum(count > 0 for count in counts) == half
+        seen.add(tuple(count > 0 for count in counts))
+    assert len(seen) > 1 or classes == 1
+
+
+def test_half_class_too_small() -> None:
+    with raises("asked for 5 samples, but the 1 of 3 classes drawn by half_class have 3; lower --samples."):
+        draw(labelled([0, 1, 2] * 3), "half_class", samples=5)
+
+
+def test_single_class() -> None:
+    data = labelled([0] * 3 + [1] * 30 + [2] * 30)
+    assert data.labels is not None
+    seen = {tuple(sorted(set(data.labels[draw(data, "single_class", samples=9, seed=s)].tolist()))) for s in range(12)}
+    assert seen == {(1,), (2,)}
+    small = {int(data.labels[draw(data, "single_class", samples=2, seed=s)][0]) for s in range(20)}
+    assert small == {0, 1, 2}
+    with raises("asked for 31 samples of one class, but the largest class has 30; lower --samples."):
+        draw(data, "single_class", samples=31)
+
+
+def test_draw_checks_its_request() -> None:
+    labels, generator = torch.tensor([0, 1, 1]), torch.Generator()
+    with raises("asked for 4 of 3 samples; expected 1 to 3."):
+        SAMPLERS["random"].draw(labels, 4, generator)
+    with raises("needs features of the pre-trained model; none were given."):
+        SAMPLERS["centroid_far"].draw(labels, 1, generator)
+    for features in (torch.zeros(2, 5), torch.zeros(3), torch.full((3, 2), torch.nan)):
+        with raises(f"features of shape {tuple(features.shape)} for 3 samples; expected (3, width), all finite."):
+            SAMPLERS["centroid_near"].draw(labels, 1, generator, features)
+
+
+def test_select_takes_a_hundred_unless_told() -> None:
+    assert len(select(labelled(np.arange(150) % 3))) == 100
+
+
+@given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=20), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("sampler", ["random", "class_balanced", "centroid_near", "centroid_far"])
+def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) -> None:
+    data = labelled(labels * 3)
+    previous: list[int] = []
+    for shots in (1, 2, 3):
+        chosen = draw(data, sampler, shots=shots, seed=seed)
+        assert set(class_counts(data, chosen)) == {shots}
+        assert chosen[: len(previous)] == previous
+        previous = chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"samples": 5000}, ["asked for 5000 samples but train split of pets has 6; lower --samples."]),
+        ({}, ["asked for 100 samples but train split of pets has 6; lower --samples."]),
+        ({"samples": 0}, ["asked for 0 samples; expected at least 1 in --samples."]),
+        ({"samples": -1}, ["asked for -1 samples"]),
+        ({"shots": 0}, ["asked for 0 shots; expected at least 1 in --shots."]),
+        (
+            {"shots": 2},
+            ["asked for 2 shots but 1 of 3 classes of train split of pets have fewer: class2 (1); lower"],
+        ),
+        (
+            {"samples": 2, "shots": 2},
+            ["asked for 2 samples and for 2 shots; pass --samples or --shots, not both."],
+        ),
+        ({"sampler": "randon"}, ["unknown sampler 'randon'. Did you mean 'random'? Known: centroid_far, "]),
+        (
+            {"samples": 2, "sampler": "centroid_far"},
+            ["sampler 'centroid_far' needs features of the pre-trained model."],
+        ),
+        (
+            {"shots": 1, "sampler": "half_class"},
+            ["--shots takes", "'half_class' does not. Use random, class_balanced"],
+        ),
+    ],
+)
+def test_select_errors(options: dict[str, Any], parts: list[str]) -> None:
+    data = labelled([0, 0, 0, 1, 1, 2], name="pets", split="train")
+    with raises(*parts):
+        select(data, **options)
+
+
+def test_select_from_unlabelled_data() -> None:
+    data = Dataset(list("abc"), None, (), name="raw")
+    assert sorted(select(data, samples=3).tolist()) == [0, 1, 2]
+    with raises("raw has no labels; expected a label per sample for sampler 'class_balanced'. Use --samples"):
+        select(data, samples=2, sampler="class_balanced")
+    with raises("raw has no labels; expected a label per sample for --shots."):
+        select(data, shots=1)
+
+
+def test_features_are_asked_for_only_when_needed() -> None:
+    def refuse(data: Dataset) -> torch.Tensor:
+        raise AssertionError(data)
+
+    select(labelled([0, 1]), samples=1, features=refuse)
+
+
+def test_batches() -> None:
+    data = Dataset(list("abcde"), np.array([0, 1, 2, 1, 0]), ("x", "y", "z"))
+    got = list(batches(data, np.array([4, 2, 0]), 2))
+    assert [inputs for inputs, _ in got] == [["e", "c"], ["a"]]
+    assert [labels.tolist() for _, labels in got] == [[0, 2], [0]]
+    assert got[0][1].dtype == torch.int64
+
+
+def test_batches_of_unlabelled_data() -> None:
+    ((inputs, labels),) = batches(Dataset(list("ab"), None, ()), [1, 0], 8)
+    assert (inputs, labels.tolist()) == (["b", "a"], [UNLABELLED, UNLABELLED])
+
+
+def test_batches_check_before_they_start() -> None:
+    with raises("asked for batches of 0; expected at least 1."):
+        batches(labelled([0, 1]), [0], 0)

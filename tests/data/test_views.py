@@ -1,0 +1,144 @@
+"""Rehearsal: what bico+ measures besides the samples, and that other methods and other data are left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from builders.folders import Zoo
+from tuneport import transfer
+from tuneport.data.views import VIEWS, Views
+from tuneport.job import Job, PairedBatches, views_of
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
+from tuneport.methods import METHODS
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.transfer import check_scale, run
+from tuneport.report.record import repeat_command
+
+
+def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def job_of(zoo: Zoo, count: int = 12, method: str = "bico+", **options: Any) -> Job:
+    return prepare(*zoo.trio("clip_vision"), zoo.data, method=method, samples=count, scored=True, **options)
+
+
+class TestViews:
+    def test_a_view_keeps_size_and_mode_and_depends_on_the_seed_only(self) -> None:
+        images = [picture(i, (9, 6)) for i in range(3)]
+        one, again, other = Views(images, 2, 7), Views(images, 2, 7), Views(images, 2, 8)
+        assert len(one) == 6
+        assert all(np.array_equal(one[i], again[i]) for i in range(6))
+        assert any(not np.array_equal(one[i], other[i]) for i in range(6))
+        assert {(view.size, view.mode) for view in one} == {((6, 9), "RGB")}
+        assert any(not np.array_equal(one[i], images[i % 3]) for i in range(6))
+
+    def test_a_view_of_an_image_is_made_of_its_pixels(self) -> None:
+        image = picture(0)
+        known = {tuple(pixel) for row in np.array(image) for pixel in row}
+        views = list(Views([image], 8, 0))
+        assert len(views) == 8
+        for view in views:
+            assert {tuple(pixel) for row in np.array(view) for pixel in row} <= known
+
+    def test_a_view_of_a_text_drops_words_and_adds_none(self) -> None:
+        text = "one two three four five six seven eight nine ten"
+        views = list(Views([text], 50, 0))
+        assert all(set(view.split()) <= set(text.split()) and view for view in views)
+        assert 6 < np.mean([len(view.split()) for view in views]) < 10
+        assert Views(["word"], 3, 0)[-1] == "word"  # something is always left
+
+    @pytest.mark.parametrize("size", [(1, 1), (1, 5), (3, 40)])
+    def test_small_and_long_images(self, size: tuple[int, int]) -> None:
+        assert Views([picture(0, size)], 2, 0)[1].size == (size[1], size[0])
+
+    def test_indices(self) -> None:
+        views = Views(["a b c"], 2, 0)
+        assert views[0:2] == [views[0], views[1]] == list(views)
+        with pytest.raises(IndexError):
+            views[2]
+
+
+class TestRehearsal:
+    def test_every_sample_is_seen_again_in_changed_views(self, zoo: Zoo) -> None:
+        job = job_of(zoo)
+        views = views_of(job)
+        assert views is not None
+        assert views.samples == VIEWS * 12
+        assert isinstance(views.batches, PairedBatches)
+        assert sum(batch.size or 0 for batch in views.batches) == views.samples
+        assert isinstance(job.batches, PairedBatches)
+        chosen = job.batches.dataset.subset(job.batches.indices)
+        assert np.array_equal(views.batches.dataset.labels, np.tile(chosen.labels, VIEWS))
+
+    def test_they_follow_the_seed(self, zoo: Zoo) -> None:
+        jobs = [views_of(job_of(zoo, seed=seed)) for seed in (0, 0, 1)]
+        first, again, other = ([np.asarray(view) for view in job.batches.dataset.inputs] for job in jobs if job)  # type: ignore[union-attr]
+        assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
+        assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
+
+    def test_own_batches_are_left_as_they_are(self, zoo: Zoo) -> None:
+        job = job_of(zoo)
+        assert views_of(replace(job, batches=list(job.batches))) is None
+
+    def test_inputs_are_those_of_samples_and_views_together_and_gradients_the_samples(self, zoo: Zoo) -> None:
+        job = job_of(zoo)
+        found = measure_job(job)
+        plain = measure_job(replace(job, method=METHODS["bico"]))
+        views = views_of(job)
+        assert views is not None
+        more = measure_job(replace(views, method=METHODS["bico"]))
+        assert {signal for _, signal in found.covariances} == {INPUT, OUTPUT_GRADIENT}
+        for key, covariance in found.covariances.items():
+            wanted = plain.covariances[key].matrix
+            if key[1] == INPUT:
+                wanted = wanted + more.covariances[key].matrix
+            size = float(wanted.abs().max())
+            torch.testing.assert_close(covariance.matrix, wanted, rtol=0, atol=1e-9 * size)
+        assert found.samples == plain.samples == 12
+        assert found.passes["forward"] > plain.passes["forward"]
+        shared = {id(covariance) for covariance in plain.covariances.values()}
+        assert len({id(covariance) for covariance in found.covariances.values()}) == len(shared)
+
+    def test_max_tokens_hold_for_every_sample_alike(self, zoo: Zoo) -> None:
+        found = measure_job(job_of(zoo, max_tokens=24))
+        tokens = {
+            signal: max(c.tokens for key, c in found.covariances.items() if key[1] == signal) for _, signal in found
+        }
+        assert tokens == {INPUT: 24 * (1 + VIEWS), OUTPUT_GRADIENT: 24}
+
+
+class TestPreset:
+    def test_its_scale_is_auto_unless_another_is_asked_for(self, zoo: Zoo) -> None:
+        assert check_scale(None, "bico+") == "auto"
+        assert check_scale(None, "bico") == check_scale(None, METHODS["theseus"]) == 1.0
+        assert check_scale("0.5", "bico+") == 0.5
+        trio = zoo.trio("clip_vision")
+        chosen = transfer(*trio, zoo.data, method="bico+", samples=12)
+        assert chosen.record["scale_choice"]["samples"] == 12
+        fixed = transfer(*trio, zoo.data, method="bico+", samples=12, scale=1.0)
+        assert fixed.scale == 1.0
+        assert "scale_choice" not in fixed.record
+
+    def test_safe_is_recorded_and_goes_no_further_than_auto(self, zoo: Zoo) -> None:
+        trio = zoo.trio("clip_vision")
+        found = {rule: transfer(*trio, zoo.data, samples=12, scale=rule) for rule in ("auto", "safe")}
+        rules = {rule: result.record["scale_choice"].pop("rule") for rule, result in found.items()}
+        assert rules == {"auto": "auto", "safe": "safe"}
+        assert found["safe"].scale <= found["auto"].scale
+        assert found["safe"].record["scale_choice"] == found["auto"].record["scale_choice"]  # the same search
+        assert "--scale safe" in (repeat_command(transfer(*trio, zoo.data, samples=12, scale="safe").record) or "")
+
+    def test_the_same_bits_for_the_same_seed(self, zoo: Zoo) -> None:
+        one, two = (run(job_of(zoo), scale=1.0).task_vector for _ in range(2))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        plain = run(job_of(zoo, method="bico")).task_vector
+        assert any(not torch.equal(one[name], plain[name]) for name in one)

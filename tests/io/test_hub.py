@@ -1,0 +1,125 @@
+"""Hub ids, against a cache made by hand: no network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders.folders import Zoo, load
+from tuneport.bench.recipe import make_comparison
+from tuneport.bench.run import run_comparison
+from tuneport.errors import CheckpointError, DataError
+from tuneport.io.hub import hub_name, local, looks_like_hub_id
+from tuneport.models.open import open_model
+from tuneport.pipeline.change import extract
+from tuneport.pipeline.transfer import transfer
+
+
+@pytest.fixture
+def hub(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """A hub that has three models and a data set; the list holds what was asked of it."""
+    import huggingface_hub
+
+    asked: list[tuple[str, dict[str, Any]]] = []
+    there = {f"org/{part}": zoo[f"vit-{part}"] for part in ("base", "tuned", "target")}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        if name == "org/digits":
+            folder = tmp_path / "datasets--org--digits" / "snapshots" / "77"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "x").mkdir(exist_ok=True)
+            return str(folder)
+        if name not in there:
+            raise OSError(f"404 Client Error: no {name}\nmore lines")
+        folder = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "42"
+        if not folder.exists():
+            folder.parent.mkdir(parents=True)
+            folder.symlink_to(there[name])
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_a_transfer_between_ids(zoo: Zoo, hub: list[tuple[str, dict[str, Any]]]) -> None:
+    result = transfer("org/base", "org/tuned", "org/target", zoo.data, samples=24)
+    same = transfer(*zoo.trio("vit"), zoo.data, samples=24)
+    assert result.task_vector.norm() == same.task_vector.norm()
+    assert (result.record["source"]["name"], result.record["source"]["revision"]) == ("org/base", "42")
+    assert result.record["finetuned"]["name"] == "org/tuned"
+    assert {name for name, _ in hub} == {"org/base", "org/tuned", "org/target"}
+    assert all("*.bin" in options["ignore_patterns"] for _, options in hub), "pickles stay where they are"
+    assert len(extract("org/base", "org/tuned")) == 40
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_adapter_of_an_id(zoo: Zoo, tmp_path: Path) -> None:
+    """The names in an adapter are those of the live model, which is opened where the files have others."""
+    pytest.importorskip("peft")
+    from builders.loras import adapted, saved
+
+    tuned = adapted(load(zoo["vit-base"]), target_modules=["q_proj"])
+    folder = saved(tuned, tmp_path / "lora")
+    assert set(extract("org/base", folder)) == set(extract(zoo["vit-base"], folder))
+
+
+def test_what_is_here_is_not_asked_for(zoo: Zoo, hub: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "base").symlink_to(zoo["vit-base"])
+    assert local("org/base") == Path("org/base")
+    assert open_model("org/base").name == "org/base"
+    for other in ("./org/x", "/org/x", "x", "a/b/c", "a/../b", "~/b", "a b/c", "-a/b", "name:tag/x"):
+        assert not looks_like_hub_id(other)
+        assert local(other) == Path(other)
+    assert hub == []
+    assert hub_name(Path("org/base")) is None
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_is_nowhere_is_one_clear_line() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        open_model("org/nothing")
+    assert str(caught.value) == (
+        "there is no org/nothing here, and it could not be fetched as a model from the hub: "
+        "404 Client Error: no org/nothing. Give a path that exists, or check the name and the network."
+    )
+    with pytest.raises(DataError, match="could not be fetched as a dataset"):
+        local("org/nothing", "dataset")
+
+
+def test_data_ids(zoo: Zoo, hub: list[tuple[str, dict[str, Any]]]) -> None:
+    with pytest.raises(DataError, match="has no images"):
+        transfer(*zoo.trio("vit"), "org/digits", samples=24)
+    assert hub == [("org/digits", {"repo_type": "dataset", "ignore_patterns": hub[0][1]["ignore_patterns"]})]
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match="needs huggingface_hub, which is not installed"):
+        open_model("org/base")
+
+
+def test_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="could not be fetched as a model from the hub") as caught:
+        local("org/certainly-not-in-the-cache")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_comparison_between_ids(zoo: Zoo) -> None:
+    content = {
+        "source": "org/base",
+        "target": "org/target",
+        "finetuned": {"a": "org/tuned"},
+        "data": {"a": str(zoo.data)},
+    }
+    result = run_comparison(make_comparison({**content, "samples": [8], "methods": ["naive"], "scales": ["1"]}))
+    assert {row.method for row in result.rows} == {"target", "naive"}

@@ -1,0 +1,408 @@
+"""Losses on texts against straightforward computations, how one is chosen, and their way through the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from builders.folders import Zoo
+from builders.texts import (
+    LABELS,
+    LARGE,
+    SENTENCES,
+    SMALL,
+    Size,
+    bert_tokenizer,
+    gpt_tokenizer,
+    make,
+    roberta_tokenizer,
+    t5_tokenizer,
+    write,
+    write_rows,
+)
+from builders.twins import finetuned
+from tuneport import transfer
+from tuneport.cli import app
+from tuneport.data.dataset import Dataset
+from tuneport.data.formats import read_plain
+from tuneport.errors import DataError, TuneportError
+from tuneport.measure import accuracy
+from tuneport.measure.objectives import OBJECTIVES, batch_for, load_loss, objective_of
+from tuneport.models.base import Model
+from tuneport.models.families.huggingface_text import SENTENCE_SCALE
+from tuneport.models.heads import Head, choose_head
+from tuneport.models.open import describe_module, open_model
+
+TOKENIZERS = {"llama": gpt_tokenizer, "gpt2": gpt_tokenizer, "t5": t5_tokenizer, "bert": bert_tokenizer}
+
+
+def folder(place: Path, family: str, size: Size = SMALL, tokenizer: Any = None, tuned: bool = False) -> Path:
+    words = (tokenizer or TOKENIZERS[family.partition("-")[0]])()
+    module = make(family, size, vocab_size=len(words))
+    return write(place, finetuned(describe_module(module)) if tuned else module, words)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: open_model(folder(root / family, family)) for family in ("llama", "gpt2", "t5", "bert")}
+
+
+def data(inputs: Sequence[Any], **more: Any) -> Dataset:
+    return Dataset(inputs=inputs, labels=None, classes=(), **{"name": "texts", **more})
+
+
+def value(name: str, model: Model, samples: Dataset, head: Any = None) -> float:
+    objective = OBJECTIVES[name]
+    batch = batch_for(model, objective.encode(model, samples))
+    with torch.no_grad():
+        return float(objective.loss(model, head)(model.module, batch))
+
+
+# --- losses against transformers' own
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_causal_is_the_loss_of_transformers_times_the_tokens(models: dict[str, Model], family: str) -> None:
+    model, total = models[family], 0.0
+    for text in SENTENCES[:4]:
+        ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            total += float(model.module(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+    assert value("causal", model, data(SENTENCES[:4])) == pytest.approx(total, rel=1e-5)
+
+
+def test_causal_with_a_target_leaves_the_prompt_out(models: dict[str, Model]) -> None:
+    """Only tokens that reach beyond the prompt are to be predicted; the glue is one blank."""
+    model = models["llama"]
+    prompts, targets = ["the cat sat", "a small dog barked at "], ["on the mat", "the tall man in the garden"]
+    total = 0.0
+    for prompt, target in zip(prompts, targets, strict=True):
+        start = model.reader.tokenizer(prompt.rstrip())["input_ids"]
+        whole = torch.tensor([model.reader.tokenizer(f"{prompt.rstrip()} {target}")["input_ids"]])
+        assert whole[0, : len(start)].tolist() == start
+        labels = whole.clone()
+        labels[0, : len(start)] = -100
+        with torch.no_grad():
+            total += float(model.module(input_ids=whole, labels=labels).loss) * (whole.shape[1] - len(start))
+    assert value("causal", model, data(prompts, targets=targets)) == pytest.approx(total, rel=1e-5)
+    found = model.reader.continuations(prompts, targets)
+    kept = [model.reader.tokenizer.decode(row[row != -100]).strip() for row in found.labels]
+    assert kept == targets
+
+
+def test_seq2seq_is_the_loss_of_transformers_times_the_tokens(models: dict[str, Model]) -> None:
+    model, total = models["t5"], 0.0
+    texts, targets = list(SENTENCES[:3]), ["yes", "the garden", "no one"]
+    for text, target in zip(texts, targets, strict=True):
+        ids, labels = (torch.tensor([model.reader.tokenizer(part)["input_ids"]]) for part in (text, target))
+        with torch.no_grad():
+            total += float(model.module(input_ids=ids, labels=labels).loss) * labels.shape[1]
+    assert value("seq2seq", model, data(texts, targets=targets)) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "family"), [("causal", "llama"), ("seq2seq", "t5")])
+def test_words_for_labels_are_targets(models: dict[str, Model], name: str, family: str) -> None:
+    texts, labels = list(SENTENCES[:3]), np.array([1, 0, 1])
+    labelled = Dataset(inputs=texts, labels=labels, classes=("no", "yes"))
+    described = Dataset(inputs=texts, labels=labels, classes=("0", "1"), label_texts=("no", "yes"))
+    wanted = value(name, models[family], data(texts, targets=["yes", "no", "yes"]))
+    assert value(name, models[family], labelled) == wanted
+    assert value(name, models[family], described) == wanted
+
+
+def test_contrastive_by_hand(models: dict[str, Model]) -> None:
+    model = models["bert"]
+    pairs = [(SENTENCES[2 * i], SENTENCES[2 * i + 1]) for i in range(4)]
+
+    def embedded(text: str) -> Tensor:
+        ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
+        return F.normalize(model.module.bert(input_ids=ids).last_hidden_state[0].mean(0), dim=0)
+
+    with torch.no_grad():
+        firsts, seconds = (torch.stack([embedded(pair[side]) for pair in pairs]) for side in range(2))
+        scores = SENTENCE_SCALE * firsts @ seconds.T
+        wanted = -float(sum(scores[i].log_softmax(0)[i] for i in range(4)))
+    assert value("contrastive", model, data(pairs)) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_classification_by_hand(models: dict[str, Model]) -> None:
+    model = models["bert"]
+    labels = np.array([3, 0, 7])
+    samples = Dataset(inputs=list(SENTENCES[:3]), labels=labels, classes=tuple(map(str, range(LABELS))))
+    total = 0.0
+    for text, label in zip(SENTENCES, labels, strict=False):
+        ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            total += float(model.module(input_ids=ids, labels=torch.tensor([label])).loss)
+    head = choose_head(model, None, "texts", samples.classes)
+    assert value("classification", model, samples, head) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["causal", "seq2seq", "classification"])
+def test_no_loss_depends_on_the_company_of_a_sample(models: dict[str, Model], name: str) -> None:
+    """A short text beside a long one is padded: its loss is the same as alone."""
+    model = models[{"causal": "gpt2", "seq2seq": "t5", "classification": "bert"}[name]]
+    head = Head("classifier", model.classes) if name == "classification" else None
+    samples = Dataset(
+        inputs=["the cat", SENTENCES[5], "rain", SENTENCES[9]],
+        labels=np.array([1, 0, 1, 0]),
+        classes=tuple(map(str, range(LABELS))),
+        targets=["on the mat", "in the morning and more", "falls", "herbs"] if name != "classification" else None,
+    )
+    alone = sum(value(name, model, samples.subset([i]), head) for i in range(4))
+    assert value(name, model, samples, head) == pytest.approx(alone, rel=1e-5)
+
+
+# --- the choice
+
+
+class TestChoice:
+    def test_by_data_and_models(self, models: dict[str, Model], zoo: Zoo) -> None:
+        text, pairs = data(["a"]), data([("a", "b")])
+        labelled = Dataset(inputs=["a"], labels=np.array([0]), classes=("x",))
+        bert = open_model(zoo["vit-base"])  # any model with a classifier of its own
+        assert objective_of(text, [models["llama"]] * 2).name == "causal"
+        assert objective_of(labelled, [models["gpt2"]] * 2).name == "causal"
+        assert objective_of(labelled, [models["t5"]] * 2).name == "seq2seq"
+        assert objective_of(labelled, [models["bert"]] * 2).name == "classification"
+        assert objective_of(pairs, [models["bert"]] * 2).name == "classification"  # both have classifiers
+        assert objective_of(labelled, [bert, models["bert"]]).name == "classification"
+        assert objective_of(pairs, [models["bert"]] * 2, "contrastive").name == "contrastive"
+
+    def test_pairs_without_labels_and_classifiers_are_contrasted(self, tmp_path: Path) -> None:
+        module = make("bert").bert
+        sentence = open_model(write(tmp_path / "bare", module, bert_tokenizer()))
+        assert objective_of(data([("a", "b")]), [sentence] * 2).name == "contrastive"
+        labelled = Dataset(inputs=[("a", "b")], labels=np.array([0]), classes=("x",))
+        assert objective_of(labelled, [sentence] * 2).name == "classification"
+
+    def test_what_does_not_fit_is_said(self, models: dict[str, Model]) -> None:
+        text, pairs = data(["a"]), data([("a", "b")])
+        cases: list[tuple[Dataset, list[Model], str | None, str]] = [
+            (text, [models["llama"], models["t5"]], None, "one model is causal and the other an encoder-decoder"),
+            (text, [models["bert"]] * 2, "causal", r"the causal loss needs a model .*bert writes no text"),
+            (text, [models["t5"]] * 2, "causal", r"the causal loss needs .*t5 generates as seq2seq"),
+            (text, [models["bert"]] * 2, "contrastive", r"needs pairs of texts; texts has none: columns text and"),
+            (text, [models["t5"]] * 2, None, r"needs what is to be written; texts has no column target or label"),
+            (pairs, [models["bert"]] * 2, "contrastiv", r"unknown loss 'contrastiv'. Did you mean 'contrastive'\?"),
+        ]
+        for samples, pair, name, message in cases:
+            with pytest.raises(TuneportError, match=message) as caught:
+                objective_of(samples, pair, name)
+            assert "\n" not in str(caught.value)
+
+
+# --- a loss of one's own
+
+
+OWN = """
+import torch
+calls = []
+def loss(model, batch):
+    inputs, labels = batch
+    calls.append(len(labels))
+    return model(**inputs).logits.logsumexp(-1).sum()
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_own_losses.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_own_losses", raising=False)
+    return "my_own_losses"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_own_losses:absent", "cannot be imported: AttributeError"),
+        ("no_such_module:loss", "cannot be imported: ModuleNotFoundError"),
+        ("my_own_losses:number", "is not a function"),
+        ("my_own_losses:", "cannot be imported: AttributeError"),
+        (":loss", "cannot be imported: ValueError"),
+        ("my broken/name:loss", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_bad_names_of_losses(name: str, message: str) -> None:
+    before = list(sys.path)
+    with pytest.raises(TuneportError, match=message) as caught:
+        load_loss(name)
+    assert "\n" not in str(caught.value)
+    assert sys.path == before
+
+
+# --- the command line
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Classifiers, and the same without their heads, which differ in tokenizer too."""
+    root = tmp_path_factory.mktemp("encoders")
+    source, target = make("bert"), make("bert", LARGE, vocab_size=320)
+    moved = finetuned(describe_module(source))
+    found = {
+        "source": write(root / "source", source, bert_tokenizer()),
+        "tuned": write(root / "tuned", moved, bert_tokenizer()),
+        "target": write(root / "target", target, roberta_tokenizer()),
+    }
+    for name, module in (("source", source), ("tuned", moved), ("target", target)):
+        words = roberta_tokenizer() if name == "target" else bert_tokenizer()
+        found[f"bare-{name}"] = write(root / f"bare-{name}", module.bert, words)
+    found["labels"] = write_rows(
+        root / "labels.jsonl", [{"text": text, "label": i % 5} for i, text in enumerate(SENTENCES)]
+    )
+    found["pairs"] = write_rows(
+        root / "pairs.jsonl",
+        [{"text": SENTENCES[i], "text_pair": SENTENCES[(i + 1) % len(SENTENCES)]} for i in range(len(SENTENCES))],
+    )
+    return found
+
+
+def arguments(paths: dict[str, Path], bare: bool, out: Path, *more: str) -> list[str]:
+    kind = "bare-" if bare else ""
+    parts = {"source": f"{kind}source", "finetuned": f"{kind}tuned", "target": f"{kind}target"}
+    given = [word for option, name in parts.items() for word in (f"--{option}", str(paths[name]))]
+    return ["transfer", *given, "--out", str(out), "--samples", "16", "--json", *more]
+
+
+def test_an_own_loss_through_the_command_line(own: str, encoders: dict[str, Path], tmp_path: Path) -> None:
+    command = arguments(encoders, False, tmp_path / "out", "--data", str(encoders["labels"]), "--batch-size", "6")
+    done = CliRunner().invoke(app, [*command, "--loss", f"{own}:loss"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["options"]["loss"] == f"{own}:loss"
+    assert sys.modules[own].calls[:6] == [6, 6, 6, 6, 4, 4]  # source and target, batch by batch
+    own_way = open_model(tmp_path / "out").tensors
+    plain = CliRunner().invoke(app, arguments(encoders, False, tmp_path / "plain", "--data", str(encoders["labels"])))
+    assert json.loads(plain.stdout)["options"]["loss"] == "classification"
+    other = open_model(tmp_path / "plain").tensors
+    assert any(not torch.equal(own_way[name], other[name]) for name in own_way)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("my_own_losses:absent", "cannot be imported"),
+        ("casual", "unknown loss 'casual'. Did you mean 'causal'?"),
+        ("seq2seq", "writes no text"),
+        ("contrastive", "needs pairs of texts"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_bad_losses_end_in_one_line(encoders: dict[str, Path], tmp_path: Path, loss: str, message: str) -> None:
+    command = arguments(encoders, False, tmp_path / "out", "--data", str(encoders["labels"]), "--loss", loss)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, TuneportError)
+    assert message in str(done.exception)
+    assert "\n" not in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_loss_is_named_also_where_the_method_needs_none(encoders: dict[str, Path], tmp_path: Path) -> None:
+    command = arguments(encoders, False, tmp_path / "out", "--method", "naive", "--loss", "casual")
+    done = CliRunner().invoke(app, command)
+    assert "unknown loss 'casual'" in str(done.exception)
+
+
+def test_contrastive_pairs_through_a_whole_transfer(encoders: dict[str, Path], tmp_path: Path) -> None:
+    """Sentence encoders of other widths, depths and tokenizers; the result loads and reads texts."""
+    done = CliRunner().invoke(app, arguments(encoders, True, tmp_path / "out", "--data", str(encoders["pairs"])))
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["options"]["loss"] == "contrastive"
+    assert record["samples"] == len(SENTENCES)
+    assert record["tokens"]["share"] > 0.8
+    roles = {layer["target"] for layer in record["layers"]}
+    assert "encoder.layer.2.attention.self.query.weight" in roles
+    before, after = (open_model(path) for path in (encoders["bare-target"], tmp_path / "out"))
+    vectors = [
+        accuracy.features(model, read_plain(encoders["pairs"], "test", labelled=False)) for model in (before, after)
+    ]
+    assert torch.isfinite(vectors[1]).all()
+    assert not torch.allclose(*vectors)
+    # pairs are two sequences each: every one of the 32 rows is seen
+    ranks = [layer["rank_in"] for layer in record["layers"] if layer["target"].endswith("query.weight")]
+    assert min(ranks) == SMALL.width
+
+
+# --- perplexity
+
+
+class TestPerplexity:
+    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    def test_one_sample_is_that_of_transformers(self, models: dict[str, Model], family: str) -> None:
+        model = models[family]
+        ids = torch.tensor([model.reader.tokenizer(SENTENCES[0])["input_ids"]])
+        with torch.no_grad():
+            out = model.module(input_ids=ids, labels=ids)
+        found = accuracy.perplexity(model, data([SENTENCES[0]]))
+        assert found.perplexity == pytest.approx(math.exp(float(out.loss)), rel=1e-5)
+        assert found.tokens == ids.shape[1] - 1
+        right = (out.logits[0, :-1].argmax(-1) == ids[0, 1:]).float().mean()
+        assert found.accuracy == pytest.approx(100 * float(right))
+
+    def test_of_an_encoder_decoder(self, models: dict[str, Model]) -> None:
+        model = models["t5"]
+        ids, labels = (torch.tensor([model.reader.tokenizer(text)["input_ids"]]) for text in (SENTENCES[0], "yes"))
+        with torch.no_grad():
+            wanted = math.exp(float(model.module(input_ids=ids, labels=labels).loss))
+        found = accuracy.perplexity(model, data([SENTENCES[0]], targets=["yes"]))
+        assert found.perplexity == pytest.approx(wanted, rel=1e-5)
+        assert found.tokens == labels.shape[1]
+
+    def test_batches_change_nothing(self, models: dict[str, Model]) -> None:
+        one, many = (accuracy.perplexity(models["gpt2"], data(SENTENCES), batch_size=size) for size in (1, 16))
+        assert one.perplexity == pytest.approx(many.perplexity, rel=1e-5)
+        assert (one.tokens, one.samples, one.accuracy) == (many.tokens, many.samples, many.accuracy)
+
+    def test_what_has_none(self, models: dict[str, Model], zoo: Zoo) -> None:
+        with pytest.raises(TuneportError, match="bert writes no text; perplexity needs a causal"):
+            accuracy.perplexity(models["bert"], data(SENTENCES))
+        with pytest.raises(DataError, match=r"animals holds images, but .*llama reads texts"):
+            accuracy.perplexity(models["llama"], read_plain(zoo.data, "test"))
+        with pytest.raises(DataError, match="has no token to predict"):
+            accuracy.perplexity(models["gpt2"], data(["a"]))
+
+    def test_through_the_command_line(self, models: dict[str, Model], tmp_path: Path) -> None:
+        rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in SENTENCES])
+        model = models["llama"]
+        command = ["evaluate", str(model.folder), "--data", str(rows), "--protocol", "perplexity", "--json"]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        record = json.loads(done.stdout)
+        wanted = accuracy.perplexity(model, data(SENTENCES))
+        assert record["perplexity"] == pytest.approx(wanted.perplexity)
+        assert (record["tokens"], record["samples"], record["protocol"]) == (wanted.tokens, 16, "perplexity")
+        plain = CliRunner().invoke(app, command[:-1])
+        assert plain.stdout.startswith("perplexity ")
+
+
+def test_a_language_model_through_a_whole_transfer(tmp_path: Path) -> None:
+    """Prompts and targets in a table, Llamas of other sizes and another tokenizer."""
+    paths = [
+        folder(tmp_path / "source", "llama"),
+        folder(tmp_path / "tuned", "llama", tuned=True),
+        folder(tmp_path / "target", "llama", LARGE, t5_tokenizer),
+    ]
+    rows = [{"prompt": text.rpartition(" ")[0], "target": text.rpartition(" ")[2]} for text in SENTENCES]
+    result = transfer(*paths, write_rows(tmp_path / "rows.jsonl", rows), samples=16)
+    assert result.record["options"]["loss"] == "causal"
+    assert result.record["samples"] == 16
+    out = open_model(result.save(tmp_path / "out"))
+    assert accuracy.perplexity(out, data(SENTENCES)).perplexity < math.inf

@@ -1,0 +1,55 @@
+"""The commands in processes of their own, as a user with open_clip installed runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from open_clip.push_to_hf_hub import save_config_for_hf
+from safetensors.torch import save_file
+
+from builders.family_twins import scatter
+from builders.folders import Zoo, write_data
+
+VISION = {"layers": 2, "width": 16, "head_width": 8, "patch_size": 4, "mlp_ratio": 2.0, "image_size": 8}
+TEXT = {"layers": 1, "width": 16, "heads": 2, "context_length": 24, "vocab_size": 49408}
+
+
+def tuneport(*arguments: Any) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tuneport", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def clip_folder(folder: Path, seed: int, **vision: int) -> Path:
+    model = {"embed_dim": 12, "vision_cfg": {**VISION, **vision}, "text_cfg": TEXT}
+    module = scatter(open_clip.CLIP(**model), seed)
+    module.visual.image_mean = module.visual.image_std = (0.5, 0.5, 0.5)
+    folder.mkdir()
+    save_file(module.state_dict(), folder / "open_clip_model.safetensors")
+    save_config_for_hf(module, folder / "open_clip_config.json", model)
+    return folder
+
+
+def test_open_clip_from_transfer_to_evaluation(tmp_path: Path) -> None:
+    base, tuned = clip_folder(tmp_path / "base", 0), clip_folder(tmp_path / "tuned", 2)
+    target = clip_folder(tmp_path / "target", 1, width=24, layers=3)
+    data = write_data(tmp_path / "animals.npz")
+    job = ("--source", base, "--finetuned", tuned, "--target", target, "--data", data, "--samples", 12)
+    record = tuneport("transfer", *job, "--out", tmp_path / "out")
+    assert len(record["layers"]) == 3 * 6 + 2
+    assert {item["reason"] for item in record["not_transported"]} >= {"outside the image tower"}
+    assert tuneport("evaluate", tmp_path / "out", "--data", data)["samples"] == 30
+    assert open_clip.create_model(f"local-dir:{tmp_path / 'out'}").visual.proj.shape == (24, 12)
+
+
+def test_transformers_opens_beside_a_torchvision_that_does_not_fit(zoo: Zoo) -> None:
+    assert tuneport("evaluate", zoo["clip-base"], "--data", zoo.data)["samples"] == 30

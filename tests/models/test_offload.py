@@ -1,0 +1,488 @@
+"""Models larger than their memory: the same bits, modules as they were, peaks as foretold, plans without weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from builders.folders import Zoo
+from builders.toy import ToyViT, batches, finetuned, loss, plan
+from tuneport.cli import app
+from tuneport.errors import CheckpointError, TuneportError
+from tuneport.layers import find_layers
+from tuneport.measure.batches import PairedBatch, nested_to
+from tuneport.measure.capture import measure_pairs
+from tuneport.models.offload import Placement, block_paths, is_hollow, placed, shelved, sizes
+from tuneport.models.open import describe_module, open_model, outline_model
+from tuneport.pairing import pair_layers
+from tuneport.pipeline.outlook import plan_devices, prepare_shapes
+from tuneport.pipeline.preflight import compare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.transfer import run
+from tuneport.runtime.budget import plan_passes
+from tuneport.runtime.cost import Flops, flops_of
+from tuneport.runtime.forecast import LiveBytes
+from tuneport.runtime.passes import in_groups
+from tuneport.runtime.speed import Rates, parse_rates, probe, seconds_of
+from tuneport.task_vectors.vector import TaskVector
+
+CPU = torch.device("cpu")
+WIDTHS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 300},
+    "qwen": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 5, "vocab_size": 300},
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def decoder(kind: str) -> nn.Module:
+    torch.manual_seed(len(kind))
+    options = {**WIDTHS[kind], **HEADS, "tie_word_embeddings": False}
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**options)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**options)).eval()
+
+
+def next_token(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch).logits[:, :-1]  # with a cache of keys and values, as models are run
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
+
+
+def texts(count: int = 8, size: int = 4, length: int = 64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return list(torch.randint(0, 300, (count, length), generator=generator).split(size))
+
+
+def change_of(model: nn.Module) -> TaskVector:
+    generator = torch.Generator().manual_seed(3)
+    parts = {name: p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2}
+    return TaskVector({name: 0.01 * torch.randn(p.shape, generator=generator) for name, p in parts.items()})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for kind in WIDTHS:
+        decoder(kind).save_pretrained(root / kind)
+    return {kind: root / kind for kind in WIDTHS}
+
+
+def away(layers: Any, stay: int = 0) -> Placement:
+    paths = block_paths(layers)
+    return Placement(CPU, paths, frozenset(paths[stay:]))
+
+
+@pytest.mark.parametrize(
+    "signals", [("input", "output_gradient"), ("input", "output"), ("input_gradient", "output_gradient")], ids=str
+)
+@pytest.mark.parametrize("only", [None, 1], ids=["all", "one-block"])
+def test_blocks_that_come_and_go_give_the_same_bits(signals: tuple[str, ...], only: int | None) -> None:
+    source, target = ToyViT(), ToyViT(width=40, depth=3, fused=True)
+    pairs = [pair for pair in plan(source, target).pairs if only is None or pair.target.block == only]
+    options = {"signals": signals, "source_loss": loss, "target_loss": loss}
+    data = batches(count=24, batch=8)
+    expected = measure_pairs(source, target, pairs, data, **options)
+    held = {name: p.data_ptr() for name, p in target.named_parameters()}
+    with placed(source, away(find_layers(source))), placed(target, away(find_layers(target), stay=1)):
+        found = measure_pairs(source, target, pairs, data, **options)
+    assert set(found.covariances) == set(expected.covariances)
+    for key, covariance in expected.covariances.items():
+        assert torch.equal(found.covariances[key].matrix, covariance.matrix)
+        assert found.covariances[key].tokens == covariance.tokens
+    distinct = [len({id(c) for c in s.covariances.values()}) for s in (found, expected)]
+    assert distinct[0] == distinct[1]  # what was shared is shared
+    assert held == {name: p.data_ptr() for name, p in target.named_parameters()}
+    assert not any("forward" in part.__dict__ for part in target.modules())
+
+
+def test_a_cache_of_keys_does_not_grow_and_autocast_holds() -> None:
+    source, target = decoder("llama"), decoder("qwen")
+    ours, theirs = describe_module(source), describe_module(target)
+    pairs = pair_layers(ours.layers, theirs.layers).pairs
+
+    def cast(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return next_token(model, batch)
+
+    for each in (next_token, cast):
+        options = {"signals": ("input", "output_gradient"), "source_loss": each, "target_loss": each}
+        expected = measure_pairs(source, target, pairs, texts(4), **options)
+        with placed(source, away(ours.layers)), placed(target, away(theirs.layers)):
+            found = measure_pairs(source, target, pairs, texts(4), **options)
+        for key, covariance in expected.covariances.items():
+            assert torch.equal(found.covariances[key].matrix, covariance.matrix), key
+    assert source.config.use_cache
+
+
+def test_a_module_is_as_it_was_after_an_error() -> None:
+    model = ToyViT()
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(ZeroDivisionError), placed(model, away(find_layers(model))):
+        raise ZeroDivisionError
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert not any("forward" in part.__dict__ for part in model.modules())
+
+
+def test_sizes_add_up_and_shared_weights_stay() -> None:
+    model = ToyViT(depth=3)
+    paths = block_paths(find_layers(model))
+    assert paths == ("blocks.0", "blocks.1", "blocks.2")
+    rest, blocks = sizes(model, paths)
+    assert rest + sum(blocks.values()) == sum(4 * p.numel() for p in model.parameters())
+    model.blocks[1].fc1 = model.blocks[0].fc1
+    shared = 4 * sum(p.numel() for p in model.blocks[0].fc1.parameters())
+    assert sizes(model, paths)[0] == rest + shared
+    images = batches(count=4)[0][0]
+    expected = model(images)
+    with placed(model, Placement(CPU, paths, frozenset(paths))), torch.no_grad():
+        assert torch.equal(model(images), expected)
+
+
+def test_an_outline_has_no_numbers_and_reads_them_when_it_runs(folders: dict[str, Path]) -> None:
+    model, whole = outline_model(folders["qwen"]), open_model(folders["qwen"])
+    assert is_hollow(model.module)
+    assert not is_hollow(whole.module)
+    assert sum(p.untyped_storage().nbytes() for p in model.module.parameters()) < 1000
+    assert [layer.name for layer in model.layers] == [layer.name for layer in whole.layers]
+    assert model.file_names == whole.file_names
+    paths = block_paths(model.layers)
+    batch = texts(4)[0]
+    with placed(model.module, Placement(CPU, paths, frozenset(paths), model.parameters())), torch.no_grad():
+        assert torch.equal(model.module(batch).logits, whole.module(batch).logits)
+    assert is_hollow(model.module)
+
+
+def result(folders: dict[str, Path], budget: int | None = None, **options: Any) -> tuple[Result, Any, LiveBytes]:
+    change = change_of(decoder("llama"))
+    job = prepare(
+        folders["llama"],
+        change,
+        folders["qwen"],
+        texts(),
+        loss=next_token,
+        max_tokens=16,
+        memory_budget=budget,
+        device="cpu",
+        **options,
+    )
+    passes = plan_passes(job, budget) if budget is not None else None
+    live = LiveBytes()
+    with live:
+        found = run(job, passes=passes)
+    return found, passes, live
+
+
+def test_blocks_and_groups_give_the_same_bits_and_the_expected_peak(folders: dict[str, Path]) -> None:
+    whole, _, roomy = result(folders)
+    models = sum(4 * p.numel() for kind in WIDTHS for p in decoder(kind).parameters())
+    budget = 5 * 10**6
+    found, passes, live = result(folders, budget)
+    assert len(passes.groups) > 1
+    assert passes.shelved
+    assert all(placement.fetched for placement in passes.placements)
+    assert passes.home_bytes >= models
+    assert passes.fetched_bytes > models
+    assert list(found.task_vector) == list(whole.task_vector)
+    for name in whole.task_vector:
+        assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
+    assert passes.peak_bytes <= budget
+    assert abs(live.peak / passes.peak_bytes - 1) < 0.1
+    assert roomy.peak + models > 2.4 * budget
+    with pytest.raises(TuneportError, match=r"the target was too large for the memory budget: use save\(\)"):
+        found.apply()
+
+
+def test_an_outline_is_written_as_the_whole_model_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    whole, found = result(folders)[0], result(folders, 5 * 10**6)[0]
+    whole.save(tmp_path / "whole")
+    found.save(tmp_path / "found")
+    written = [Qwen3ForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "found")]
+    assert written[0].keys() == written[1].keys() != set()
+    assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
+
+
+def test_tied_embeddings_within_a_budget(tmp_path: Path) -> None:
+    """A tied head has no tensor of its own in the files, and is no missing one."""
+    kinds = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen": (Qwen3ForCausalLM, Qwen3Config)}
+    for kind, (model, config) in kinds.items():
+        torch.manual_seed(len(kind))
+        model(config(**WIDTHS[kind], **HEADS, tie_word_embeddings=True)).save_pretrained(tmp_path / kind)
+    outline = outline_model(tmp_path / "llama").module
+    assert outline.lm_head.weight is outline.model.embed_tokens.weight
+    folders = {kind: tmp_path / kind for kind in kinds}
+    whole, found = result(folders)[0], result(folders, 5 * 10**6)[0]
+    assert is_hollow(found.target.module)
+    for name in whole.task_vector:
+        assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
+
+
+def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
+    options = {"loss": next_token, "device": "cpu"}
+    job = prepare(
+        folders["llama"], change_of(decoder("llama")), folders["qwen"], texts(), memory_budget=10**6, **options
+    )
+    with pytest.raises(
+        TuneportError, match=r"what is outside the blocks takes .* and the largest layer .* Give at least"
+    ):
+        plan_passes(job, 300_000)
+    with pytest.raises(TuneportError, match=r"a scale is chosen on whole models"):
+        run(job, scale="auto", passes=plan_passes(job, 8 * 10**6))
+
+    with pytest.raises(TuneportError, match=r"only a transfer can run them: leave out --compare"):
+        measure_job(job)
+
+    def curious(model: nn.Module, batch: Tensor) -> Tensor:
+        return next_token(model, batch) / float(next(model.parameters()).abs().max())
+
+    odd = prepare(
+        folders["llama"],
+        change_of(decoder("llama")),
+        folders["qwen"],
+        texts(),
+        memory_budget=10**6,
+        loss=curious,
+        device="cpu",
+    )
+    with pytest.raises(TuneportError, match=r"cannot be planned on shapes alone, since they look at numbers"):
+        plan_passes(odd, 10**6)
+
+
+def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[str, Path]) -> None:
+    job = prepare(
+        folders["llama"],
+        change_of(decoder("llama")),
+        folders["qwen"],
+        texts(),
+        memory_budget=10**6,
+        loss=next_token,
+        max_tokens=16,
+        device="cpu",
+    )
+    assert all(is_hollow(model.module) for model in (job.source, job.target))
+    least = plan_passes(job, 5 * 10**6)
+    some = plan_passes(job, 10 * 10**6)
+    every = plan_passes(job, 10**9)
+    assert len(least.groups) > len(some.groups) == len(every.groups) == 1
+    assert any(placement.fetched != frozenset(placement.blocks) for placement in some.placements or ())
+    assert all(not placement.blocks for placement in every.placements or ())
+    assert least.fetched_bytes > some.fetched_bytes > every.fetched_bytes
+    assert [len(group.plan.pairs) for group in in_groups(job, some)] == [len(job.plan.pairs)]
+
+
+def test_methods_that_measure_nothing_leave_large_models_in_their_files(folders: dict[str, Path]) -> None:
+    change = change_of(decoder("llama"))
+    small = prepare(folders["llama"], change, folders["qwen"], method="naive", memory_budget=2 * 10**6, device="cpu")
+    assert is_hollow(small.target.module)
+    found = run(small)
+    whole = run(prepare(folders["llama"], change, folders["qwen"], method="naive", device="cpu"))
+    for name in whole.task_vector:
+        assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
+
+
+def test_live_bytes_count_what_is_held_once() -> None:
+    live = LiveBytes()
+    with live:
+        one = torch.zeros(1000)
+        view = one[:10]
+        two = one + 1
+        del one
+        assert live.now == 8000  # the view holds it
+        del view
+        assert live.now == 4000
+        two.add_(1)
+        kept = shelved(two)
+    assert live.peak < 13_000
+    assert torch.equal(kept, two)
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(TuneportError, match=r"no room for 3.91 KiB of the result.*TMPDIR"):
+        shelved(torch.zeros(1000))
+
+
+def test_batches_of_any_nest_move() -> None:
+    batch = PairedBatch({"x": torch.zeros(2)}, (torch.zeros(3), [torch.zeros(1)]), size=2)
+    moved = nested_to(batch, torch.device("meta"))
+    assert moved.source["x"].is_meta
+    assert moved.target[1][0].is_meta
+    assert moved.size == 2
+
+
+def config_folder(path: Path, **changes: Any) -> Path:
+    path.mkdir()
+    config = LlamaConfig(**{**WIDTHS["llama"], **HEADS, "architectures": ["LlamaForCausalLM"], **changes})
+    config.save_pretrained(path)
+    return path
+
+
+RATES = Rates(passes=1e12, products=1e11, dense=1e10, thin=1e10, link=1e9, back=1e9)
+
+
+def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> None:
+    source = config_folder(tmp_path / "old")
+    job = prepare_shapes(source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16)
+    assert len(job.plan.pairs) == 5 * 7
+    with pytest.raises(TuneportError, match=r"pass --memory-budget: the memory of one device"):
+        plan_devices(job, RATES)
+    job = prepare_shapes(
+        source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16, memory_budget=12 * 10**6
+    )
+    one, two = plan_devices(job, RATES, (1, 2))
+    assert one["runs"] == two["runs"] == 1
+    assert (one["samples"], two["samples"]) == (16, 8)
+    assert one["peak_bytes"] <= 12 * 10**6
+    assert two["seconds"]["solve"] == pytest.approx(one["seconds"]["solve"] / 2)
+    assert two["seconds"]["total"] < one["seconds"]["total"]
+    real = prepare(
+        folders["llama"],
+        change_of(decoder("llama")),
+        folders["qwen"],
+        texts(),
+        memory_budget=10**6,
+        loss=next_token,
+        max_tokens=16,
+        device="cpu",
+    )
+    assert flops_of(job, 16) == flops_of(real, 16)  # as with weights and data
+    with pytest.raises(CheckpointError, match=r"the weights of .*old are not there"):
+        job.source.tensors["model.norm.weight"]
+    (error,) = plan_devices(prepare_shapes(source, source, memory_budget=1000), RATES, (1,))
+    assert "is too small" in error["error"]
+
+
+def test_configurations_that_no_model_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no model that can be planned has num_hidden_layers = 1e\+06"):
+        outline_model(config_folder(tmp_path / "deep", num_hidden_layers=10**6), weights=False)
+    with pytest.raises(CheckpointError, match=r"there is no model at"):
+        outline_model(tmp_path / "nowhere", weights=False)
+
+
+def test_the_command_plans_from_shapes(tmp_path: Path) -> None:
+    source = config_folder(tmp_path / "old")
+    words = ["plan", "--shapes-only", "--source", str(source), "--target", str(source), "--batch-size", "4"]
+    words += ["--length", "32", "--samples", "8", "--memory-budget", "1GB", "--dtype", "bfloat16", "--json"]
+    rates = ["--rate", "passes=1e12", "--rate", "products=1e11", "--rate", "dense=1e10", "--rate", "thin=1e10"]
+    rates += ["--rate", "link=1e9", "--rate", "back=1e9"]
+    answer = CliRunner().invoke(app, [*words, *rates])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert [line["devices"] for line in found["plans"]] == [1, 2, 4, 8]
+    assert found["rates"]["passes"] == 1e12
+    assert found["options"]["dtype"] == "bfloat16"
+    answer = CliRunner().invoke(app, [*words[:-1], *rates])
+    assert answer.exit_code == 0, answer.output
+    assert "28 layers, 8 texts of 32 tokens" in answer.stdout
+    answer = CliRunner().invoke(app, [*words, *rates, "--length", str(10**12)])
+    assert isinstance(answer.exception, TuneportError)
+    assert "8 texts of 1000000000000 tokens in batches of 4: plan for one text" in str(answer.exception)
+    answer = CliRunner().invoke(app, [*words, *rates, "--samples", str(10**12)])
+    assert isinstance(answer.exception, TuneportError)
+
+
+def test_seconds_are_work_over_rate() -> None:
+    flops = Flops(forward=10**12, backward=10**12, sums=10**11, dense=10**10, thin=10**10, transport=10**11)
+    found = seconds_of(flops, RATES, runs=2, anew=True, fetched=5e9, returned=2e9)
+    assert found == pytest.approx({"passes": 6, "fetch": 5, "sums": 1, "solve": 2, "transport": 3, "total": 17})
+    assert seconds_of(flops, RATES, devices=4)["total"] == pytest.approx(seconds_of(flops, RATES)["total"] / 4)
+    assert parse_rates(["passes=4e14"]) == {"passes": 4e14}
+    with pytest.raises(TuneportError, match=r"a rate is NAME=NUMBER, such as passes=4e14, got 'fast'"):
+        parse_rates(["fast"])
+    with pytest.raises(TuneportError, match=r"rates are passes, products, dense, thin, link, back, each above zero"):
+        RATES.with_({"speed": 1.0})
+
+
+def test_a_probe_divides_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every measurement takes one second
+    rates = probe(CPU, torch.float32)
+    assert rates.passes == 20 * 2 * 512**3, "20 products of 512 x 512 matrices"
+    assert rates.products == 3 * 2 * 512**3
+    assert (rates.link, rates.back) == (4 * 2**25, 2 * 2**25)
+    assert rates.dense == 20 * 128**3
+    assert rates.thin == 30 * (512 + 512) * 128**2 + 100 * 128**3
+
+
+@pytest.mark.usefixtures("half_units")
+def test_live_modules_and_adapters_of_other_dtypes(folders: dict[str, Path]) -> None:
+    model = open_model(folders["llama"], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
+    job = prepare(
+        folders["llama"],
+        change_of(decoder("llama")),
+        finetuned(decoder("qwen")),
+        texts(4),
+        loss=next_token,
+        dtype="bfloat16",
+        device="cpu",
+    )
+    assert next(job.source.module.parameters()).dtype == torch.bfloat16
+    with pytest.raises(TuneportError, match=r"unknown dtype 'int8'; known: float32, bfloat16, float16"):
+        prepare(folders["llama"], change_of(decoder("llama")), folders["qwen"], texts(4), dtype="int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
+    device = torch.device("cuda")
+    source, target, change = decoder("llama"), decoder("qwen"), change_of(decoder("llama"))
+    options = {"loss": next_token, "max_tokens": 16, "device": "cuda"}
+    there = [batch.to(device) for batch in texts()]
+    whole = run(prepare(decoder("llama").to(device), change, decoder("qwen").to(device), there, **options))
+    budget = 9 * 10**6
+    job = prepare(source, change, target, texts(), memory_budget=budget, **options)
+    passes = plan_passes(job, budget)
+    assert passes.placements is not None
+    assert any(placement.fetched for placement in passes.placements)
+    found = run(job, passes=passes)
+    assert all(parameter.device.type == "cpu" for parameter in target.parameters())
+    for name in whole.task_vector:
+        expected = whole.task_vector.dense(name).cpu()
+        assert float((found.task_vector.dense(name).cpu() - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_a_tower_without_numbers_has_the_temperature_of_its_files(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    whole = open_model(zoo[f"{family}-base"])
+    with torch.no_grad():
+        whole.module.logit_scale.fill_(2.3)
+    whole.module.save_pretrained(tmp_path / "warm")
+    for file in zoo[f"{family}-base"].iterdir():
+        if not (tmp_path / "warm" / file.name).exists():
+            shutil.copy(file, tmp_path / "warm" / file.name)
+    outline = outline_model(tmp_path / "warm")
+    assert is_hollow(outline.module)
+    assert outline.logit_scale == pytest.approx(open_model(tmp_path / "warm").logit_scale)
+    assert outline.logit_scale == pytest.approx(math.exp(2.3), rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "budget"), [("clip", 380_000), ("siglip", 650_000)])
+def test_towers_with_text_give_the_same_within_a_budget(zoo: Zoo, family: str, budget: int) -> None:
+    trio, told = zoo.trio(family), {"samples": 8, "device": "cpu"}
+    tight = prepare(*trio, zoo.data, memory_budget=budget, **told)
+    assert is_hollow(tight.target.module)
+    with pytest.raises(TuneportError, match="leave out --compare"):
+        compare(tight, trial=False)
+    plain = prepare(*trio, zoo.data, method="naive", memory_budget=budget, scored=True, **told)
+    with pytest.raises(TuneportError, match="a scale is chosen on whole models"):
+        run(plain, scale="auto")
+    found, wanted = run(tight), run(prepare(*trio, zoo.data, **told))
+    assert all(
+        torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector
+    )

@@ -1,0 +1,78 @@
+"""Task vectors of whole models: extracted, applied, and the same in whatever form a fine-tune comes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from builders.folders import FAMILIES, SAMPLES, Zoo, edit_weights, load, same
+from tuneport.models.open import open_model
+from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import transfer
+from tuneport.task_vectors.vector import load_task_vector, save_task_vector
+
+
+class TestTaskVectors:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_extract_and_apply_give_the_fine_tune_back(self, zoo: Zoo, tmp_path: Path, family: str) -> None:
+        base, tuned = zoo[f"{family}-base"], zoo[f"{family}-tuned"]
+        save_task_vector(tmp_path / "tau.safetensors", extract(base, tuned))
+        apply(load_task_vector(tmp_path / "tau.safetensors"), base, tmp_path / "again")
+        ours, theirs = load_file(tmp_path / "again" / "model.safetensors"), load_file(tuned / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            # (b - a) + a is b up to one rounding of the difference
+            torch.testing.assert_close(ours[name], theirs[name], atol=1e-7, rtol=2e-7)
+        assert (tmp_path / "again" / "preprocessor_config.json").is_file()
+        torch.testing.assert_close(
+            outputs_at(load(tmp_path / "again"), 16), outputs_at(load(tuned), 16), atol=1e-5, rtol=1e-5
+        )
+
+    def test_a_fine_tune_on_a_coarse_grid_comes_back_bit_by_bit(self, zoo: Zoo, tmp_path: Path) -> None:
+        """Where the difference itself is exact in float32, so is the round trip."""
+        folders = [Path(shutil.copytree(path, tmp_path / path.name)) for path in zoo.trio("vit")[:2]]
+        for folder in folders:
+            edit_weights(folder, lambda t: t.update({name: (x * 1024).round() / 1024 for name, x in t.items()}))
+        apply(extract(*folders), folders[0], tmp_path / "again")
+        ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folders[1]))
+        assert ours.keys() == theirs.keys() != set()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    @pytest.mark.parametrize("form", ["file", "vector", "module", "model"])
+    def test_the_fine_tune_may_come_in_any_form(self, zoo: Zoo, tmp_path: Path, form: str) -> None:
+        base, tuned, target = zoo.trio("vit")
+        expected_result = transfer(base, tuned, target, zoo.data, samples=SAMPLES)
+        given: Any = {
+            "vector": lambda: extract(base, tuned),
+            "module": lambda: load(tuned),
+            "model": lambda: open_model(tuned),
+            "file": lambda: tmp_path / "tau.safetensors",
+        }[form]()
+        if form == "file":
+            save_task_vector(given, extract(base, tuned))
+        assert same(transfer(base, given, target, zoo.data, samples=SAMPLES).task_vector, expected_result.task_vector)
+
+    def test_a_live_model_and_its_folder_give_the_same_task_vector(self, zoo: Zoo) -> None:
+        base, tuned, target = zoo.trio("vit")
+        job = prepare(base, tuned, target, zoo.data, samples=SAMPLES)
+        live = prepare(load(base), load(tuned), load(target), method="naive")
+        assert same(job.task_vector, live.task_vector)
+        naive = transfer(base, tuned, target, method="naive")
+        alive = transfer(load(base), load(tuned), load(target), method="naive")
+        assert same(naive.task_vector, alive.task_vector)
+        assert naive.not_transported == alive.not_transported
+
+
+def outputs_at(module: Any, size: int) -> Tensor:
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(3))
+    for part in ("vision_model", "vit", "dinov2"):
+        module = getattr(module, part, module)
+    with torch.no_grad():
+        return module(pixels).last_hidden_state

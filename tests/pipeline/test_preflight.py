@@ -1,0 +1,175 @@
+"""The verdict before a transfer: a trial on samples that the maps have not seen, and words that follow from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from builders.folders import Zoo, load
+from tuneport.data.formats import read_plain
+from tuneport.errors import DataError, TuneportError
+from tuneport.job import PairedBatches
+from tuneport.pipeline.preflight import (
+    FOLDS,
+    LIKELY,
+    UNCERTAIN,
+    UNLIKELY,
+    Trial,
+    compare,
+    judge,
+    prepare_pair,
+    similarity_rows,
+    summary,
+    try_transfer,
+)
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.statistics import measure_job, problem_of
+
+
+@pytest.fixture
+def job(zoo: Zoo) -> Any:
+    source, tuned, target = zoo.trio("clip_vision")
+    return prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24)
+
+
+class TestTrial:
+    def test_every_sample_is_scored_by_maps_that_have_not_seen_it(self, job: Any) -> None:
+        found = try_transfer(job)
+        indices = job.batches.indices
+        before, after = [], []
+        for number in range(FOLDS):
+            held_out = np.array_split(indices, FOLDS)[number]
+            rest = np.concatenate([part for i, part in enumerate(np.array_split(indices, FOLDS)) if i != number])
+            fitted = replace(job, batches=replace(job.batches, indices=rest))
+            moved = job.method.transfer(problem_of(job, measure_job(fitted)))
+            module = load(job.target.folder)
+            (batch, labels) = next(iter(replace(job.batches, indices=held_out))).target
+            for weights, scores in ((None, before), (moved.task_vector, after)):
+                with torch.no_grad():
+                    for name, parameter in module.named_parameters() if weights else ():
+                        if name in weights:
+                            parameter.add_(weights[name])
+                    logits = job.target_head.scores(job.target, module, batch)
+                losses = F.cross_entropy(logits, labels, reduction="none")
+                scores += zip(losses.tolist(), (logits.argmax(-1) == labels).tolist(), strict=True)
+        assert found.samples == 24
+        assert found.loss_before == pytest.approx(np.mean([loss for loss, _ in before]), rel=1e-4)
+        assert found.loss_after == pytest.approx(np.mean([loss for loss, _ in after]), rel=1e-3)
+        assert found.accuracy_before == pytest.approx(100 * np.mean([right for _, right in before]))
+        assert found.accuracy_after == pytest.approx(100 * np.mean([right for _, right in after]), abs=5)
+        assert found.gain == pytest.approx(100 * (found.turned_right - found.turned_wrong) / 24)
+
+    def test_a_token_limit_is_shared_by_the_folds(self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+        limits: list[int | None] = []
+
+        def seen(fold: Any, **given: Any) -> Any:
+            limits.append(fold.max_tokens)
+            return measure_job(fold, **given)
+
+        monkeypatch.setattr("tuneport.pipeline.preflight.measure_job", seen)
+        source, tuned, target = zoo.trio("clip_vision")
+        try_transfer(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, max_tokens=40))
+        assert limits == [10] * 4
+
+    def test_a_transfer_that_must_help_and_one_that_must_harm(self, zoo: Zoo) -> None:
+        """Between equal models the trial is the fine-tune itself: the loss falls where the fine-tune is good."""
+        base = zoo["clip_vision-base"]
+        data = read_plain(zoo.data, "train")
+        job = prepare_pair(base, base, data, finetuned=zoo["clip_vision-tuned"], samples=24)
+        found = try_transfer(job)
+        module = job.source.module
+        batch, labels = next(iter(job.batches)).target
+        moved = {name: tensor for name, tensor in job.task_vector.items() if "norm" not in name}
+        with torch.no_grad():
+            before = F.cross_entropy(job.target_head.scores(job.target, module, batch), labels)
+            for name, parameter in module.named_parameters():
+                if name in moved and parameter.ndim > 1:
+                    parameter.add_(moved[name])
+            after = F.cross_entropy(job.target_head.scores(job.target, module, batch), labels)
+        assert found.loss_before == pytest.approx(float(before), rel=1e-5)
+        assert (found.loss_after > found.loss_before) == (float(after) > float(before))
+
+    def test_nothing_is_left_changed(self, job: Any) -> None:
+        before = {name: tensor.clone() for name, tensor in job.target.module.state_dict().items()}
+        compare(job)
+        assert before
+        assert all(torch.equal(tensor, before[name]) for name, tensor in job.target.module.state_dict().items())
+
+    def test_methods_without_signals(self, zoo: Zoo) -> None:
+        source, tuned, target = zoo.trio("vit")
+        naive = prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, method="naive")
+        assert try_transfer(naive).samples == 24
+
+    def test_without_a_head_only_the_loss_counts(self, job: Any) -> None:
+        found = try_transfer(replace(job, target_head=None))
+        assert found.gain is None
+        assert found.samples == 24
+        assert math.isfinite(found.loss_after)
+        assert judge(found).verdict in (UNCERTAIN, UNLIKELY)
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("trial", "expected"),
+        [
+            (Trial(100, 2.0, 1.8, 0.85, 40.0, 43.0, 6, 3), LIKELY),
+            (Trial(100, 2.0, 1.8, 0.75, 40.0, 43.0, 6, 3), UNCERTAIN),
+            (Trial(100, 2.0, 1.8, 0.95, 40.0, 40.0, 3, 3), UNCERTAIN),
+            (Trial(100, 2.0, 1.8, 0.95, 40.0, 38.0, 1, 3), UNLIKELY),
+            (Trial(100, 2.0, 2.2, 0.45, 40.0, 42.0, 4, 2), UNLIKELY),
+            (Trial(100, 2.0, 1.9, 0.9), UNCERTAIN),
+            (Trial(100, 2.0, 2.9, 0.1), UNLIKELY),
+            (None, UNCERTAIN),
+        ],
+    )
+    def test_words(self, trial: Trial | None, expected: str) -> None:
+        found = judge(trial)
+        assert found.verdict == expected
+        assert found.reasons
+
+    def test_reasons_name_the_numbers(self, job: Any) -> None:
+        found = compare(job)
+        text = "\n".join(found.verdict.reasons)
+        assert f"{found.trial.turned_right} of them turn right" in text
+        means = summary(found.similarity)
+        assert set(means) == {"input", "output", "output_gradient"}
+        assert f"inputs: CKA {means['input']['cka']:.2f}" in text
+
+
+class TestPair:
+    def test_without_a_fine_tune_every_layer_is_compared(self, zoo: Zoo) -> None:
+        job = prepare_pair(zoo["clip_vision-base"], zoo["clip_vision-target"], zoo.data, samples=16)
+        assert len(job.plan.pairs) == len(job.target.layers)
+        found = compare(job, trial=False)
+        assert found.trial is None
+        assert found.verdict.verdict == UNCERTAIN
+        assert len(similarity_rows(found.similarity)) == len(found.similarity) > 3 * 10
+
+    def test_two_live_modules(self, zoo: Zoo) -> None:
+        modules = [load(zoo[f"vit-{part}"]) for part in ("base", "base")]
+        data = read_plain(zoo.data, "train")
+        with pytest.raises(TuneportError, match="cannot read raw samples"):
+            prepare_pair(*modules, data, samples=16)
+
+    def test_a_model_with_itself(self, zoo: Zoo) -> None:
+        job = prepare_pair(zoo["vit-base"], zoo["vit-base"], zoo.data, samples=16)
+        similarity = compare(job, trial=False).similarity
+        assert similarity
+        for item in similarity:
+            assert item.cka == pytest.approx(1.0, abs=1e-6)
+            assert item.cosine_before == pytest.approx(1.0, abs=1e-6)
+
+    def test_too_few_samples_and_batches(self, zoo: Zoo) -> None:
+        source, tuned, target = zoo.trio("vit")
+        with pytest.raises(DataError, match="at least 8 samples, got 5"):
+            compare(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=5))
+        job = prepare(source, tuned, target, zoo.data, samples=8)
+        assert isinstance(job.batches, PairedBatches)
+        with pytest.raises(DataError, match="draws its own samples"):
+            compare(replace(job, batches=list(job.batches)))

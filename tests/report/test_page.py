@@ -1,0 +1,321 @@
+"""report.html: whole, safe, readable; and what a real browser makes of it, where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from builders import browser
+from builders.folders import Zoo, load, write_data
+from tuneport.cli import app
+from tuneport.data.formats import read_plain
+from tuneport.data.tasks import TASKS
+from tuneport.pipeline.preflight import compare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import port, transfer
+from tuneport.report.page import report_page
+from tuneport.report.plots import curves, heat_map
+from tuneport.report.record import repeat_command, to_json
+
+needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
+VOID = {"meta", "br", "line", "polyline"}
+
+
+class Tree(HTMLParser):
+    """Checks that elements close in order, and collects text, attributes and ids."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def record(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A transfer with everything that a record can hold."""
+    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
+    found = compare(job)
+    out = tmp_path_factory.mktemp("page") / "out"
+    port(job, out, scale="auto", test=read_plain(zoo.data, "test"), verdict=found.record())
+    content = json.loads((out / "tuneport.json").read_text())
+    assert (out / "report.html").read_text() == report_page(content)
+    return content
+
+
+def many_layers(record: dict[str, Any], count: int) -> dict[str, Any]:
+    """The same record with so many layers, in blocks of six."""
+    layers = [
+        {
+            **record["layers"][index % len(record["layers"])],
+            "target": f"encoder.layers.{index // 6}.some.name.{index % 6}",
+        }
+        | {"block": index // 6, "role": ("q", "k", "v", "out", "fc1", "fc2")[index % 6]}
+        for index in range(count)
+    ]
+    return {**record, "layers": layers}
+
+
+class TestContent:
+    def test_everything_is_there(self, record: dict[str, Any]) -> None:
+        tree = Tree(report_page(record))
+        text = " ".join(tree.text)
+        for heading in ("What was done", "Will it help?", "Accuracy", "Strength", "How alike", "Layer by layer"):
+            assert heading in text
+        for heading in ("Not transported, and why", "Cost", "All layers in numbers", "Do it again"):
+            assert heading in text
+        assert record["verdict"]["verdict"] in text
+        for layer in record["layers"]:
+            assert layer["target"] in text
+            assert f"{layer['norm_target']:.4g}" in text
+        for item in record["not_transported"]:
+            assert item["tensor"] in text
+            assert item["reason"] in text
+        assert f"{record['evaluation']['after']:.2f} %" in text
+        assert f"{record['cost']['counted']['forward'] / 1e6:.3g} MFLOP" in text
+
+    def test_what_a_reader_looks_for_first(self, record: dict[str, Any]) -> None:
+        page = report_page(record)
+        tiles = re.findall(r"<li><b>(.*?)</b><span>(.*?)</span></li>", page)
+        found = record["evaluation"]
+        assert tiles[0] == (
+            f"{found['after'] - found['before']:+.1f}",
+            f"points, {found['before']:.1f} to {found['after']:.1f} %",
+        )
+        assert (record["verdict"]["verdict"], "the pre-flight&#x27;s word") in tiles
+        assert (str(record["samples"]), "calibration samples") in tiles
+        bare = {key: value for key, value in record.items() if key not in ("evaluation", "verdict")}
+        assert len(re.findall(r"<li><b>", report_page(bare))) == len(tiles) - 2
+
+    def test_numbers_in_pictures_are_also_in_tables(self, record: dict[str, Any]) -> None:
+        tree = Tree(report_page(record))
+        text = " ".join(tree.text)
+        plots = [json.loads(attrs["data-plot"] or "") for tag, attrs in tree.seen if "data-plot" in attrs]
+        assert len(plots) >= 6
+        residuals = next(plot for plot in plots if "input side" in plot["lines"])
+        assert all(f"{value:.4g}" in text for value in residuals["lines"]["input side"] if value is not None)
+
+    def test_it_can_be_read_without_eyes_and_mouse(self, record: dict[str, Any]) -> None:
+        tree = Tree(report_page(record))
+        assert ("html", {"lang": "en"}) in tree.seen
+        assert [tag for tag, _ in tree.seen if tag in ("main", "h1", "nav", "title")] == ["title", "main", "h1", "nav"]
+        ids = [attrs["id"] for _, attrs in tree.seen if "id" in attrs]
+        assert len(set(ids)) == len(ids)
+        for tag, attrs in tree.seen:
+            if tag == "a":
+                assert (attrs["href"] or "")[1:] in ids
+            if tag == "svg":
+                assert attrs["role"] == "img"
+                assert attrs["aria-label"]
+                assert attrs["tabindex"] == "0"
+            if tag == "th":
+                assert attrs.get("scope") in ("row", "col")
+            if attrs.get("role") == "region":
+                assert attrs["aria-label"]
+
+    def test_blocks_of_two_stacks_have_short_names(self, record: dict[str, Any]) -> None:
+        layers = [
+            {**record["layers"][0], "stack": f"{side}_model.encoder.layers", "block": block, "role": "q"}
+            for side in ("vision", "text")
+            for block in range(2)
+        ]
+        page = report_page({**record, "layers": layers})
+        assert "<th scope=row>vision_model 0</th>" in page
+        assert "<th scope=row>text_model 1</th>" in page
+
+    def test_nothing_is_fetched(self, record: dict[str, Any]) -> None:
+        page = report_page(record)
+        for _, attrs in Tree(page).seen:
+            assert "src" not in attrs
+            assert (attrs.get("href") or "#").startswith("#")
+        assert not re.search(r"https?://|url\(|@import", page)
+        assert "default-src 'none'" in page
+
+    def test_a_record_of_another_kind(self, zoo: Zoo) -> None:
+        plain = json.loads(to_json(transfer(*zoo.trio("vit"), method="naive").record))
+        page = report_page(plain)
+        Tree(page)
+        assert "Will it help?" not in page
+        assert "Residual" not in " ".join(Tree(page).text).replace("A map's residual", "")
+
+    def test_names_from_outside_stay_text(self, record: dict[str, Any]) -> None:
+        evil = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+        changed = json.loads(json.dumps(record))
+        for layer in changed["layers"]:
+            layer["target"] = layer["role"] = evil
+        for item in changed["not_transported"]:
+            item["tensor"] = item["reason"] = evil
+        for key in ("source", "finetuned", "target", "data"):
+            changed[key]["name"] = changed[key]["path"] = evil
+        changed["verdict"] = {"verdict": evil, "reasons": [evil]}
+        page = report_page(changed)
+        tree = Tree(page)
+        assert [tag for tag, _ in tree.seen].count("script") == 1
+        assert not [tag for tag, _ in tree.seen if tag == "img"]
+
+    def test_two_hundred_layers_stay_small(self, record: dict[str, Any]) -> None:
+        assert len(report_page(many_layers(record, 200)).encode()) < 5e6 / 10
+
+
+class TestRepeat:
+    def test_the_command_does_the_same(self, record: dict[str, Any]) -> None:
+        words = shlex.split(repeat_command(record) or "")
+        assert words[:2] == ["tuneport", "transfer"]
+        given = dict(zip(words[2::2], words[3::2], strict=True))
+        assert given["--source"] == record["source"]["path"]
+        assert given["--scale"] == "auto"
+        assert given["--samples"] == "24"
+        assert "--seed" not in given, "the default"
+
+    def test_a_task_and_an_own_loss_do_the_same(
+        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The command is run, and writes the same weights."""
+        (tmp_path / "some_loss.py").write_text(
+            "def loss(module, side):\n    batch, labels = side\n"
+            "    return module(**batch).image_embeds[:, 0].square().sum()\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        mnist = write_data(tmp_path / "mnist.npz", tuple(TASKS["mnist"].classes))
+        models = dict(zip(("source", "finetuned", "target"), zoo.trio("clip_vision"), strict=True))
+        words = [word for name, path in models.items() for word in (f"--{name}", str(path))]
+        words += ["--data", f"mnist:{mnist}", "--samples", "12", "--loss", "some_loss:loss"]
+        first = CliRunner().invoke(app, ["transfer", *words, "--out", "first", "--json"])
+        assert first.exit_code == 0, first.output
+        record = json.loads(first.stdout)
+        again = shlex.split(repeat_command({**record, "out": "again"}) or "")
+        second = CliRunner().invoke(app, [*again[1:], "--json"])
+        assert second.exit_code == 0, second.output
+        assert json.loads(second.stdout)["fingerprint"] == record["fingerprint"]
+        written = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("first", "again")]
+        assert written[0] == written[1]
+
+    @pytest.mark.parametrize("given", [{"loss": lambda m, s: m(**s[0]).image_embeds.sum()}, {"depth_rule": min}])
+    def test_there_is_none_for_what_only_python_can_say(self, zoo: Zoo, given: dict[str, Any]) -> None:
+        job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=8, **given)
+        assert job.record["options"]["python"] == list(given)
+        assert repeat_command({**job.record, "scale": 1.0}) is None
+
+    def test_shots_and_excluded_tensors(self, zoo: Zoo) -> None:
+        made = transfer(*zoo.trio("vit"), zoo.data, shots=3, seed=4, exclude=["*.bias", "classifier*"], scale=0.5)
+        words = shlex.split(repeat_command(made.record) or "")
+        assert words[words.index("--shots") + 1] == "3"
+        assert "--samples" not in words
+        assert words[words.index("--seed") + 1] == "4"
+        assert words[words.index("--scale") + 1] == "0.5"
+        assert [words[i + 1] for i, word in enumerate(words) if word == "--exclude"] == ["*.bias", "classifier*"]
+
+    def test_what_shapes_the_maps(self, zoo: Zoo) -> None:
+        told = {"labels": "source", "max_tokens": 50, "dtype": "bfloat16"}
+        made = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, **told)
+        words = shlex.split(repeat_command(made.record) or "")
+        assert {key: words[words.index(f"--{key.replace('_', '-')}") + 1] for key in told} == {
+            key: str(value) for key, value in told.items()
+        }
+
+    def test_there_is_none_for_live_objects(self, zoo: Zoo) -> None:
+        modules = [load(path) for path in zoo.trio("vit")]
+        made = transfer(*modules, method="naive")
+        assert repeat_command(made.record) is None
+        assert "started from Python" in report_page(made.record)
+
+
+class TestPlots:
+    def test_gaps_break_a_line(self) -> None:
+        drawn = curves("t", {"a": [0.0, None, 1.0, 0.5]}, list("wxyz"), x_label="x")
+        assert drawn.count("<polyline") == 2
+        assert '"a":[0.0,null,1.0,0.5]' in drawn.replace("&quot;", '"')
+
+    def test_nothing_to_draw(self) -> None:
+        assert curves("t", {"a": [None, float("nan")]}, ["x", "y"], x_label="x") == ""
+        assert curves("t", {}, [], x_label="x") == ""
+
+    def test_powers_of_ten(self) -> None:
+        drawn = curves("t", {"a": [1.0, 1e-3, 0.0]}, list("xyz"), x_label="x", logarithmic=True, low=1e-6)
+        assert "0.00,0.00" in drawn
+        assert "50.00,50.00" in drawn
+
+    def test_scales_are_round_and_stand_at_their_lines(self) -> None:
+        drawn = curves("t", {"a": [0.1, 0.646]}, list("xy"), x_label="x", low=0.0)
+        assert re.findall(r'<span style="--y:([\d.]+)%">([\d.]+)</span>', drawn) == [
+            ("100.00", "0"),
+            ("75.00", "0.2"),
+            ("50.00", "0.4"),
+            ("25.00", "0.6"),
+            ("0.00", "0.8"),
+        ]
+        assert re.findall(r'class="grid"[^>]* y1="([\d.]+)"', drawn) == ["100.00", "75.00", "50.00", "25.00", "0.00"]
+
+    def test_one_line_does_not_hide_another(self) -> None:
+        drawn = curves("t", {"a": [0.0, 1.0], "b": [0.0, 1.0]}, list("xy"), x_label="x", dashed=("b",))
+        assert re.findall(r'<polyline class="(.*?)"', drawn) == ["line c0", "line c1 dash"]
+        assert re.findall(r'<i class="(c\d.*?)">', drawn) == ["c0", "c1 dash"]
+
+    def test_colours_follow_the_numbers(self) -> None:
+        drawn = heat_map("t", ["a", "b", "c"], {"row": [0.0, 1.0, None]}, low=0.0, high=2.0)
+        assert re.findall(r"--v:(\d+)%", drawn) == ["0", "50"]
+        assert drawn.count("<td></td>") == 2, "the corner and the empty cell"
+
+
+@needs_chromium
+class TestChromium:
+    def test_the_page_in_a_browser(self, record: dict[str, Any], tmp_path: Path) -> None:
+        path = tmp_path / "report.html"
+        path.write_text(report_page(record), encoding="utf-8")
+        with browser.Browser() as tab:
+            for width, dark in ((1200, False), (1200, True), (390, False)):
+                tab.open(path, width=width, dark=dark)
+                assert tab.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+                background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert background == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+                plots = tab.evaluate("document.querySelectorAll('svg[data-plot]').length")
+                drawn = tab.evaluate(
+                    "[...document.querySelectorAll('svg[data-plot]')].filter(svg =>"
+                    " svg.getBoundingClientRect().height > 99"
+                    " && [...svg.querySelectorAll('polyline')].some(line => line.getTotalLength() > 1)).length"
+                )
+                assert plots == drawn >= 6
+                assert tab.evaluate("document.querySelectorAll('.heat td[style]').length") > 20
+                picture = tmp_path / f"{width}-{dark}.png"
+                tab.picture(picture)
+                assert picture.stat().st_size > 10_000
+            tab.evaluate("document.querySelector('svg[data-plot]').focus()")
+            tab.press("End")
+            last = tab.evaluate("document.querySelector('figure output').textContent")
+            assert last.startswith("scale 4: mean loss ")
+            tab.press("ArrowLeft")
+            assert tab.evaluate("document.querySelector('figure output').textContent").startswith("scale 3: ")
+            assert tab.messages == []
+            assert set(tab.requests) == {path.as_uri()}
+
+    def test_the_browser_would_notice(self, tmp_path: Path) -> None:
+        bad = tmp_path / "bad.html"
+        bad.write_text("<script>console.error('oh')</script><img src='other.png'><script>nothing()</script>")
+        with browser.Browser() as tab:
+            tab.open(bad)
+            assert any("oh" in message for message in tab.messages)
+            assert any("nothing" in message for message in tab.messages)
+            assert any(url.endswith("other.png") for url in tab.requests)

@@ -1,0 +1,190 @@
+"""The run record keeps its published schema; the model card is sound whatever the inputs are called."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+import tuneport
+from builders.folders import Zoo, load, write_data
+from tuneport.data.formats import read_plain
+from tuneport.models.base import describe_any
+from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.preflight import compare
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import port, transfer
+from tuneport.report.card import model_card
+from tuneport.report.page import report_page
+from tuneport.report.record import to_json
+from tuneport.task_vectors.vector import save_task_vector
+from tuneport.training.finetune import Schedule, prepare_training, run_training
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((Path(tuneport.__file__).parent / "report" / "schema.json").read_text())
+
+
+def test_the_published_schema_is_the_one_in_the_package() -> None:
+    assert json.loads((ROOT / "docs" / "tuneport.schema.json").read_text()) == SCHEMA
+
+
+class TestSchema:
+    @pytest.fixture
+    def valid(self) -> Any:
+        jsonschema = pytest.importorskip("jsonschema")
+        jsonschema.Draft202012Validator.check_schema(SCHEMA)
+        return jsonschema.Draft202012Validator(SCHEMA).validate
+
+    @pytest.mark.parametrize("options", [{}, {"method": "naive", "data": None}, {"scale": "auto"}, {"shots": 3}])
+    def test_transfer_to_a_model(self, zoo: Zoo, tmp_path: Path, valid: Any, options: dict[str, Any]) -> None:
+        given = {"data": zoo.data, "samples": None if "shots" in options else 24, **options}
+        data, scale = given.pop("data"), given.pop("scale", 1.0)
+        job = prepare(*zoo.trio("clip_vision"), data, scored=scale == "auto", **given)
+        record = port(job, tmp_path / "out", scale=scale)
+        stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+        assert stored == json.loads(to_json(record))
+        valid(stored)
+        assert (stored["command"], stored["as"]) == ("transfer", "model")
+
+    def test_transfer_with_verdict_and_accuracy(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
+        port(job, tmp_path / "out", test=read_plain(zoo.data, "test"), verdict=compare(job).record())
+        stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+        valid(stored)
+        assert {"cost", "evaluation", "verdict", "similarity"} <= set(stored)
+        assert {"role", "block", "width_in", "spectrum_in"} <= set(stored["layers"][0])
+
+    def test_transfer_to_a_task_vector(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        port(prepare(*zoo.trio("vit"), zoo.data, samples=24), tmp_path / "tau.safetensors", kind="task-vector")
+        with safe_open(tmp_path / "tau.safetensors", "pt") as file:
+            record = json.loads(file.metadata()["record"])
+        valid(record)
+        assert record["as"] == "task-vector"
+
+    def test_transfer_in_python(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        data = read_plain(zoo.data, "train")
+        result = transfer(*zoo.trio("vit"), data, samples=24)
+        result.save(tmp_path / "out")
+        valid(json.loads((tmp_path / "out" / "tuneport.json").read_text()))
+
+    def test_apply(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        vector = extract(zoo["vit-base"], zoo["vit-tuned"])
+        save_task_vector(tmp_path / "tau.safetensors", vector)
+        for number, given in enumerate((vector, tmp_path / "tau.safetensors")):
+            out = tmp_path / f"out{number}"
+            apply(given, zoo["vit-base"], out, scale=0.5)
+            valid(json.loads((out / "tuneport.json").read_text()))
+
+    def test_other_things_are_not_valid(self, valid: Any) -> None:
+        jsonschema = pytest.importorskip("jsonschema")
+        for wrong in ({}, {"command": "apply"}, {"command": "transfer", "layers": 3}, []):
+            with pytest.raises(jsonschema.ValidationError):
+                valid(wrong)
+
+
+def test_every_drawn_image_file_is_in_the_record(zoo: Zoo, tmp_path: Path) -> None:
+    data = tmp_path / "animals"
+    for label, name in enumerate(("cat", "dog", "owl")):
+        (data / name).mkdir(parents=True)
+        source = read_plain(write_data(tmp_path / "d.npz"), "train")
+        for index in range(4):
+            source.inputs[3 * index + label].save(data / name / f"{index}.png")
+    result = transfer(*zoo.trio("vit"), data, samples=5)
+    digests = result.record["data"]["sha256"]
+    assert len(digests) == 5
+    assert all((data / name).is_file() for name in digests)
+
+
+HOSTILE = "x\n---\nlicense: mit\n# <script>alert(1)</script> `|` [a](javascript:b) \u2028\x1b[2J \U0001f600"
+
+
+@pytest.fixture
+def record(zoo: Zoo) -> dict[str, Any]:
+    content = json.loads(to_json(transfer(*zoo.trio("vit"), zoo.data, samples=24).record))
+    assert isinstance(content, dict)
+    return content
+
+
+class TestCard:
+    @staticmethod
+    def front(card: str) -> dict[str, Any]:
+        content = yaml.safe_load(card.split("---\n")[1])
+        assert isinstance(content, dict)
+        return content
+
+    def test_metadata_of_the_hub(self, record: dict[str, Any]) -> None:
+        front = self.front(model_card(record, "transformers"))
+        assert front == {
+            "base_model": ["vit-target", "vit-base", "vit-tuned"],
+            "base_model_relation": "merge",
+            "library_name": "transformers",
+            "tags": ["tuneport", "task-vector", "bico"],
+        }
+
+    def test_the_library_is_that_of_the_model(self, zoo: Zoo, record: dict[str, Any], tmp_path: Path) -> None:
+        for library in ("open_clip", "timm"):
+            assert self.front(model_card(record, library))["library_name"] == library
+        assert "library_name" not in self.front(model_card(record))
+        adapter = {"modules": [{"rank": 2, "lost_energy": 0.0}]}
+        assert self.front(model_card(record | {"adapter": adapter}, "timm"))["library_name"] == "peft"
+        for target, library in ((zoo["vit-target"], "transformers"), (describe_any(load(zoo["vit-target"])), None)):
+            result = transfer(zoo["vit-base"], zoo["vit-tuned"], target, method="naive")
+            out = result.save(tmp_path / str(library))
+            assert self.front((out / "README.md").read_text()).get("library_name") == library
+
+    @pytest.mark.parametrize(
+        ("stated", "expected"),
+        [
+            (("mit", "mit", "mit"), "mit"),
+            (("mit", "mit", "apache-2.0"), "other"),
+            (("mit", None, "apache-2.0"), "other"),
+            (("mit", None, "mit"), None),
+        ],
+    )
+    def test_licences(self, zoo: Zoo, tmp_path: Path, stated: tuple[str | None, ...], expected: str | None) -> None:
+        trio = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in zoo.trio("vit")]
+        for folder, licence in zip(trio, stated, strict=True):
+            text = f"---\ntags:\n- x\nlicense: {licence}\n---\n" if licence else "license: gpl\n"
+            (folder / "README.md").write_text(text)
+        result = transfer(*trio, zoo.data, method="naive")
+        assert [result.record[key]["license"] for key in ("source", "finetuned", "target")] == list(stated)
+        card = model_card(result.record)
+        assert self.front(card).get("license") == expected
+        for licence in stated:
+            assert f": {licence or 'not stated'}" in card
+        assert "biases and faults" in card.lower()
+
+    def test_hostile_names_stay_text(self, record: dict[str, Any]) -> None:
+        for key in ("source", "finetuned", "target", "data"):
+            record[key]["name"] = HOSTILE
+        record["method"] = HOSTILE
+        card, page = model_card(record), report_page(record)
+        front = self.front(card)
+        assert "license" not in front
+        assert len(front["base_model"]) == 1
+        assert "\n" not in front["base_model"][0]
+        body = card.split("\n---\n", 1)[1]
+        outside_code = "".join(part for number, part in enumerate(body.split("`")) if number % 2 == 0)
+        assert "<script>" not in outside_code
+        assert "[a](javascript" not in outside_code
+        assert "\x1b" not in card
+        assert "\u2028" not in card
+        assert page.count("<script>") == 1, "our own"
+        assert "alert(1)</script>" not in page
+        assert "&lt;script&gt;alert(1)" in page
+
+    def test_hostile_names_stay_text_in_the_card_of_a_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
+        ready = prepare_training(zoo["vit-base"], zoo.data, Schedule(1, batch_size=4), device="cpu")
+        names = {key: {**ready.record[key], "name": HOSTILE} for key in ("model", "data")}
+        run_training(replace(ready, record={**ready.record, **names}), tmp_path / "out")
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert card.count("\n#") == 0, "one heading, the first line"
+        assert "&lt;script&gt;alert(1)" in card
+        for hostile in ("<script>", "[a](javascript", "\x1b", "\u2028", "\n---"):
+            assert hostile not in card

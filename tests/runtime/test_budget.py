@@ -1,0 +1,81 @@
+"""Memory budgets: what they divide, that nothing else changes, and how they are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders.toy import ToyViT, batches, finetuned, loss, plan
+from tuneport.errors import TuneportError
+from tuneport.job import Job
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import halves
+from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.transfer import run
+from tuneport.runtime.budget import plan_passes
+
+
+def job(method: str = "bico", budget: int | None = None, **options) -> Job:
+    torch.manual_seed(0)
+    source, target = ToyViT(), ToyViT(width=40, depth=3)
+    return prepare(
+        source,
+        finetuned(source),
+        target,
+        batches(count=48, batch=16),
+        method=method,
+        loss=loss,
+        pairs=plan(source, target).pairs,
+        memory_budget=budget,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("scale", "method"), [(1.0, "bico"), (1.0, "theseus"), ("auto", "bico")])
+def test_groups_give_the_same_bits(scale, method: str) -> None:
+    whole = run(job(method), scale=scale)
+    least = plan_passes(job(method), None)
+    budget = least.fixed_bytes + max(least.group_bytes) * 3 // 4
+    small = job(method, budget)
+    groups = plan_passes(small, budget).groups
+    assert len(groups) > 1
+    assert [pair.target.name for group in groups for pair in group] == [pair.target.name for pair in small.plan.pairs]
+    divided = run(small, scale=scale)
+    assert list(divided.task_vector) == list(whole.task_vector)
+    for name in whole.task_vector:
+        assert torch.equal(divided.task_vector.dense(name), whole.task_vector.dense(name))
+    assert divided.records == whole.records
+    assert divided.scale == whole.scale
+    assert divided.record["samples"] == whole.record["samples"]
+    assert divided.record["passes"]["forward"] == len(groups) * whole.record["passes"]["forward"]
+
+
+def test_a_token_limit_lowers_what_is_expected() -> None:
+    assert plan_passes(job(max_tokens=2), None).peak_bytes < plan_passes(job(), None).peak_bytes
+
+
+def test_a_budget_below_one_layer_is_refused_with_the_least_that_will_do() -> None:
+    with pytest.raises(TuneportError, match=r"a memory budget of 9.77 KiB is too small: the models and the result"):
+        plan_passes(job(), 10_000)
+    once = replace(job(), batches=iter(batches()))
+    with pytest.raises(TuneportError, match=r"needs batches that can be gone through again: pass a list"):
+        plan_passes(once, 10**9)
+
+
+def test_limits_below_one_are_refused_before_any_work() -> None:
+    with pytest.raises(TuneportError, match=r"max_tokens must be at least 1, got 0. Leave it out to use every token"):
+        job(max_tokens=0)
+    with pytest.raises(TuneportError, match=r"memory_budget must be a number of bytes, got 0"):
+        job(budget=0)
+
+
+def test_max_tokens_count_over_the_whole_measurement() -> None:
+    few = measure_job(job(max_tokens=30))
+    assert {covariance.tokens for covariance in few.covariances.values()} == {30}
+    assert few.samples == 48
+    fit, rest = halves(replace(job(max_tokens=30), batches=batches(count=48, batch=4)))
+    assert fit is not rest
+    both = measure_job(fit) + measure_job(rest)
+    assert {covariance.tokens for covariance in both.covariances.values()} <= {28, 29, 30}

@@ -1,0 +1,318 @@
+"""Resuming: statistics come back bit by bit, and a run that was cut anywhere ends in the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from builders.folders import Zoo
+from builders.forwards import count_forwards
+from tuneport.errors import CheckpointError
+from tuneport.job import Job
+from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.statistics import Statistics, WeightGradient
+from tuneport.methods import METHODS
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import port
+from tuneport.runtime.passes import Passes
+from tuneport.runtime.resume import Work, fingerprint, load_statistics, save_statistics
+
+SAMPLES, BATCH = 24, 4
+VOLATILE = ("seconds", "seconds_by_stage", "out")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+def some_statistics() -> Statistics:
+    generator = torch.Generator().manual_seed(0)
+    shared, alone = CrossCovariance(3, 4), CrossCovariance(2, 2, dtype=torch.float32)
+    for covariance in (shared, alone):
+        rows, columns = covariance.matrix.shape
+        covariance.update(torch.randn(7, rows, generator=generator), torch.randn(7, columns, generator=generator))
+    gradient = WeightGradient((4, 3))
+    gradient.update(torch.randn(5, 2, 3, generator=generator), torch.randn(5, 2, 4, generator=generator))
+    covariances = {("q", "input"): shared, ("k", "input"): shared, ("q", "output"): alone}
+    return Statistics(covariances, {"q": gradient}, 12, {"forward": 3, "backward": 0})
+
+
+class TestStatisticsOnDisk:
+    def test_every_number_comes_back(self, tmp_path: Path) -> None:
+        before = some_statistics()
+        save_statistics(tmp_path / "all.safetensors", before, {"seed": 0})
+        after = load_statistics(tmp_path / "all.safetensors")
+        assert list(after.covariances) == list(before.covariances)
+        for key, theirs in before.covariances.items():
+            ours = after.covariances[key]
+            for part in ("matrix", "source_energy", "target_energy"):
+                one, other = getattr(ours, part), getattr(theirs, part)
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+            assert (ours.tokens, ours.signal_dtype) == (theirs.tokens, theirs.signal_dtype)
+        assert after.covariances["q", "input"] is after.covariances["k", "input"], "what was shared is shared"
+        assert after.covariances["q", "input"] is not after.covariances["q", "output"]
+        for part in ("total", "votes", "bias_total", "bias_votes", "samples"):
+            one, other = (getattr(found.weight_gradients["q"], part) for found in (after, before))
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        assert (after.samples, after.passes) == (12, {"forward": 3, "backward": 0})
+        assert [file.name for file in tmp_path.iterdir()] == ["all.safetensors"]
+
+    def test_kept_tokens_come_back_in_their_batches(self, tmp_path: Path) -> None:
+        before = CrossCovariance(40, 50)
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            before.update(torch.randn(3, 40, generator=generator), torch.randn(3, 50, generator=generator))
+        save_statistics(tmp_path / "all.safetensors", Statistics({("q", "input"): before}), {})
+        after = load_statistics(tmp_path / "all.safetensors").covariances["q", "input"]
+        assert before.rows is not None
+        assert after.rows is not None
+        assert [[part.dtype for part in pair] for pair in after.rows] == [[torch.float32] * 2] * 2
+        for ours, theirs in zip(after.rows, before.rows, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+    def test_damage_is_one_clear_line(self, tmp_path: Path) -> None:
+        file = tmp_path / "all.safetensors"
+        stated = {"format": "tuneport-statistics", "version": "1"}
+        content = {"conditions": {}, "covariances": [{"tokens": 1}], "keys": [], "gradients": {}, "samples": 1}
+        for metadata in ({}, stated, {**stated, "content": "[" * 10**5}, {**stated, "content": json.dumps(content)}):
+            save_file({"x": torch.ones(1)}, file, metadata)
+            with pytest.raises(CheckpointError, match="Start over without --resume"):
+                load_statistics(file)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestWork:
+    def test_conditions_must_be_the_same(self, tmp_path: Path) -> None:
+        work = Work(tmp_path / "out", {"options": {"seed": 0, "samples": 8}, "method": "bico"}, every=0)
+        work.keeper("all")(some_statistics())
+        assert names(tmp_path) == [".out.tuneport-work"]
+        work.check()
+        other = Work(tmp_path / "out", {"options": {"seed": 1, "samples": 8}, "method": "bico"})
+        with pytest.raises(CheckpointError) as caught:
+            other.check()
+        assert str(caught.value) == (
+            f"{tmp_path / 'out'} cannot be resumed: options.seed was 0 and is 1. "
+            "Give the same inputs and options again, or start over without --resume."
+        )
+        assert fingerprint(work.conditions) != fingerprint(other.conditions)
+        work.remove()
+        assert names(tmp_path) == []
+        other.check()
+
+    def test_a_save_that_was_cut_off_is_not_read(self, tmp_path: Path) -> None:
+        work = Work(tmp_path / "out", {"seed": 0}, every=0)
+        work.folder.mkdir()
+        (work.folder / ".all.tmp-05f11ab9.safetensors").write_bytes(b"half a header")
+        assert not work.exists()
+        work.check()
+        work.keeper("all")(some_statistics())
+        assert names(work.folder) == ["all.safetensors"], "and the next save clears it"
+        work.check()
+
+    def test_saves_from_time_to_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        now, saved = [0.0], []
+
+        def save(*_: Any) -> None:
+            saved.append(now[0])
+            now[0] += 20  # a slow disk
+
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr("tuneport.runtime.resume.save_statistics", save)
+        keep = Work(tmp_path / "out", {}, every=60).keeper("all")
+        while now[0] < 600:
+            now[0] += 1
+            keep(Statistics())
+        assert saved[0] == 60
+        assert saved[1] == 60 + 20 + 200, "saving takes a tenth of the time at most"
+
+    def test_a_link_in_its_place_is_not_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / ".out.tuneport-work").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match="is a link and is not written to"):
+            Work(tmp_path / "out", {}, every=0).keeper("all")(some_statistics())
+        assert names(tmp_path / "elsewhere") == []
+
+
+def job_of(zoo: Zoo, **options: Any) -> Job:
+    given = {"samples": SAMPLES, "batch_size": BATCH, **options}
+    return prepare(*zoo.trio("clip_vision"), zoo.data, **given)
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    record = json.loads((folder / "tuneport.json").read_text())
+    return {key: value for key, value in record.items() if key not in VOLATILE}
+
+
+def assert_same_output(one: Path, other: Path) -> None:
+    assert names(one) == names(other)
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert record_of(one) == record_of(other)
+
+
+class TestPort:
+    @pytest.mark.parametrize("after", [1, 3, 5, 6])
+    @pytest.mark.parametrize("scale", [1.0, "auto"])
+    def test_a_cut_run_goes_on(self, zoo: Zoo, tmp_path: Path, after: int, scale: Any) -> None:
+        options = {"scored": scale == "auto"}
+        port(job_of(zoo, **options), tmp_path / "whole", scale=scale)
+        seen = 0
+
+        def cut(_: int) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == after:
+                raise Killed
+
+        out = tmp_path / "out"
+        with pytest.raises(Killed):
+            port(job_of(zoo, **options), out, scale=scale, save_every=0, progress=cut)
+        assert names(tmp_path) == ([".out.tuneport-work", "whole"] if after > 1 else ["whole"])
+        notes: list[str] = []
+        done: list[int] = []
+        port(job_of(zoo, **options), out, scale=scale, resume=True, progress=done.append, note=notes.append)
+        assert notes == ["going on from what was measured before" if after > 1 else "nothing to resume: starting anew"]
+        assert sum(done) == SAMPLES
+        assert names(tmp_path) == ["out", "whole"]
+        assert_same_output(out, tmp_path / "whole")
+
+    def test_layers_that_were_divided_otherwise_are_measured_anew(self, zoo: Zoo, tmp_path: Path) -> None:
+        pairs = job_of(zoo).plan.pairs
+        port(job_of(zoo), tmp_path / "whole")
+
+        def at(cut: int) -> Passes:
+            return Passes((pairs[:cut], pairs[cut:]), 0, (0, 0))
+
+        def stop(_: int, left: list[int] = [8]) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        out = tmp_path / "out"
+        with pytest.raises(Killed):
+            port(job_of(zoo), out, save_every=0, progress=stop, passes=at(5))
+        port(job_of(zoo), out, resume=True, passes=at(3))
+        assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_every_method(self, zoo: Zoo, tmp_path: Path, method: str) -> None:
+        if not METHODS[method].signals:
+            pytest.skip("measures nothing")
+        base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
+
+        def job() -> Job:
+            return prepare(base, tuned, base, zoo.data, method=method, samples=SAMPLES, batch_size=BATCH)
+
+        def cut(_: int, left: list[int] = [3]) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        port(job(), tmp_path / "whole")
+        with pytest.raises(Killed):
+            port(job(), tmp_path / "out", save_every=0, progress=cut)
+        port(job(), tmp_path / "out", resume=True)
+        assert_same_output(tmp_path / "out", tmp_path / "whole")
+
+    def test_other_options_are_refused_and_starting_over_says_so(self, zoo: Zoo, tmp_path: Path) -> None:
+        def cut(_: int, left: list[int] = [3]) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        notes: list[str] = []
+        out = tmp_path / "out"
+        with pytest.raises(KeyboardInterrupt):
+            port(job_of(zoo), out, save_every=0, progress=cut, note=notes.append)
+        assert notes == ["what was measured is kept; the same command with --resume goes on from it"]
+        with pytest.raises(CheckpointError, match=r"cannot be resumed: options.seed was 0 and is 1, data.indices was "):
+            port(job_of(zoo, seed=1), out, resume=True)
+        with pytest.raises(CheckpointError, match=r"cannot be resumed: scale was 1.0 and is 0.5\."):
+            port(job_of(zoo), out, scale=0.5, resume=True)
+        assert names(tmp_path) == [".out.tuneport-work"]
+        notes.clear()
+        port(job_of(zoo), out, note=notes.append)
+        assert len(notes) == 1
+        assert "is dropped; --resume would have gone on from it" in notes[0]
+        assert names(tmp_path) == ["out"]
+
+    @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])
+    def test_what_is_complete_is_not_done_again(
+        self, zoo: Zoo, tmp_path: Path, kind: str, given: dict[str, Any]
+    ) -> None:
+        out = tmp_path / ("tau.safetensors" if kind == "task-vector" else "out")
+        first = port(job_of(zoo), out, kind=kind, **given)
+        notes: list[str] = []
+        with count_forwards() as ran:
+            again = port(job_of(zoo), out, kind=kind, resume=True, note=notes.append, **given)
+        assert ran == []
+        assert json.dumps(again) == json.dumps(first)
+        assert notes == [f"{out} was complete already"]
+        with pytest.raises(CheckpointError, match="exists already"):
+            port(job_of(zoo, seed=1), out, kind=kind, resume=True)
+
+
+def command(zoo: Zoo, out: Path, *more: str) -> list[str]:
+    source, finetuned, target = map(str, zoo.trio("clip_vision"))
+    words = ["--source", source, "--finetuned", finetuned, "--target", target, "--data", str(zoo.data)]
+    words += ["--samples", "48", "--batch-size", "2", "--save-every", "0", "--out", str(out), *more]
+    return ["transfer", *words]
+
+
+KILLED = """
+import os, signal, sys
+from tuneport import cli
+place, last = sys.argv.pop(1), int(sys.argv.pop(1))
+seen = 0
+def count(event, given):
+    global seen
+    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(given[0]).startswith(place):
+        seen += 1
+        if seen == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+try:
+    cli.main()
+finally:
+    print(seen)
+"""
+
+
+@pytest.mark.slow
+def test_killed_runs(zoo: Zoo, tmp_path: Path) -> None:
+    """Five runs killed before a random change in the folder of the output; benchmarks/kill_test.py does fifty."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def start(last: int, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", KILLED, str(place), str(last), *command(zoo, out, *more)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+
+    whole = start(0, place / "whole")
+    assert whole.returncode == 0, whole.stderr
+    changes = int(whole.stdout.splitlines()[-1])
+    assert changes > 48 // 2, "every batch is saved"
+    for number, last in enumerate(random.Random(0).sample(range(1, changes + 1), 5)):
+        out = place / f"out{number}"
+        assert start(last, out).returncode == -signal.SIGKILL, last
+        if out.exists():
+            assert load_file(out / "model.safetensors")
+        again = start(0, out, "--resume")
+        assert again.returncode == 0, again.stderr
+        assert_same_output(out, place / "whole")
+    assert not [name for name in names(place) if name.startswith(".")]

@@ -1,0 +1,167 @@
+"""Fine-tuning as a command: a folder that the library loads, checkpoints on the way, a record; nothing half-done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from builders.folders import Zoo, load, write_data
+from tuneport import cli
+from tuneport.data.formats import read_plain
+from tuneport.errors import CheckpointError, DataError
+from tuneport.io.checkpoint import open_checkpoint
+from tuneport.models.heads import choose_head
+from tuneport.models.open import open_model
+from tuneport.training import finetune as training
+from tuneport.training.finetune import PROTOCOL, Schedule, finetune, prepare_training, run_training
+
+SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
+
+
+def test_the_protocol_is_the_papers() -> None:
+    assert (PROTOCOL.steps, PROTOCOL.batch_size, PROTOCOL.learning_rate) == (2000, 128, 1e-5)
+    assert (PROTOCOL.weight_decay, PROTOCOL.warmup) == (0.1, 200)
+    assert PROTOCOL.rate(199) == PROTOCOL.rate(200) == 1e-5
+    assert PROTOCOL.rate(0) == pytest.approx(1e-5 / 200)
+    assert PROTOCOL.rate(1999) < 1e-10
+
+
+def test_the_folder_holds_what_was_trained(zoo: Zoo, tmp_path: Path) -> None:
+    base = zoo["clip_vision-base"]
+    record = run_training(
+        prepare_training(base, zoo.data, SCHEDULE, device="cpu"), tmp_path / "out", checkpoint_every=2
+    )
+    model = open_model(base)
+    data = read_plain(zoo.data, "train")
+    wanted = dict(finetune(model, choose_head(model, None, data.name, data.classes), data, SCHEDULE, at=(2, 4)))
+    module = wanted[6]
+    for name, tensor in load(tmp_path / "out").state_dict().items():
+        assert torch.equal(tensor, module.state_dict()[name]), name
+    steps = [tmp_path / "out" / item["folder"] for item in record["checkpoints"]]
+    assert [folder.name for folder in steps] == ["step-000002", "step-000004", "step-000006"]
+    first, last = (open_model(folder).module.state_dict() for folder in (steps[0], steps[-1]))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert all(torch.equal(last[name], tensor) for name, tensor in module.state_dict().items())
+    assert (tmp_path / "out" / "heads" / "animals.safetensors").is_file()
+    assert json.loads((tmp_path / "out" / "tuneport.json").read_text()) == json.loads(json.dumps(record))
+    assert record["losses"][-1]["step"] == 6
+    assert record["options"]["learning_rate"] == 1e-3
+    assert "validation_accuracy" not in record  # no split to look at
+
+
+def test_dtypes_of_the_base_are_kept(zoo: Zoo, tmp_path: Path) -> None:
+    run_training(prepare_training(zoo["clip_vision-target16"], zoo.data, SCHEDULE, device="cpu"), tmp_path / "out")
+    stored = open_checkpoint(tmp_path / "out")
+    assert {stored.dtype(name) for name in stored} == {torch.float16}
+
+
+def test_a_task_has_a_validation_split(zoo: Zoo, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "m.npz", x_train=pixels, y_train=np.arange(60) % 3, x_test=pixels[:9], y_test=np.arange(9) % 3)
+    ready = prepare_training(zoo["clip-base"], f"mnist:{tmp_path / 'm.npz'}", SCHEDULE, device="cpu")
+    assert (len(ready.train), len(ready.validation or ())) == (54, 6)
+    record = run_training(ready, tmp_path / "out", checkpoint_every=3)
+    assert 0 <= record["validation_accuracy"] <= 100
+    assert all("validation_accuracy" in item for item in record["checkpoints"])
+
+
+def test_sets_too_large_to_keep_train_the_same(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
+    head = choose_head(model, None, data.name, data.classes)
+    *_, (_, kept) = finetune(model, head, data, SCHEDULE)
+    monkeypatch.setattr(training, "KEPT_BYTES", 0)
+    monkeypatch.setattr(training, "prepared", lambda *_: pytest.fail("prepared as a whole"))
+    *_, (_, read) = finetune(model, head, data, SCHEDULE)
+    for name, tensor in kept.state_dict().items():
+        assert torch.equal(tensor, read.state_dict()[name]), name
+
+
+def test_a_batch_may_take_several_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train").subset(range(22))
+    head = choose_head(model, None, data.name, data.classes)
+    schedule = Schedule(steps=2, batch_size=22, learning_rate=1e-3)
+    logged: list[list[float]] = [[], []]
+    found = []
+    for losses, size in zip(logged, (22, 8), strict=True):
+        monkeypatch.setattr(training, "PASS", size)
+        run = finetune(model, head, data, schedule, log=lambda _, loss, into=losses: into.append(float(loss)))  # type: ignore[misc]
+        found.append([module.state_dict() for _, module in run][-1])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-5)
+    for name, tensor in found[0].items():
+        if not name.endswith("k_proj.bias"):  # its gradient is rounding, which Adam blows up
+            assert torch.allclose(tensor, found[1][name], atol=2e-5), name
+
+
+def test_losses_are_means_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LOG_EVERY", 2)
+    losses: list[dict[str, float]] = []
+    log = training._logger(5, losses)
+    for step in range(1, 6):
+        log(step, torch.tensor(float(step)))
+    assert losses == [{"step": 2, "loss": 1.5}, {"step": 4, "loss": 3.5}, {"step": 5, "loss": 5.0}]
+
+
+def test_a_run_that_stops_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    ready = prepare_training(zoo["clip_vision-base"], zoo.data, SCHEDULE, device="cpu")
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(ready, tmp_path / "out", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input(zoo: Zoo, tmp_path: Path) -> None:
+    base = zoo["clip_vision-base"]
+    write_data(tmp_path / "gnus.npz", ("cat", "gnu"))
+    with pytest.raises(DataError, match="unknown to the head: gnu"):
+        prepare_training(base, tmp_path / "gnus.npz", head="animals", device="cpu")
+    ready = prepare_training(base, zoo.data, SCHEDULE, device="cpu")
+    with pytest.raises(CheckpointError, match="it holds the input"):
+        run_training(ready, base, overwrite=True)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tuneport", "finetune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+def test_the_command(run: Run, zoo: Zoo, tmp_path: Path) -> None:
+    base, options = zoo["clip_vision-base"], ["--steps", "4", "--batch-size", "8", "--device", "cpu"]
+    code, out, _ = run(base, "--data", zoo.data, "--out", tmp_path / "out", *options, "--json")
+    assert code == 0
+    assert json.loads(out)["out"] == str(tmp_path / "out")
+    code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "out", *options)
+    assert (code, "exists already" in err) == (1, True)
+    code, out, _ = run(
+        base, "--data", zoo.data, "--out", tmp_path / "out", *options, "--overwrite", "--checkpoint-every", "2"
+    )
+    assert code == 0
+    assert "4 steps in" in out
+    assert "2 checkpoints in it" in out.replace("\n", " ")
+    code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "new", *options, "--learning-rate", "1e30")
+    assert (code, "no number at step 2 of 4" in " ".join(err.split())) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "new", "--learning-rate", "0")
+    assert (code, "--learning-rate must be a number above 0" in " ".join(err.split())) == (1, True)
+    code, _, err = run(base, "--data", tmp_path / "none", "--out", tmp_path / "new")
+    assert (code, "no data at" in err) == (1, True)
+    assert not (tmp_path / "new").exists()
