@@ -1,4 +1,4 @@
-"""Claim: of forty-two ideas to get more out of the same samples, a few help, and most do not (docs/lab/ideas.md).
+"""Claim: of forty-two ideas to get more out of the same samples, a few help, and most do not (research/notes/ideas.md).
 
     python benchmarks/lab_ideas.py --root ../shared --out ideas.jsonl [--samples 20 100] [--seeds 0 1 2] [--cells C ...]
     python benchmarks/lab_ideas.py --out ideas.jsonl --table

@@ -1,7 +1,7 @@
 """Labels for calibration data that have none: those that the fine-tuned source gives.
 
 A fine-tune knows the classes that it was made for, so its own answers can stand in for labels. Where data without
-labels are plenty, more samples are worth more than true labels (docs/lab/ideas.md).
+labels are plenty, more samples are worth more than true labels (docs/what-we-tried.md).
 """
 
 from __future__ import annotations
