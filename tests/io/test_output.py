@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -423,6 +424,32 @@ class TestClaims:
         with claimed(tmp_path / "out"):
             pass
         assert not (tmp_path / "victim").exists(), "a link in the lock's place is not followed"
-        monkeypatch.setattr("tuneport.io.output.fcntl", None)
-        with claimed(tmp_path / "other"):
+        assert not (tmp_path / "missing").exists()
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with new_folder(tmp_path / "other"):
             pass
+        assert (tmp_path / "other").is_dir()
+
+    def test_a_lock_that_its_holder_just_removed_protects_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The last holder removes the file between our open and our lock: the lock is taken again on a new file."""
+        out, file = tmp_path / "out", tmp_path / ".out.tuneport-lock"
+        flock, calls = fcntl.flock, []
+
+        def late(descriptor: int, operation: int) -> None:
+            calls.append(operation)
+            if len(calls) == 1:
+                file.unlink()
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with claimed(out):
+            assert len(calls) == 2
+            with file.open() as other, pytest.raises(BlockingIOError):
+                flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert list(tmp_path.iterdir()) == []

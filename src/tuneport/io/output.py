@@ -2,8 +2,8 @@
 
 Rules kept here: an output appears under its final name only when it is complete and on disk; an existing one
 is replaced only on request, only where it is an output too, and survives a failure; a link is never followed;
-one run at a time writes an output, and clears what a killed one left beside it; what the disk says against
-writing becomes one CheckpointError.
+one run at a time writes an output, and removes what a killed run left next to it; disk errors become one
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -13,22 +13,15 @@ import os
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
 from .sizes import format_bytes
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # not on Windows: there, runs are not kept from each other
-    fcntl = None
 
 PathLike = str | os.PathLike[str]
 RECORD = "tuneport.json"  # the run record, by which an output folder is known
@@ -170,63 +163,41 @@ def _in_place_of(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bo
             raise
 
 
-_claims: dict[Path, int] = {}  # outputs that this process has claimed, with the thread that did
-
-
 @contextmanager
 def claimed(out: PathLike) -> Iterator[None]:
-    """Keep other runs away from an output while the block lasts; they get a CheckpointError.
+    """Hold the lock of an output while the block lasts; other runs get a CheckpointError.
 
-    It is a lock on a hidden file beside the output, which the system releases when its holder dies, so a stale
-    one is no obstacle. Whoever has it clears what a killed run left. The same thread may claim again. Where a
-    place cannot be locked (no such folder, read-only, some network disks) nothing happens.
+    The lock is held on a hidden file next to the output, which is removed at the end. The operating system releases it
+    when its holder dies, and the next holder removes what the dead run left. One thread may claim an output several
+    times. Nothing happens where a lock is impossible (no such folder, read-only, some network disks).
     """
     place = Path(os.path.realpath(Path(out).parent)) / Path(out).name
-    me = threading.get_ident()
-    if _claims.get(place) == me:
-        yield
-        return
     file = place.parent / f".{place.name}.tuneport-lock"
-    descriptor = _lock(file, out)
-    if descriptor is None:
+    # A singleton is reentrant in its thread. It waits a moment, in case the last holder is just removing the file.
+    lock = FileLock(file, timeout=0.2, is_singleton=True, fallback_to_soft=False)
+    nested = lock.is_locked
+    with ExitStack() as held:
+        try:
+            if place.parent.is_dir():  # filelock would create it
+                held.enter_context(lock)
+        except Timeout:
+            raise CheckpointError(
+                f"another run{_holder(file)} is writing {out}. Wait until it ends, or choose another name."
+            ) from None
+        except OSError:
+            pass
+        if lock.is_locked and not nested:
+            held.callback(file.unlink, missing_ok=True)
+            file.write_text(str(os.getpid()), encoding="ascii")
+            _clear(place)
         yield
-        return
-    _claims[place] = me
+
+
+def _holder(lock: Path) -> str:
     try:
-        _clear(place)
-        yield
-    finally:
-        del _claims[place]
-        file.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock(file: Path, out: PathLike) -> int | None:
-    """Lock a file, made where there is none, for this process; None where that is impossible."""
-    while fcntl is not None:
-        try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(descriptor), os.stat(file)):
-                raise FileNotFoundError(file)  # its last holder has just removed it
-        except BlockingIOError:
-            holder = os.read(descriptor, 20).decode(errors="replace").strip()
-            os.close(descriptor)
-            who = f"another run (process {holder})" if holder.isdecimal() else "another run"
-            raise CheckpointError(f"{who} is writing {out}. Wait until it ends, or choose another name.") from None
-        except FileNotFoundError:
-            os.close(descriptor)
-            continue
-        except OSError:
-            os.close(descriptor)
-            return None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-        return descriptor
-    return None
+        return f" (process {int(lock.read_text(encoding='ascii')[:20])})"
+    except (OSError, ValueError):  # on Windows a locked file cannot be read
+        return ""
 
 
 def _clear(place: Path) -> None:
