@@ -24,7 +24,7 @@ from .measure.tokens import Coverage, Match, coverage, match_spans, match_tokens
 from .methods import Method
 from .models.base import Model
 from .models.heads import Head
-from .models.offload import Placement, is_hollow
+from .models.offload import Placement
 from .models.tokenizer import Encoded
 from .pairing import Plan
 from .task_vectors.vector import TaskVector
@@ -63,7 +63,7 @@ def runs_on(job: Job) -> torch.device:
 def at_home(job: Job) -> bool:
     """Whether the models are elsewhere than where they are to run."""
     return any(
-        is_hollow(model.module) or (job.device is not None and model.device.type != job.device.type)
+        model.offloaded or (job.device is not None and model.device.type != job.device.type)
         for model in (job.source, job.target)
     )
 

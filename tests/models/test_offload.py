@@ -24,7 +24,8 @@ from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers
 from tuneport.measure.batches import PairedBatch, nested_to
 from tuneport.measure.capture import measure_pairs
-from tuneport.models.offload import Placement, block_paths, is_hollow, placed, shelved, sizes
+from tuneport.models.base import Model
+from tuneport.models.offload import Placement, block_paths, placed, shelved, sizes
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
 from tuneport.pipeline.outlook import plan_devices, prepare_shapes
@@ -151,18 +152,22 @@ def test_sizes_add_up_and_shared_weights_stay() -> None:
         assert torch.equal(model(images), expected)
 
 
+def storage_bytes(model: Model) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.module.parameters())
+
+
 def test_an_outline_has_no_numbers_and_reads_them_when_it_runs(folders: dict[str, Path]) -> None:
     model, whole = outline_model(folders["qwen"]), open_model(folders["qwen"])
-    assert is_hollow(model.module)
-    assert not is_hollow(whole.module)
-    assert sum(p.untyped_storage().nbytes() for p in model.module.parameters()) < 1000
+    assert model.offloaded
+    assert not whole.offloaded
+    assert storage_bytes(model) < 1000
     assert [layer.name for layer in model.layers] == [layer.name for layer in whole.layers]
     assert model.file_names == whole.file_names
     paths = block_paths(model.layers)
     batch = texts(4)[0]
     with placed(model.module, Placement(CPU, paths, frozenset(paths), model.parameters())), torch.no_grad():
         assert torch.equal(model.module(batch).logits, whole.module(batch).logits)
-    assert is_hollow(model.module)
+    assert storage_bytes(model) < 1000
 
 
 def result(folders: dict[str, Path], budget: int | None = None, **options: Any) -> tuple[Result, Any, LiveBytes]:
@@ -224,7 +229,7 @@ def test_tied_embeddings_within_a_budget(tmp_path: Path) -> None:
     assert outline.lm_head.weight is outline.model.embed_tokens.weight
     folders = {kind: tmp_path / kind for kind in kinds}
     whole, found = result(folders)[0], result(folders, 5 * 10**6)[0]
-    assert is_hollow(found.target.module)
+    assert found.target.offloaded
     for name in whole.task_vector:
         assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
 
@@ -271,7 +276,7 @@ def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[s
         max_tokens=16,
         device="cpu",
     )
-    assert all(is_hollow(model.module) for model in (job.source, job.target))
+    assert all(model.offloaded for model in (job.source, job.target))
     least = plan_passes(job, 5 * 10**6)
     some = plan_passes(job, 10 * 10**6)
     every = plan_passes(job, 10**9)
@@ -285,7 +290,7 @@ def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[s
 def test_methods_that_measure_nothing_leave_large_models_in_their_files(folders: dict[str, Path]) -> None:
     change = change_of(decoder("llama"))
     small = prepare(folders["llama"], change, folders["qwen"], method="naive", memory_budget=2 * 10**6, device="cpu")
-    assert is_hollow(small.target.module)
+    assert small.target.offloaded
     found = run(small)
     whole = run(prepare(folders["llama"], change, folders["qwen"], method="naive", device="cpu"))
     for name in whole.task_vector:
@@ -467,7 +472,7 @@ def test_a_tower_without_numbers_has_the_temperature_of_its_files(zoo: Zoo, fami
         if not (tmp_path / "warm" / file.name).exists():
             shutil.copy(file, tmp_path / "warm" / file.name)
     outline = outline_model(tmp_path / "warm")
-    assert is_hollow(outline.module)
+    assert outline.offloaded
     assert outline.logit_scale == pytest.approx(open_model(tmp_path / "warm").logit_scale)
     assert outline.logit_scale == pytest.approx(math.exp(2.3), rel=1e-6)
 
@@ -476,7 +481,7 @@ def test_a_tower_without_numbers_has_the_temperature_of_its_files(zoo: Zoo, fami
 def test_towers_with_text_give_the_same_within_a_budget(zoo: Zoo, family: str, budget: int) -> None:
     trio, told = zoo.trio(family), {"samples": 8, "device": "cpu"}
     tight = prepare(*trio, zoo.data, memory_budget=budget, **told)
-    assert is_hollow(tight.target.module)
+    assert tight.target.offloaded
     with pytest.raises(TuneportError, match="leave out --compare"):
         compare(tight, trial=False)
     plain = prepare(*trio, zoo.data, method="naive", memory_budget=budget, scored=True, **told)

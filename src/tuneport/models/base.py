@@ -20,7 +20,6 @@ from ..errors import CheckpointError
 from ..io.checkpoint import read_json, write_checkpoint
 from ..io.tensors import LazyTensors, describe
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
-from .offload import is_hollow
 from .tokenizer import Reader
 
 Batch = Mapping[str, Tensor]
@@ -44,7 +43,8 @@ class Model:
     labels, and `generates` says how: causal or seq2seq; one that is `prompted` reads samples inside the task's prompt;
     `vocabulary_head` is its last layer where that is not tied, and stands in `outside` too. `width` is that of the
     features. `write` puts tensors into a new folder in the library's own layout, with the configuration where nothing
-    beside the weights carries it; `library` is what the hub calls that library, None where the module is of none.
+    beside the weights carries it; `library` is what the hub calls that library, None where the module is of none. An
+    `offloaded` model's weights stay in its files; its module's parameters are placeholders without storage.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Model:
     outside: Mapping[str, str] = field(default_factory=dict)
     write: Write = write_weights
     library: str | None = None
+    offloaded: bool = False
 
     @property
     def unreadable(self) -> str:
@@ -91,8 +92,8 @@ class Model:
         }
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their live names: the module's own, or those in the files where it holds none."""
-        return self.stored_parameters() if is_hollow(self.module) else dict(self.module.named_parameters())
+        """The parameters by their live names: those of the module, or those in the files if the model is offloaded."""
+        return self.stored_parameters() if self.offloaded else dict(self.module.named_parameters())
 
     def stored_parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names as they are in the files, whatever the module runs in."""
@@ -105,7 +106,7 @@ class Model:
 
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights in memory."""
-        return replace(self, module=module)
+        return replace(self, module=module, offloaded=False)
 
 
 ModelLike = Model | nn.Module | str | Path  # what a user may give as a model

@@ -71,8 +71,8 @@ class Placement:
         return replace(self, device=torch.device("meta"), home=None)
 
 
-def hollow(module: nn.Module) -> None:
-    """Let every parameter be one number, repeated: the right shape and dtype, and no memory."""
+def replace_by_placeholders(module: nn.Module) -> None:
+    """Replace parameters by stride-0 placeholders: right shape and dtype, no storage."""
     known: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -80,11 +80,6 @@ def hollow(module: nn.Module) -> None:
                 empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             part._parameters[name] = known[id(parameter)]
-
-
-def is_hollow(module: nn.Module) -> bool:
-    """Whether the module's parameters have no numbers of their own."""
-    return any(p.numel() > 1 and all(step == 0 for step in p.stride()) for p in module.parameters())
 
 
 def block_paths(layers: Iterable[Layer]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
 from .heads import Head, choose_head, read_head
-from .offload import Placement, block_paths, is_hollow, placed
+from .offload import Placement, block_paths, placed
 from .tokenizer import Encoded, Reader
 
 # In the order of asking: transformers' folders are known by the file name alone, so it comes last.
@@ -230,7 +230,7 @@ class Opening:
 
 def at_hand(model: Model, device: torch.device) -> AbstractContextManager[None]:
     """Have a model run even where it holds no numbers itself: then on the device, block by block."""
-    if not is_hollow(model.module):
+    if not model.offloaded:
         return placed(model.module, None)
     blocks = block_paths(model.layers)
     return placed(model.module, Placement(device, blocks, frozenset(blocks), model.parameters()))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, brief, first_of
 from ..io.tensors import LazyTensors, TensorSpec
-from .offload import hollow
+from .offload import replace_by_placeholders
 
 MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out
 LARGEST = 10**7
@@ -25,7 +25,7 @@ _building = threading.RLock()  # defaults of torch belong to the whole process: 
 
 
 def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """A hollow module of the folder's configuration."""
+    """Build a module of the folder's configuration; its parameters are placeholders without storage."""
     with _building:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -37,7 +37,7 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
             raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
         finally:
             torch.set_default_dtype(before)
-    hollow(module)
+    replace_by_placeholders(module)
     return module.eval()
 
 

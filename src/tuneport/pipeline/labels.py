@@ -18,7 +18,6 @@ from ..measure.accuracy import encoded
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.heads import Head
-from ..models.offload import is_hollow
 from ..task_vectors.vector import TaskVector
 from .scale import Scaled
 
@@ -40,7 +39,7 @@ def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, 
 
     The model comes back as it was.
     """
-    if is_hollow(model.module):
+    if model.offloaded:
         raise TuneportError(
             "within this memory budget the source is not in memory as a whole and cannot label samples: give data with "
             "labels, or a larger --memory-budget."

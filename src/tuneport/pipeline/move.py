@@ -19,7 +19,7 @@ from ..job import Job, runs_on
 from ..maps.polar import within
 from ..maps.statistics import Statistics
 from ..methods import Transfer
-from ..models.offload import is_hollow, pinned, shelved
+from ..models.offload import pinned, shelved
 from ..runtime.distributed import moved_by_all, ranks
 from ..runtime.passes import Passes, in_blocks, in_groups
 from ..runtime.resume import Work, fingerprint
@@ -53,7 +53,7 @@ def move(
     if not isinstance(scale, str):
         moved, counted = _move(job, passes, meter)
         return Moved(moved, scale, None, counted, meter.seconds)
-    if is_hollow(job.target.module) or (passes is not None and passes.placements is not None):
+    if job.target.offloaded or (passes is not None and passes.placements is not None):
         raise TuneportError(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as the "
             "scale, or a larger --memory-budget."

@@ -20,7 +20,7 @@ from ..job import Job
 from ..measure.batches import PairedBatch
 from ..measure.objectives import forward_only, token_loss
 from ..methods import get_method
-from ..models.offload import bytes_of, is_hollow
+from ..models.offload import bytes_of
 from ..models.open import outline_model, pick_device, pick_dtype
 from ..runtime.budget import Sums, plan_passes
 from ..runtime.cost import cost_of, flops_of
@@ -76,7 +76,7 @@ def _within(job: Job) -> dict[str, Any]:
     return {
         "peak_bytes": found.peak_bytes,
         "groups": [len(group) for group in found.groups],
-        "home": "files" if is_hollow(job.target.module) else "RAM",
+        "home": "files" if job.target.offloaded else "RAM",
         "home_bytes": found.home_bytes,
         "fetched_bytes": found.fetched_bytes,
     }

@@ -28,7 +28,6 @@ from ..maps.statistics import Statistics
 from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
 from ..measure.signals import frozen
 from ..models.base import ModelLike
-from ..models.offload import is_hollow
 from ..models.open import open_model, pick_device
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
@@ -255,7 +254,7 @@ def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
 
 def _folds(job: Job) -> list[Job]:
     """The job in parts, each with some of its samples, in the order of the draw."""
-    if any(is_hollow(model.module) for model in (job.source, job.target)):
+    if job.source.offloaded or job.target.offloaded:
         raise TuneportError(
             "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
             "give a larger --memory-budget."

@@ -21,7 +21,6 @@ from ..io.output import check_new_file, check_new_folder, new_folder
 from ..job import Job
 from ..methods import LayerRecord
 from ..models.base import Model
-from ..models.offload import is_hollow
 from ..models.open import place_of
 from ..pairing import Kept
 from ..report.card import model_card
@@ -51,7 +50,7 @@ class Result:
 
     def apply(self, scale: float | None = None) -> nn.Module:
         """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
-        if is_hollow(self.target.module):
+        if self.target.offloaded:
             raise TuneportError("the target was too large for the memory budget: use save() instead of apply().")
         module = copy.deepcopy(self.target.module)
         tensors = self.tensors(scale)

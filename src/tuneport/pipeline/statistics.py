@@ -20,7 +20,7 @@ from ..measure.capture import measure_pairs
 from ..measure.signals import INPUT
 from ..measure.tokens import TokenLimit
 from ..methods import Problem
-from ..models.offload import is_hollow, placed
+from ..models.offload import placed
 from ..runtime.distributed import reduced, share_of
 from ..runtime.resume import Work
 from ..types import Progress
@@ -80,7 +80,7 @@ def _measured(
     limit = _token_limit(job)
     mine, before = share_of(job)
     ours, theirs = job.placements or (None, None)
-    if theirs is None and any(is_hollow(model.module) for model in (job.source, job.target)):
+    if theirs is None and (job.source.offloaded or job.target.offloaded):
         raise TuneportError(
             "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
             "give a larger --memory-budget."

@@ -22,7 +22,6 @@ from ..job import Job, PairedBatches
 from ..measure.accuracy import before_and_after
 from ..methods import LayerRecord, Method, get_method
 from ..models.base import ModelLike
-from ..models.offload import is_hollow
 from ..report.record import to_json
 from ..runtime.budget import plan_passes
 from ..runtime.cost import cost_of
@@ -177,7 +176,7 @@ def port(
     """
     out, say = Path(out), note or (lambda _: None)
     scale = check_scale(scale, job.method)
-    if test is not None and is_hollow(job.target.module):
+    if test is not None and job.target.offloaded:
         raise TuneportError(
             "the target is larger than the memory budget and cannot be scored with it: leave out --evaluate, and run "
             "'tuneport evaluate' afterwards."

@@ -27,7 +27,7 @@ from ..maps.statistics import Statistics
 from ..measure.batches import PairedBatch, count_samples, part_of, samples_at_once
 from ..measure.capture import measure_pairs
 from ..measure.signals import INPUT, NEEDS_BACKWARD, OUTPUT, Loss
-from ..models.offload import Placement, block_paths, bytes_of, is_hollow, sizes
+from ..models.offload import Placement, block_paths, bytes_of, sizes
 from ..pairing import LayerPair
 from ..task_vectors.low_rank import LowRank
 from .forecast import Forecast, ShapeSum, foretell
@@ -179,7 +179,7 @@ class _Placing:
                 self._device,
                 paths if anew else (),
                 frozenset(gone),
-                model.parameters() if is_hollow(model.module) else None,
+                model.parameters() if model.offloaded else None,
             )
             for model, paths, gone in zip(self._models, self._paths, fetched, strict=True)
         )

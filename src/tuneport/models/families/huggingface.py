@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ class HuggingFace(Family):
         stored = open_checkpoint(folder) if weights else None
         with quiet():
             module, names = _outline(folder, stored, dtype)
-        if stored is None:
-            return self._model(module, str(reference), unread(module, names, folder), names, folder, False)
-        check_finite(stored)
-        return self._model(module, str(reference), stored, names, folder, False)
+        if stored is not None:
+            check_finite(stored)
+        tensors = unread(module, names, folder) if stored is None else stored
+        return replace(self._model(module, str(reference), tensors, names, folder, False), offloaded=True)
 
     def stored(self, reference: str) -> Stored:
         return Stored(open_checkpoint(reference), Path(reference))
@@ -130,7 +131,7 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
 
 
 def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype) -> tuple[nn.Module, dict[str, str]]:
-    """A hollow module, and the names of its parameters in the files."""
+    """A module with placeholders for parameters, and the names of its parameters in the files."""
     import transformers
 
     kind, is_text = _class_of(folder, stored)
