@@ -261,7 +261,7 @@ def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
         loss=curious,
         device="cpu",
     )
-    with pytest.raises(TuneportError, match=r"cannot be planned on shapes alone, since they look at numbers"):
+    with pytest.raises(TuneportError, match=r"cannot be planned on the meta device: they or their loss read values"):
         plan_passes(odd, 10**6)
 
 
@@ -402,7 +402,7 @@ def test_the_command_plans_from_shapes(tmp_path: Path) -> None:
 
 
 def test_seconds_are_work_over_rate() -> None:
-    flops = Flops(forward=10**12, backward=10**12, sums=10**11, dense=10**10, thin=10**10, transport=10**11)
+    flops = Flops(forward=10**12, backward=10**12, statistics=10**11, dense=10**10, thin=10**10, transport=10**11)
     found = seconds_of(flops, RATES, runs=2, anew=True, fetched=5e9, returned=2e9)
     assert found == pytest.approx({"passes": 6, "fetch": 5, "sums": 1, "solve": 2, "transport": 3, "total": 17})
     assert seconds_of(flops, RATES, devices=4)["total"] == pytest.approx(seconds_of(flops, RATES)["total"] / 4)

@@ -16,7 +16,7 @@ from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.pipeline.transfer import port, transfer
 from tuneport.runtime.cost import cost_of
-from tuneport.runtime.forecast import foretell
+from tuneport.runtime.forecast import NeedsValuesError, foretell, meta_errors
 from tuneport.task_vectors.low_rank import LowRank
 from tuneport.task_vectors.vector import TaskVector
 
@@ -89,6 +89,23 @@ def test_nothing_is_measured_for_a_method_without_signals(zoo: Zoo) -> None:
     assert counted["total"] == counted["transport"] > 0
 
 
+def test_maps_of_few_tokens_cost_factors_and_no_sums(zoo: Zoo) -> None:
+    options = {"samples": SAMPLES, "method": "theseus"}
+    every = cost_of(prepare(*zoo.trio("vit"), zoo.data, **options))["counted"]
+    few = prepare(*zoo.trio("vit"), zoo.data, max_tokens=4, **options)
+    found = cost_of(few)["counted"]
+    shapes = {id(sums): sums.shape for sums in measure_job(few).covariances.values()}.values()
+    assert found["statistics"] == 0 < every["statistics"]
+    assert found["solves"] == sum(30 * sum(shape) * 4**2 + 100 * 4**3 for shape in shapes)
+    assert found["forward"] == every["forward"]
+
+
+def test_a_weight_gradient_is_summed_and_gives_no_map(zoo: Zoo) -> None:
+    base, tuned = zoo["vit-base"], zoo["vit-tuned"]
+    found = cost_of(prepare(base, tuned, base, zoo.data, samples=SAMPLES, method="gradfix"))["counted"]
+    assert found["solves"] == 0 < found["statistics"]
+
+
 def test_low_rank_updates_cost_their_rank(zoo: Zoo) -> None:
     dense = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
     stored = dense.source.file_names
@@ -143,10 +160,39 @@ def test_batches_in_named_tuples() -> None:
 def test_the_paper_needs_no_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES)
     expected = cost_of(job)
-    monkeypatch.setattr("tuneport.runtime.cost._count", lambda *_: 1 / 0)
+
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+    monkeypatch.setattr("tuneport.runtime.cost._count", refuse)
     found = cost_of(job)
     assert found["counted"] is None
     assert (found["paper"], found["tokens"]) == (expected["paper"], expected["tokens"])
+
+
+def test_a_bug_in_the_count_is_not_hidden(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
+    monkeypatch.setattr("tuneport.runtime.cost._count", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cost_of(job)
+
+
+READS = {
+    "item": lambda x: x.item(),
+    "float": float,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "two devices": lambda x: x + torch.ones(1),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_way_to_read_a_value_of_a_meta_tensor_is_known(read: str) -> None:
+    with pytest.raises(NeedsValuesError, match="read values of tensors"), meta_errors():
+        READS[read](torch.ones((), device="meta"))
 
 
 def test_models_keep_their_weights(zoo: Zoo) -> None:

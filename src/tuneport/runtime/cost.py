@@ -1,8 +1,7 @@
-"""What a transfer costs in floating-point operations: the paper's estimate, and the count for one plan.
+"""The FLOPs of a transfer: one count for its plan, and the paper's formula.
 
-The count runs both models once on the meta device, where tensors have shapes and no numbers, through the very
-code that measures; so it knows what attention, pooling and frozen weights really cost, and takes no time to
-speak of. A multiplication with its addition counts two, as everywhere.
+The count runs both models once on the meta device, through the code that measures, so it includes attention, pooling
+and the effect of frozen weights. A multiplication and an addition count as two operations.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..measure.signals import (
 )
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
-from .forecast import WithoutNumbers, first_batch, shapes_of, to_meta
+from .forecast import NeedsValuesError, WithoutNumbers, first_batch, meta_errors, shapes_of, to_meta
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
@@ -39,10 +38,36 @@ SVD = 20  # FLOPs of a thin SVD with both factors, per min(d)^2 max(d); an estim
 
 
 @dataclass(frozen=True)
-class BatchCost:
-    """One batch on the meta device: FLOPs, samples, tokens of each model, and what each pair adds to its sums.
+class Flops:
+    """The FLOPs of a transfer by kind.
 
-    `matched` counts the tokens by (target layer, signal); of layers that read the same tensors only the first is there.
+    `dense` maps are solved from a covariance, which `statistics` sums up; `thin` maps are solved from their few tokens.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    statistics: int = 0
+    dense: int = 0
+    thin: int = 0
+    transport: int = 0
+
+    def record(self) -> dict[str, int]:
+        """The kinds that a run record lists, and their total."""
+        kinds = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "statistics": self.statistics,
+            "solves": self.dense + self.thin,
+            "transport": self.transport,
+        }
+        return {**kinds, "total": sum(kinds.values())}
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """One batch on the meta device: FLOPs, samples, tokens of each model, and the tokens that each pair sums up.
+
+    `matched` counts tokens by (target layer, signal). Of layers that read the same tensors it holds the first only.
     """
 
     forward: int
@@ -53,57 +78,54 @@ class BatchCost:
 
 
 def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
-    """The FLOPs of a job on `samples` samples (those it has drawn, unless told), as plain numbers.
+    """The FLOPs of a job on `samples` samples (default: those it has drawn), as plain numbers.
 
     `paper` follows the appendix on cost: 2 P FLOPs forward and 4 P backward per token and model, and
-    2 L (M d_A d_B + d_A^2 d_B) + L (d_A^2 d_B + d_A d_B^2) for the alignment, with the most common widths; beside it
-    2,000 steps of fine-tuning at 16 P_B, each a pass over as many tokens. `counted` is the sum over what this plan
-    does; None where the models do not run without data. A search for the scale is not counted.
+    2 L (M d_A d_B + d_A^2 d_B) + L (d_A^2 d_B + d_A d_B^2) for the alignment, with the most common widths; and
+    2,000 steps of fine-tuning at 16 P_B, each a pass over as many tokens. `counted` is the count for this plan; None
+    if the models need data to run. A search for the scale is not counted.
     """
     samples = job.samples if samples is None else samples
     once = _batch_cost(job) if job.method.signals and samples else None
     scale = samples / once.samples if once is not None else 0.0
     tokens = [round(count * scale) for count in once.tokens] if once is not None else _likely_tokens(job, samples)
     sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
+    counted = _counted(job, once, samples)
     return {
         "parameters": dict(zip(("source", "target"), sizes, strict=True)),
         "tokens": dict(zip(("source", "target"), tokens, strict=True)),
         "paper": _paper(job, sizes, tokens),
-        "statistics_bytes": sum(8 * ours * theirs for _, _, ours, theirs in _maps(job, once)),
-        "counted": _counted(job, once, scale) if once is not None or not job.method.signals else None,
+        "statistics_bytes": sum(8 * rows * columns for _, _, rows, columns in _sums(job, once)),
+        "counted": None if counted is None else counted.record(),
     }
 
 
-@dataclass(frozen=True)
-class Flops:
-    """The FLOPs of a transfer by kind, as it is really done: few tokens are kept, not summed, and solved as factors."""
-
-    forward: int
-    backward: int
-    sums: int
-    dense: int
-    thin: int
-    transport: int
-
-
 def flops_of(job: Job, samples: int) -> Flops | None:
-    """The FLOPs of a job on so many samples; None where the models do not run without data."""
-    once = _batch_cost(job)
+    """The FLOPs of a job on `samples` samples by kind; None if the models need data to run."""
+    return _counted(job, _batch_cost(job) if job.method.signals else None, samples)
+
+
+def _counted(job: Job, once: BatchCost | None, samples: int) -> Flops | None:
+    transport = sum(_transport(job, pair) for pair in job.plan.pairs)
     if once is None:
-        return None
+        return None if job.method.signals else Flops(transport=transport)
     scale = samples / once.samples
-    sums = dense = thin = 0
-    for pair, signal, ours, theirs in _maps(job, once):
+    itemsize = next(job.target.module.parameters()).dtype.itemsize
+    statistics = dense = thin = 0
+    for pair, signal, rows, columns in _sums(job, once):
         tokens = round(once.matched[pair.target.name, signal] * scale)
+        short, long = sorted((rows, columns))
+        if signal == WEIGHT_GRADIENT:  # no map is solved from it, and no limit on tokens applies
+            statistics += 2 * tokens * short * long
+            continue
         tokens = min(tokens, job.max_tokens or tokens)
-        short, long = sorted((ours, theirs))
-        if 5 * tokens <= 4 * short:
+        kept = 2 * tokens * (short + long) * itemsize <= 8 * short * long
+        if kept and 5 * tokens <= 4 * short:
             thin += thin_flops(short, long, tokens)
         else:
+            statistics += 2 * tokens * short * long
             dense += SVD * short**2 * long
-            sums += 2 * tokens * short * long
-    moving = sum(_transport(job, pair) for pair in job.plan.pairs)
-    return Flops(round(once.forward * scale), round(once.backward * scale), sums, dense, thin, moving)
+    return Flops(round(once.forward * scale), round(once.backward * scale), statistics, dense, thin, transport)
 
 
 def thin_flops(short: int, long: int, tokens: int) -> int:
@@ -112,6 +134,7 @@ def thin_flops(short: int, long: int, tokens: int) -> int:
 
 
 def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
+    """The formula of the paper's appendix on cost (eqs. 13 to 17)."""
     backward = BACKWARD if NEEDS_BACKWARD & job.method.signals else 0
     passes = (FORWARD + backward) * sum(size * count for size, count in zip(sizes, tokens, strict=True))
     sides = [[pair.source for pair in job.plan.pairs], [pair.target for pair in job.plan.pairs]]
@@ -128,30 +151,11 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
     }
 
 
-def _counted(job: Job, once: BatchCost | None, scale: float) -> dict[str, int]:
-    statistics = solves = 0
-    for pair, signal, ours, theirs in _maps(job, once):
-        matched = once.matched[pair.target.name, signal] if once is not None else 0
-        statistics += round(2 * matched * scale * ours * theirs)
-        solves += SVD * min(ours, theirs) ** 2 * max(ours, theirs) if signal != WEIGHT_GRADIENT else 0
-    found = {
-        "forward": round(once.forward * scale) if once is not None else 0,
-        "backward": round(once.backward * scale) if once is not None else 0,
-        "statistics": statistics,
-        "solves": solves,
-        "transport": sum(_transport(job, pair) for pair in job.plan.pairs),
-    }
-    return {**found, "total": sum(found.values())}
-
-
-def _maps(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, int, int]]:
-    """Every sum that is kept, once: pair, signal and the two widths; without `once`, as if no two layers shared one."""
+def _sums(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, int, int]]:
+    """Every sum once: pair, signal and the two widths. Without `once`, no two layers count as sharing one."""
     for pair in job.plan.pairs:
         source, target = pair.source, pair.target
-        for signal in sorted(job.method.signals):
-            fixed = pair.input_map if signal.startswith("input") else pair.output_map
-            if fixed is not None and signal != WEIGHT_GRADIENT:
-                continue
+        for signal in sorted(_signals(pair, job.method.signals)):
             if once is not None and (target.name, signal) not in once.matched:
                 continue
             if signal == WEIGHT_GRADIENT:
@@ -162,8 +166,14 @@ def _maps(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, in
                 yield pair, signal, source.out_features, target.out_features
 
 
+def _signals(pair: LayerPair, signals: frozenset[str]) -> frozenset[str]:
+    """The signals that are measured at a pair: none of a side whose map is fixed."""
+    signals -= {INPUT, INPUT_GRADIENT} if pair.input_map is not None else set()
+    return signals - ({OUTPUT, OUTPUT_GRADIENT} if pair.output_map is not None else set())
+
+
 def _transport(job: Job, pair: LayerPair) -> int:
-    """R_out^T tau R_in from the left to the right; a low-rank tau moves as its factors."""
+    """R_out^T tau R_in, left to right; a low-rank tau is multiplied by its factors."""
     out_A, in_A = pair.source.out_features, pair.source.in_features
     out_B, in_B = pair.target.out_features, pair.target.in_features
     rank = job.task_vector.spec(pair.source.weight).rank
@@ -177,13 +187,14 @@ def _batch_cost(job: Job) -> BatchCost | None:
     if batch is None or job.source_loss is None or job.target_loss is None:
         return None
     try:
-        return _count(job, batch, job.source_loss, job.target_loss)
-    except Exception:  # a model or a loss from elsewhere may look at numbers, and there are none
+        with meta_errors():
+            return _count(job, batch, job.source_loss, job.target_loss)
+    except NeedsValuesError:
         return None
 
 
 def _likely_tokens(job: Job, samples: int) -> list[int]:
-    """Tokens of each model by what their families know of the inputs, else one per sample; none if none is measured."""
+    """Tokens of each model by the layout of its inputs, or one per sample; 0 if nothing is measured."""
     if not job.method.signals:
         return [0, 0]
     if not isinstance(job.batches, PairedBatches):
@@ -200,10 +211,14 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
     backward = bool(NEEDS_BACKWARD & job.method.signals)
     forward_flops = backward_flops = 0
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
-    ours_by_layer, theirs_by_layer = _wanted(job)
+    source_layers: dict[Layer, frozenset[str]] = {}
+    target_layers: dict[Layer, frozenset[str]] = {}
+    for pair in job.plan.pairs:
+        target_layers[pair.target] = found = _signals(pair, job.method.signals)
+        source_layers[pair.source] = source_layers.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     sides = (
-        (job.source.module, batch.source, source_loss, ours_by_layer),
-        (job.target.module, batch.target, target_loss, theirs_by_layer),
+        (job.source.module, batch.source, source_loss, source_layers),
+        (job.target.module, batch.target, target_loss, target_layers),
     )
     size = count_samples([batch])
     wanted = set(job.method.signals)
@@ -221,8 +236,8 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
     matched: dict[tuple[str, str], int] = {}
     known: dict[Any, int] = {}
 
-    def paired(ours: Tensor, theirs: Tensor) -> int:
-        shapes = ours.shape[:2], theirs.shape[:2]
+    def paired(source: Tensor, target: Tensor) -> int:
+        shapes = source.shape[:2], target.shape[:2]
         if shapes not in known:  # the widths do not matter
             known[shapes] = len(match(*(torch.zeros(*shape, 1, device=job.target.device) for shape in shapes))[1])
         return known[shapes]
@@ -230,13 +245,13 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
     summed: set[tuple[int, ...]] = set()
     for pair in job.plan.pairs:
         for signal in wanted:
-            ours = signals[0].get((pair.source.name, signal), [])
-            theirs = signals[1].get((pair.target.name, signal), [])
+            source = signals[0].get((pair.source.name, signal), [])
+            target = signals[1].get((pair.target.name, signal), [])
             if signal == WEIGHT_GRADIENT:
-                matched[pair.target.name, signal] = sum(tensor.shape[0] * tensor.shape[1] for tensor in theirs)
-            elif len(ours) == len(theirs) and (both := tuple(map(id, (*ours, *theirs)))) not in summed:
+                matched[pair.target.name, signal] = sum(tensor.shape[0] * tensor.shape[1] for tensor in target)
+            elif len(source) == len(target) and (both := tuple(map(id, (*source, *target)))) not in summed:
                 summed.add(both)
-                matched[pair.target.name, signal] = sum(map(paired, ours, theirs))
+                matched[pair.target.name, signal] = sum(map(paired, source, target))
     tokens = [
         max((sum(tensor.shape[0] * tensor.shape[1] for tensor in calls) for calls in seen.values()), default=0)
         for seen in signals
@@ -244,21 +259,8 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
     return BatchCost(forward_flops, backward_flops, size, (tokens[0], tokens[1]), matched)
 
 
-def _wanted(job: Job) -> tuple[dict[Layer, frozenset[str]], dict[Layer, frozenset[str]]]:
-    """The signals that are measured at each layer of the source and of the target: none where a map is fixed."""
-    ours: dict[Layer, frozenset[str]] = {}
-    theirs: dict[Layer, frozenset[str]] = {}
-    for pair in job.plan.pairs:
-        wanted = job.method.signals
-        wanted -= {INPUT, INPUT_GRADIENT} if pair.input_map is not None else set()
-        wanted -= {OUTPUT, OUTPUT_GRADIENT} if pair.output_map is not None else set()
-        ours[pair.source] = ours.get(pair.source, frozenset()) | (wanted - {WEIGHT_GRADIENT})
-        theirs[pair.target] = wanted
-    return ours, theirs
-
-
 class _PassCounter(FlopCounterMode):
-    """Counts FLOPs, and remembers how many there were when the loss was known: those of the forward pass."""
+    """Counts FLOPs; `forward` is the count when the loss was computed."""
 
     def __init__(self) -> None:
         super().__init__(display=False)

@@ -8,9 +8,10 @@ recomputed blocks hold at their worst. What a kernel takes inside itself is not 
 from __future__ import annotations
 
 import copy
+import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -28,6 +29,25 @@ from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
 from ..pairing import LayerPair
+
+
+class NeedsValuesError(TuneportError):
+    """A model or a loss reads the values of its tensors, which the meta device does not have."""
+
+
+@contextmanager
+def meta_errors() -> Iterator[None]:
+    """Turn the errors that torch raises about meta tensors into `NeedsValuesError`; others pass."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:  # NotImplementedError is a RuntimeError
+        if not re.search(r"meta(?![a-z])|data pointer", str(error), re.IGNORECASE):
+            raise
+        raise NeedsValuesError(
+            "these models cannot be planned on the meta device: they or their loss read values of tensors "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Leave out memory_budget, or give one that holds "
+            "both models."
+        ) from error
 
 
 class LiveBytes(TorchDispatchMode):
@@ -143,31 +163,23 @@ def _run(
         return ShapeSum(ours, theirs, dense)
 
     live = LiveBytes()
-    try:
-        with ExitStack() as stack:
-            for module, placement in zip(modules, placements or (None, None), strict=True):
-                stack.enter_context(placed(module, placement.without_numbers() if placement is not None else None))
-            stack.enter_context(WithoutNumbers())
-            stack.enter_context(live)
-            found = measure_pairs(
-                modules[0],
-                modules[1],
-                pairs,
-                [batch],
-                signals=job.method.signals,
-                source_loss=job.source_loss,
-                target_loss=job.target_loss,
-                limit=limit,
-                make_sum=make,
-            )
-    except TuneportError:
-        raise
-    except Exception as error:  # a model or a loss from elsewhere may look at numbers, and there are none
-        raise TuneportError(
-            "these models cannot be planned on shapes alone, since they look at numbers while they run "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}). Leave out "
-            "--memory-budget, or give one that holds both models."
-        ) from error
+    with ExitStack() as stack:
+        stack.enter_context(meta_errors())
+        for module, placement in zip(modules, placements or (None, None), strict=True):
+            stack.enter_context(placed(module, placement.without_numbers() if placement is not None else None))
+        stack.enter_context(WithoutNumbers())
+        stack.enter_context(live)
+        found = measure_pairs(
+            modules[0],
+            modules[1],
+            pairs,
+            [batch],
+            signals=job.method.signals,
+            source_loss=job.source_loss,
+            target_loss=job.target_loss,
+            limit=limit,
+            make_sum=make,
+        )
     sums.update(found.covariances)  # type: ignore[arg-type]
     return sums, live.peak
 

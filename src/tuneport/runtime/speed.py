@@ -119,7 +119,7 @@ def seconds_of(
     found = {
         "passes": passes / rates.passes / devices,
         "fetch": fetched / rates.link / devices,
-        "sums": flops.sums / rates.products / devices,
+        "sums": flops.statistics / rates.products / devices,
         "solve": (flops.dense / rates.dense + flops.thin / rates.thin) / devices,
         "transport": (flops.transport / rates.products + returned / rates.back) / devices,
     }
