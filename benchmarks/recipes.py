@@ -23,12 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tuneport.bench.figures import draw
-from tuneport.bench.recipe import FIGURES, Comparison, Recipe, read_recipe
+from tuneport.bench.recipe import FIGURES, RECIPES, Comparison, Recipe, read_recipe
 from tuneport.bench.run import make_finetunes, run_recipe, wanted_finetunes
 from tuneport.bench.tables import load, plot
 from tuneport.errors import TuneportError
-
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 def main() -> int:
@@ -37,7 +35,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, help="where fine-tuned models go, if not OUT/models")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="recipes by file name, without .toml")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="recipes by name")
     parser.add_argument("--jobs", type=int, default=1, help="recipes side by side")
     parser.add_argument("--commit", help="of the code, where git cannot tell it")
     parser.add_argument("--machine", help="in words, for the summary")
@@ -49,7 +47,7 @@ def main() -> int:
     options.cache = options.cache or options.out / "models"
     if options.one:
         return one(options)
-    names = sorted(path.stem for path in RECIPES.glob("*.toml"))
+    names = list(RECIPES)
     wrong = sorted(set(options.only or ()) - set(names))
     if wrong:
         parser.error(f"there is no recipe {', '.join(wrong)}; known: {', '.join(names)}")
@@ -66,7 +64,7 @@ def main() -> int:
 
 
 def recipe_of(options: argparse.Namespace, name: str) -> Recipe:
-    recipe = read_recipe(RECIPES / f"{name}.toml", small=True, root=options.root)
+    recipe = read_recipe(name, small=True, root=options.root)
     parts = {pair: replace(part, device=options.device) for pair, part in recipe.comparisons.items()}
     if options.tiny:
         parts = {pair: tiny(part) for pair, part in parts.items()}
@@ -162,7 +160,7 @@ def draw_again(options: argparse.Namespace, names: list[str]) -> int:
         if not folder.exists():
             tell(f"{name}: not there")
             continue
-        recipe = read_recipe(RECIPES / f"{name}.toml", small=True, root=options.root, on_disk=False)
+        recipe = read_recipe(name, small=True, root=options.root, on_disk=False)
         if recipe.kind in FIGURES:
             means = json.loads((folder / "results.json").read_text(encoding="utf-8"))["means"]
             numbered = {

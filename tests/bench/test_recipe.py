@@ -18,9 +18,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
+import tuneport
 from builders.folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport.bench import cells, figures, run
-from tuneport.bench.recipe import FIGURES, KINDS, Printed, Recipe, make_recipe, read_recipe, under_root
+from tuneport.bench.recipe import FIGURES, KINDS, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
 from tuneport.bench.run import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
 from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
 from tuneport.cli import app
@@ -29,7 +30,6 @@ from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.models.open import open_model
 from tuneport.training.finetune import Schedule
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 TEXT = ("t5-linear-probe",)
 SPENT = {"passes": {"captures": 1, "forward": 2, "backward": 2}, "seconds": 1.0}
 IMAGE = ("cifar10", "fashion", "gtsrb", "mnist")
@@ -120,11 +120,11 @@ def cut(recipe: Recipe) -> Recipe:
     return replace(recipe, comparisons=parts)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-class TestOurs:
-    def test_both_variants_are_sound(self, path: Path) -> None:
-        full = read_recipe(path, on_disk=False)
-        small = read_recipe(path, small=True, root="shared", on_disk=False)
+@pytest.mark.parametrize("name", RECIPES)
+class TestBuiltIn:
+    def test_both_variants_are_sound(self, name: str) -> None:
+        full = read_recipe(name, on_disk=False)
+        small = read_recipe(name, small=True, root="shared", on_disk=False)
         assert full.where
         assert (full.small, small.small) == (False, True)
         assert full.kind in KINDS
@@ -132,26 +132,26 @@ class TestOurs:
         for recipe in (full, small):
             for part in recipe.comparisons.values():
                 assert part.data
-        if path.stem not in TEXT:
+        if name not in TEXT:
             assert set(full.comparison.data) == {name for name, task in TASKS.items() if task.kind == "image"}
         assert all(part.source.startswith("shared/") for part in small.comparisons.values())
 
-    def test_nothing_belongs_to_one_machine(self, path: Path) -> None:
-        text = path.read_text(encoding="utf-8")
+    def test_nothing_belongs_to_one_machine(self, name: str) -> None:
+        text = RECIPES[name].read_text(encoding="utf-8")
         assert "\nroot" not in text
         assert '"/' not in text
         assert "~" not in text
 
-    def test_means_of_the_paper_are_those_of_its_cells(self, path: Path) -> None:
-        wrong = {(row.method, row.budget) for row in read_recipe(path, on_disk=False).printed if row.wrong_mean}
+    def test_means_of_the_paper_are_those_of_its_cells(self, name: str) -> None:
+        wrong = {(row.method, row.budget) for row in read_recipe(name, on_disk=False).printed if row.wrong_mean}
         known = {
             "depth-and-width": {("target", 0)},
             "cross-distribution-depth": {("target", 0), ("theseus", 100)},
         }
-        assert wrong == known.get(path.stem, set())
+        assert wrong == known.get(name, set())
 
-    def test_the_small_variant_runs(self, path: Path, root: Path, tmp_path: Path) -> None:
-        recipe = cut(read_recipe(path, small=True, root=root))
+    def test_the_small_variant_runs(self, name: str, root: Path, tmp_path: Path) -> None:
+        recipe = cut(read_recipe(name, small=True, root=root))
         told: list[str] = []
         out = run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models", note=told.append)
         assert told[0].startswith(recipe.title)
@@ -173,6 +173,39 @@ class TestOurs:
             assert {row["sampler"] for row in record["rows"] if row["budget"]} == set(recipe.comparison.samplers)
             assert "## Beside the paper" in text
             assert len(record["paper"]["rows"]) == len(recipe.printed)
+
+
+class TestNames:
+    def test_every_toml_file_is_a_recipe_of_the_package(self) -> None:
+        folder = Path(tuneport.__file__).parent / "bench" / "recipes"
+        assert sorted(RECIPES) == sorted(path.stem for path in folder.iterdir())
+        assert len(RECIPES) == 17  # twelve tables, four figures, the cost
+
+    def test_unknown_name_lists_the_known_ones(self) -> None:
+        with pytest.raises(DataError, match=r"unknown recipe 'ablaton'\. Did you mean 'ablation'\? Known: .*width\.$"):
+            read_recipe("ablaton", on_disk=False)
+
+    @pytest.mark.parametrize("path", ["none.toml", "recipes/none"])
+    def test_missing_file_is_named(self, path: str) -> None:
+        with pytest.raises(DataError, match=f"there is no recipe at {Path(path)}\\."):
+            read_recipe(path)
+
+    def test_recipe_given_by_path(self) -> None:
+        assert read_recipe(str(RECIPES["width"]), on_disk=False) == read_recipe("width", on_disk=False)
+
+    def test_folder_does_not_hide_a_recipe(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "width").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert read_recipe("width", on_disk=False).where == "Table 1"
+
+    @pytest.mark.parametrize("arguments", [["bench"], ["bench", "--list"], ["bench", "width", "--list"]])
+    def test_command_lists_recipes(self, arguments: list[str]) -> None:
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        listed = json.loads(done.stdout)["recipes"]
+        assert [item["name"] for item in listed] == list(RECIPES)
+        assert {"name": "ablation", "paper": "Table 5", "title": "Alignment strategies over N"} in listed
+        plain = CliRunner().invoke(app, arguments).stdout
+        assert all(name in plain for name in RECIPES)
 
 
 class TestReading:

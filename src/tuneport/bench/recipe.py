@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that 
     "cost": ("source", "target", "finetuned", "data"),
 }
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
 
 
 @dataclass(frozen=True)
@@ -137,30 +138,37 @@ _KNOWN = (*(item.name for item in fields(Comparison)), *_OWN)
 
 
 def read_recipe(
-    path: str | Path, *, small: bool = False, root: str | Path | None = None, on_disk: bool = True
+    recipe: str | Path, *, small: bool = False, root: str | Path | None = None, on_disk: bool = True
 ) -> Recipe:
-    """A recipe from a TOML file; `small` takes its small variant, `root` is where its paths begin.
+    """Read a recipe by the name of a built-in one, or from a TOML file.
 
-    With `on_disk`, what it names must be there, and the data must have enough samples.
+    `small` takes its small variant; relative paths in it start at `root`. With `on_disk`, models and data must
+    exist, and the data must have enough samples.
     """
+    return make_recipe(read_toml(recipe), str(recipe), small=small, root=root, on_disk=on_disk)
+
+
+def read_toml(recipe: str | Path) -> dict[str, Any]:
+    """The unchecked content of a recipe, given by name or by path."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    path = Path(path)
+    path = RECIPES.get(str(recipe), Path(recipe))
     if not path.is_file():
-        raise DataError(f"there is no recipe at {path}.")
+        if path.suffix == ".toml" or len(path.parts) > 1:
+            raise DataError(f"there is no recipe at {path}.")
+        raise DataError(unknown_name("recipe", str(recipe), RECIPES))
     if path.stat().st_size > 1_000_000:
         raise DataError(f"{path} is larger than a recipe can be (1 MB).")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise DataError(f"{path} is not a recipe: its values are nested too deeply.") from None
     except ValueError as error:  # of the parser, or of text that is not UTF-8
         raise DataError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
-    return make_recipe(content, str(path), small=small, root=root, on_disk=on_disk)
 
 
 def make_recipe(

@@ -40,7 +40,7 @@ from ..training.finetune import prepare_training, run_training
 from ..types import Stage
 from .cells import run_cell
 from .figures import figure_cell, write_figure
-from .recipe import FIGURES, Comparison, Recipe, read_recipe, there
+from .recipe import FIGURES, RECIPES, Comparison, Recipe, read_recipe, there
 from .tables import RESULTS, Comparing, Row, write_tables
 
 Note = Callable[[str], None]
@@ -128,7 +128,7 @@ def run_recipe(
     that holds what the recipe reads is refused, also with `overwrite`.
     """
     out, say = Path(out), note or (lambda _: None)
-    read = [] if isinstance(recipe, Recipe) else [recipe]
+    read = [] if isinstance(recipe, Recipe) or str(recipe) in RECIPES else [recipe]
     check_new_folder(out, overwrite, inputs=read, marks=())
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)

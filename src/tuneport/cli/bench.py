@@ -19,12 +19,15 @@ from .terminal import emit, say, show, stages, tell
 
 def bench(
     context: typer.Context,
-    recipe: Annotated[str | None, typer.Argument(help="A TOML file with the keys below; or give them here.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe by name (see --list) or a TOML file; or give the keys below here.")
+    ] = None,
     out: Annotated[str, typer.Option(help="The folder for tables, JSON and plots.")] = "comparison",
     small: Annotated[bool, typer.Option("--small", help="Take the recipe's small variant.")] = False,
     root: Annotated[str | None, typer.Option(help="Where the recipe's paths begin.")] = None,
     cache: Annotated[str | None, typer.Option(help="Where models that the recipe fine-tunes are kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the cells that a killed run finished.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes of the paper and stop.")] = False,
     source: Annotated[str | None, typer.Option(help="The old base model.")] = None,
     target: Annotated[str | None, typer.Option(help="The new base model.")] = None,
     finetuned: Annotated[list[str] | None, typer.Option(help="TASK=PATH of a fine-tuned old base; repeatable.")] = None,
@@ -48,12 +51,19 @@ def bench(
     json: Json = False,
 ) -> None:
     """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
+    given = _given_keys(context)
+    if list_recipes or (recipe is None and not given):
+        _list_recipes(json)
+        return
     from ..bench.recipe import Recipe, make_recipe
     from ..bench.run import run_recipe
 
     wanted: Recipe | str
     if recipe is not None:
-        _refuse_keys(context, recipe)
+        if given:
+            raise TuneportError(
+                f"{', '.join(given)} would be overruled by {recipe}: write it there, or leave the recipe out."
+            )
         wanted = recipe
     else:
         content: dict[str, Any] = {
@@ -75,7 +85,6 @@ def bench(
         named = {"source": source, "target": target, "warm_start": warm_start}
         content |= {key: value for key, value in named.items() if value is not None}
         wanted = make_recipe(content, "tuneport bench", root=root)
-    given = None if device == "auto" else device
     with stages() as stage:
         run_recipe(
             wanted,
@@ -83,7 +92,7 @@ def bench(
             small=small,
             root=root,
             cache=cache,
-            device=given,
+            device=None if device == "auto" else device,
             resume=resume,
             overwrite=overwrite,
             stage=stage,
@@ -98,12 +107,23 @@ KEYS = (
 )
 
 
-def _refuse_keys(context: typer.Context, recipe: str) -> None:
-    """What a recipe says cannot be said beside it as well."""
+def _given_keys(context: typer.Context) -> list[str]:
+    """Options on the command line that are keys of a recipe."""
     given = [name for name in KEYS if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise TuneportError(f"{options} would be overruled by {recipe}: write it there, or leave the recipe out.")
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def _list_recipes(json: bool) -> None:
+    """Print the built-in recipes: name, place in the paper and title."""
+    from ..bench.recipe import RECIPES, read_toml
+
+    contents = {name: read_toml(name) for name in RECIPES}
+    rows = [(name, content["paper"], content["title"]) for name, content in contents.items()]
+    if json:
+        emit(json_module.dumps({"recipes": [dict(zip(("name", "paper", "title"), row, strict=True)) for row in rows]}))
+        return
+    show(rows, "recipe", "paper", "title")
+    say("next: tuneport bench RECIPE --root FOLDER --out OUT, or --small for its small variant")
 
 
 def _print_results(out: Path, json: bool) -> None:
