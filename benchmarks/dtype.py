@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.maps import procrustes
+from tuneport.maps import covariance
 from tuneport.measure.accuracy import encoded
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
@@ -48,13 +48,13 @@ Row = dict[str, Any]
 @contextmanager
 def rank_cut_of(value: float | None) -> Iterator[None]:
     """Another rank cut than the library's own."""
-    own = procrustes.cut_above_noise
+    own = covariance.cut_above_noise
     if value is not None:
-        procrustes.cut_above_noise = lambda *_: value  # type: ignore[assignment]
+        covariance.cut_above_noise = lambda *_: value  # type: ignore[assignment]
     try:
         yield
     finally:
-        procrustes.cut_above_noise = own
+        covariance.cut_above_noise = own
 
 
 def accuracy(job: Job, vector: TaskVector, test: list[Any]) -> float:
@@ -143,8 +143,6 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
                     "solve_seconds": round((time.perf_counter() - started) / 3, 2),
                 }
             )
-            for found in parts:
-                found._solved.clear()
     return rows
 
 
@@ -206,7 +204,6 @@ def run_planted(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
         for cut in [None, *options.cuts] if dtype == "bfloat16" else [None]:
             with rank_cut_of(cut):
                 answer = job.method.transfer(problem_of(job, found))
-            found._solved.clear()
             wrong = size = 0.0
             for name in answer.task_vector:
                 wrong += float((answer.task_vector.dense(name).double() - exact[name]).square().sum())

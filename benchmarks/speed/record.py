@@ -72,29 +72,34 @@ def _resident() -> int:
 
 def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
-    from tuneport.maps.statistics import Statistics
+    from tuneport.maps.procrustes import MapSolver
     from tuneport.pipeline.statistics import measure_job, problem_of
     from tuneport.runtime.passes import in_groups
 
     spent = [0.0]
 
-    class Timed(Statistics):
-        def solve(self, keys: Any, completion: Any = "svd") -> None:
-            begun = now(device)
-            super().solve(keys, completion)
-            spent[0] += now(device) - begun
+    solve = MapSolver.solve
+
+    def timed(solver: MapSolver, keys: Any) -> Any:
+        begun = now(device)
+        maps = solve(solver, keys)
+        spent[0] += now(device) - begun
+        return maps
 
     def moved(group: Any) -> Any:
         begun = now(device)
         found = measure_job(group)
         seconds["measure"] += now(device) - begun
         print(f"measured in {now(device) - begun:.2f} s", file=sys.stderr, flush=True)
-        timed = Timed(found.covariances, found.weight_gradients, found.samples, found.passes)
-        return group.method.transfer(problem_of(group, timed))
+        return group.method.transfer(problem_of(group, found))
 
     seconds = {"measure": 0.0}
     started = now(device)
-    results = [moved(group) for group in in_groups(job, passes)]  # all are held, as a transfer holds them
+    MapSolver.solve = timed
+    try:
+        results = [moved(group) for group in in_groups(job, passes)]  # all are held, as a transfer holds them
+    finally:
+        MapSolver.solve = solve
     total = now(device) - started
     missing = len(job.plan.pairs) - sum(len(result.records) for result in results)
     if missing:

@@ -226,7 +226,7 @@ def test_many_at_once_are_what_each_is_alone(
     monkeypatch.setattr(symmetric, "_FEW", few)
     for name in ("_LEAF", "_PART", "_HALF", "_ONE_BY_ONE"):
         monkeypatch.setattr(symmetric, name, leaf)
-    monkeypatch.setattr(solver, "together_bytes", lambda _: 8 * rows * columns * 4)  # several batches
+    monkeypatch.setattr(solver, "together_bytes", lambda *_: 8 * rows * columns * 4)  # several batches
     n = min(rows, columns)
     spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
     problems = [planted(rows, columns, spectrum(n))[0] for spectrum in spectra]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -13,7 +15,7 @@ from torch import Tensor
 from tuneport.errors import MethodError, TuneportError
 from tuneport.maps.completion import rectangular_identity
 from tuneport.maps.covariance import CrossCovariance, rank_cut
-from tuneport.maps.procrustes import procrustes, procrustes_together
+from tuneport.maps.procrustes import Alignment, MapSolver, procrustes, procrustes_together
 from tuneport.maps.statistics import Statistics, WeightGradient
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]
@@ -283,17 +285,18 @@ def test_weight_gradients_of_half_precision_neither_overflow_nor_vanish() -> Non
     assert float(small.total) == 2 * 9 * 160.0**2 * 2.0**-40
 
 
-def test_statistics_solve_once_and_share() -> None:
+def test_a_solver_solves_a_shared_covariance_once() -> None:
     shared, own = streamed(*planted(6, 6, 3)), streamed(randn(50, 6), randn(50, 6, seed=1))
     statistics = Statistics({("q", "input"): shared, ("k", "input"): shared, ("o", "input"): own})
-    q = statistics.align("q", "input")
-    assert statistics.align("q", "input") is q
-    assert statistics.align("k", "input") is q
+    solver = MapSolver(statistics)
+    q = solver.solve([("q", "input")])["q", "input"]
+    maps = solver.solve(statistics)
+    assert list(maps) == list(statistics)
+    assert maps["q", "input"] is maps["k", "input"] is q
     assert torch.equal(q.matrix, procrustes(shared).matrix)
-    none = statistics.align("q", "input", "none")
-    assert none is not q
+    assert torch.equal(maps["o", "input"].matrix, procrustes(own).matrix)
+    none = MapSolver(statistics, "none").solve([("q", "input")])["q", "input"]
     assert torch.equal(none.matrix, procrustes(shared, completion="none").matrix)
-    assert torch.equal(statistics.align("o", "input").matrix, procrustes(own).matrix)
     assert ("q", "input") in statistics
     assert ("q", "output") not in statistics
     assert list(statistics) == [("q", "input"), ("k", "input"), ("o", "input")]
@@ -365,16 +368,16 @@ def test_tokens_are_kept_while_they_are_few_and_summed_up_to_the_same_bits() -> 
 def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneport.maps.procrustes.HELD", 8 * 6 * 12 * 2)  # two maps
     own = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6, seed=9)) for index in range(4)}
-    statistics = Statistics(own)
-    first = statistics.align("0", "input")
-    assert statistics.align("0", "input") is first
-    for index in range(1, 4):
-        statistics.align(str(index), "input")
-    again = statistics.align("0", "input")
+    solver = MapSolver(Statistics(own))
+    keys = list(own)
+    first = solver.solve(keys[:1])[keys[0]]
+    assert solver.solve(keys[:1])[keys[0]] is first
+    for key in keys[1:]:
+        solver.solve([key])
+    again = solver.solve(keys[:1])[keys[0]]
     assert again is not first
     assert torch.equal(again.matrix, first.matrix)
-    statistics.solve(own)  # all that is asked for at once is there
-    assert len(statistics._solved) == 4
+    assert len(solver.solve(keys)) == 4  # all that one call asks for
 
 
 def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,10 +385,36 @@ def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.Monke
     statistics = Statistics(
         {("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))}
     )
-    statistics.solve([("a", "input"), ("b", "input")])
-    first = [statistics.align(name, "input") for name in ("a", "b", "a")]
-    assert first[0] is first[2]
-    assert [statistics.align(name, "input") for name in ("a", "b")] == first[:2]
+    solver = MapSolver(statistics)
+    first = solver.solve(statistics)
+    assert solver.solve(statistics) == first
+    for key in statistics:
+        assert solver.solve([key])[key] is first[key]
+
+
+def test_groups_are_solved_in_batches_that_fit_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group at a time on a CPU; elsewhere as many as the budget holds, in batches of similar size."""
+    covariances = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6)) for index in range(5)}
+    groups = [[key] for key in covariances]
+    calls: list[int] = []
+    solve = MapSolver.solve
+
+    def counted(self: MapSolver, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Alignment]:
+        found = solve(self, keys)
+        calls.append(len(found))
+        return found
+
+    monkeypatch.setattr(MapSolver, "solve", counted)
+    one_by_one = list(MapSolver(Statistics(covariances)).solve_groups(groups))
+    assert [list(maps) for maps in one_by_one] == groups
+    assert calls == [1, 1, 1, 1, 1]
+    monkeypatch.setattr(CrossCovariance, "device", torch.device("cuda"))
+    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 8 * 6 * 6 * 4)  # four of the five maps
+    calls.clear()
+    batched = list(MapSolver(Statistics(covariances), budget=1).solve_groups(groups))
+    assert calls == [2, 2, 1]  # at most half of all five each
+    for one, other in zip(one_by_one, batched, strict=True):
+        assert all(torch.equal(one[key].matrix, other[key].matrix) for key in one)
 
 
 def test_tokens_without_a_signal_change_nothing() -> None:

@@ -8,9 +8,7 @@ fails its certificate is thrown away for the next route, in the end a plain SVD;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,19 +97,21 @@ def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None =
     )
 
 
-def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False) -> list[Polar]:
-    """The polar factors of matrices of one shape, by products over all of them at once: the way of accelerators.
+def polar_together(
+    matrices: Sequence[Tensor], cut: float, *, fill: bool = False, budget: int | None = None
+) -> list[Polar]:
+    """Batched polar factors of equally shaped matrices (used on GPUs).
 
-    With `fill`, they are completed to isometries where that can be done on the way: `null` is empty there. At most
-    `together_bytes` of them are in work; whatever is not certified goes through `polar` by itself.
+    With `fill`, the iteration completes them to isometries where it can; `null` is empty there. A batch holds at most
+    `together_bytes` of a device with `budget` bytes. A matrix without a certified result goes through `polar` alone.
     """
     rows, columns = matrices[0].shape
     if rows > columns:
-        return [found.T for found in polar_together([C.T for C in matrices], cut, fill=fill)]
+        return [found.T for found in polar_together([C.T for C in matrices], cut, fill=fill, budget=budget)]
     if len(matrices) < 4 and rows < ALONE:
         return [polar(C, cut) for C in matrices]
     results: dict[int, Polar] = {}
-    each = max(together_bytes(matrices[0].device) // (8 * rows * columns), 1)
+    each = max(together_bytes(matrices[0].device, budget) // (8 * rows * columns), 1)
     looks = (False, True) if rows >= LARGE else (True,)  # where a look for null directions costs more than a miss
     for look in looks:
         waiting = [index for index in range(len(matrices)) if index not in results]
@@ -124,27 +124,13 @@ def polar_together(matrices: Sequence[Tensor], cut: float, *, fill: bool = False
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
 
-_most: ContextVar[int | None] = ContextVar("most bytes together", default=None)
-
-
-def together_bytes(device: torch.device) -> int:
-    """The bytes of matrices that are solved at once."""
-    most = _most.get()
+def together_bytes(device: torch.device, budget: int | None = None) -> int:
+    """The bytes of matrices in one batch of `polar_together`: a share of the device's memory, and of `budget`."""
     usual = 2**28
     if device.type == "cuda":  # which a plan may be for on a machine without one
         there = torch.cuda.is_available()
         usual = int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER if there else 2**31
-    return usual if most is None else min(usual, most)
-
-
-@contextmanager
-def within(budget: int | None) -> Iterator[None]:
-    """Solve no more at once than suits a device with so many bytes."""
-    token = _most.set(None if budget is None else max(budget // TOGETHER, 1))
-    try:
-        yield
-    finally:
-        _most.reset(token)
+    return usual if budget is None else min(usual, max(budget // TOGETHER, 1))
 
 
 def _attempt(way: Callable[..., list[Iterated | None]], C: Tensor, cut: float, **options: bool) -> list[Polar | None]:

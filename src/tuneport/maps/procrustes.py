@@ -8,7 +8,7 @@ signals: `products`). Every map says how much of it the data determine (rank) an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -21,10 +21,11 @@ from .certificate import Certificate
 from .completion import CoordinateMap, complete, complete_thin
 from .covariance import CrossCovariance, rank_cut
 from .polar import Polar, polar, polar_of_factors, polar_together, together_bytes
+from .statistics import Key, Statistics
 
 Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
-HELD = 2**28  # bytes of solved maps that are remembered
+HELD = 2**28  # bytes of solved maps that a MapSolver remembers
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +87,10 @@ def procrustes(
     return _alignment(found, whole, completion, thin=few is not None)
 
 
-def procrustes_together(covariances: Sequence[CrossCovariance], completion: Completion = "svd") -> list[Alignment]:
-    """`procrustes` of each; on an accelerator, those of one shape all at once."""
+def procrustes_together(
+    covariances: Sequence[CrossCovariance], completion: Completion = "svd", budget: int | None = None
+) -> list[Alignment]:
+    """`procrustes` of each; on an accelerator, those of one shape in batches that suit `budget` bytes of memory."""
     alignments: dict[int, Alignment] = {}
     together: list[int] = []
     for index, covariance in enumerate(covariances):
@@ -103,7 +106,8 @@ def procrustes_together(covariances: Sequence[CrossCovariance], completion: Comp
     for index, (size, whole) in told.items():
         alike.setdefault((covariances[index].shape, covariances[index].cut(size, whole)), []).append(index)
     for (_, cut), indices in alike.items():
-        found = polar_together([covariances[i].matrix.double() for i in indices], cut, fill=completion == "svd")
+        matrices = [covariances[i].matrix.double() for i in indices]
+        found = polar_together(matrices, cut, fill=completion == "svd", budget=budget)
         for index, solved in zip(indices, found, strict=True):
             alignments[index] = _alignment(solved, told[index][1], completion)
     return [alignments[index] for index in range(len(covariances))]
@@ -125,6 +129,64 @@ def _alignment(found: Polar, whole: float | None, completion: Completion, thin: 
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
 
 
-def held_bytes(device: torch.device | None) -> int:
-    """The bytes of solved maps that are remembered, those solved last aside: more on accelerators."""
-    return HELD if device is None or device.type == "cpu" else max(HELD, together_bytes(device))
+class MapSolver:
+    """Solves the maps of statistics, each one once, and several together where that is faster.
+
+    Solved maps are remembered; when they take more than `held_bytes`, the oldest are dropped. `budget` is the memory
+    of the device in bytes, None for all that it has.
+    """
+
+    def __init__(self, statistics: Statistics, completion: Completion = "svd", budget: int | None = None) -> None:
+        self._statistics, self._completion, self._budget = statistics, completion, budget
+        self._solved: dict[int, Alignment] = {}  # by the id of the covariance
+
+    def solve(self, keys: Iterable[Key]) -> dict[Key, Alignment]:
+        """The maps of these layers and signals."""
+        asked = {key: self._statistics.covariances[key] for key in keys}
+        unsolved = {id(found): found for found in asked.values() if id(found) not in self._solved}
+        if unsolved:
+            found = procrustes_together(list(unsolved.values()), self._completion, self._budget)
+            wanted = {id(covariance) for covariance in asked.values()}
+            held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))
+            room = held_bytes(next(iter(unsolved.values())).device, self._budget)
+            for earlier in [known for known in self._solved if known not in wanted]:
+                if held > room:
+                    held -= self._solved.pop(earlier).map.nbytes
+            self._solved.update(zip(unsolved, found, strict=True))
+        return {key: self._solved[id(covariance)] for key, covariance in asked.items()}
+
+    def solve_groups(self, groups: Sequence[Sequence[Key]]) -> Iterator[dict[Key, Alignment]]:
+        """The maps of each group (block) in turn, solved group by group on a CPU.
+
+        On an accelerator, as many groups as may be held are solved together, in batches of similar size.
+        """
+        start = 0
+        for count in self._batches(groups):
+            batch = groups[start : start + count]
+            maps = self.solve(key for keys in batch for key in keys)
+            yield from ({key: maps[key] for key in keys} for keys in batch)
+            start += count
+
+    def _batches(self, groups: Sequence[Sequence[Key]]) -> Iterator[int]:
+        """The number of groups in each batch."""
+        sizes, room = [], 0
+        for keys in groups:
+            distinct = {id(found): found for found in (self._statistics.covariances[key] for key in keys)}
+            sizes.append(sum(8 * found.shape[0] * found.shape[1] for found in distinct.values()))
+            device = next((found.device for found in distinct.values()), None)
+            if device is not None and device.type != "cpu":
+                room = held_bytes(device, self._budget)
+        share = sum(sizes) / max(-(-sum(sizes) // room), 1) if room else 0.0
+        count, held = 0, 0
+        for size in sizes:
+            if count and held + size > share:
+                yield count
+                count, held = 0, 0
+            count, held = count + 1, held + size
+        if count:
+            yield count
+
+
+def held_bytes(device: torch.device, budget: int | None = None) -> int:
+    """The bytes of maps that a MapSolver remembers, those of the last call not counted: more on accelerators."""
+    return HELD if device.type == "cpu" else max(HELD, together_bytes(device, budget))

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from ..errors import TuneportError
 from .covariance import CrossCovariance
-from .procrustes import Alignment, Completion, held_bytes, procrustes_together
+
+Key = tuple[str, str]  # target layer, signal
+
+
+class PairSum(Protocol):
+    """A sum over paired tokens, as `measure_pairs` fills it: `update` adds rows, the energies show NaN and Inf."""
+
+    source_energy: Tensor
+    target_energy: Tensor
+
+    def update(self, source: Tensor, target: Tensor) -> None: ...
+
+
+S = TypeVar("S", bound=PairSum, default=CrossCovariance)
 
 
 class WeightGradient:
@@ -46,27 +61,26 @@ class WeightGradient:
 
 
 @dataclass(frozen=True, eq=False)
-class Statistics:
-    """What was measured: cross-covariances by (target layer, signal), weight gradients by target layer.
+class Statistics(Generic[S]):
+    """Measured sums: cross-covariances by (target layer, signal), weight gradients by target layer.
 
-    Layers that read the same tensor (q, k, v) hold the same CrossCovariance object, and `align` solves it
-    once. `passes` counts the forward and backward passes per model.
+    Layers that read the same tensor (q, k, v) share one object. `passes` counts the forward and backward passes per
+    model. `Statistics` alone means sums of type CrossCovariance; diagnostics put in their own (`PairSum`).
     """
 
-    covariances: Mapping[tuple[str, str], CrossCovariance] = field(default_factory=dict)
+    covariances: Mapping[Key, S] = field(default_factory=dict)
     weight_gradients: Mapping[str, WeightGradient] = field(default_factory=dict)
     samples: int = 0
     passes: Mapping[str, int] = field(default_factory=dict)
-    _solved: dict[tuple[int, Completion], Alignment] = field(default_factory=dict, repr=False)
 
     def __contains__(self, key: object) -> bool:
         return key in self.covariances
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self.covariances)
 
-    def __add__(self, other: Statistics) -> Statistics:
-        """The statistics of both sets of samples together; what was shared stays shared."""
+    def __add__(self: Statistics, other: Statistics) -> Statistics:
+        """The statistics of both sets of samples together; shared sums stay shared."""
         if not other.passes:
             return self
         if not self.passes:
@@ -75,70 +89,23 @@ class Statistics:
             raise TuneportError("statistics of different layers or signals cannot be added.")
         sums: dict[tuple[int, int], CrossCovariance] = {}
         covariances = {}
-        for key, ours in self.covariances.items():
-            theirs = other.covariances[key]
-            pair = (id(ours), id(theirs))
+        for key, first in self.covariances.items():
+            second = other.covariances[key]
+            pair = (id(first), id(second))
             if pair not in sums:
-                sums[pair] = ours + theirs
+                sums[pair] = first + second
             covariances[key] = sums[pair]
-        gradients = {name: ours + other.weight_gradients[name] for name, ours in self.weight_gradients.items()}
+        gradients = {name: first + other.weight_gradients[name] for name, first in self.weight_gradients.items()}
         passes = {name: count + other.passes[name] for name, count in self.passes.items()}
         return Statistics(covariances, gradients, self.samples + other.samples, passes)
 
-    def extended(self, more: Statistics) -> Statistics:
-        """With what was measured of some of these signals on further samples; what was shared stays shared."""
+    def extend(self: Statistics, more: Statistics) -> Statistics:
+        """Add sums of some of these signals over further samples; shared sums stay shared."""
         sums: dict[int, CrossCovariance] = {}
         covariances = {}
-        for key, ours in self.covariances.items():
-            if id(ours) not in sums:
-                sums[id(ours)] = ours + more.covariances[key] if key in more.covariances else ours
-            covariances[key] = sums[id(ours)]
+        for key, own in self.covariances.items():
+            if id(own) not in sums:
+                sums[id(own)] = own + more.covariances[key] if key in more.covariances else own
+            covariances[key] = sums[id(own)]
         passes = {name: count + more.passes.get(name, 0) for name, count in self.passes.items()}
         return Statistics(covariances, self.weight_gradients, self.samples, passes)
-
-    def align(self, layer: str, signal: str, completion: Completion = "svd") -> Alignment:
-        """The Procrustes map of one signal at one target layer, solved once and remembered while there is room."""
-        self.solve([(layer, signal)], completion)
-        return self._solved[id(self.covariances[layer, signal]), completion]
-
-    def solve(self, keys: Iterable[tuple[str, str]], completion: Completion = "svd") -> None:
-        """Solve the maps of several layers and signals, together where that is faster; `align` then gives them.
-
-        Maps solved earlier are forgotten, oldest first, when all together take more than `held_bytes`.
-        """
-        wanted = {(id(self.covariances[key]), completion): self.covariances[key] for key in keys}
-        room = held_bytes(next((covariance.device for covariance in wanted.values()), None))
-        known = {key: self._solved[key] for key in wanted if key in self._solved}
-        wanted = {key: covariance for key, covariance in wanted.items() if key not in known}
-        if not wanted:  # maps that were solved together stay together
-            return
-        found = procrustes_together(list(wanted.values()), completion)
-        asked = {**known, **dict(zip(wanted, found, strict=True))}
-        earlier = [key for key in self._solved if key not in asked]
-        held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))
-        for key in earlier:
-            if held > room:
-                held -= self._solved.pop(key).map.nbytes
-        self._solved.update(asked)
-
-    def in_batches(self, groups: Sequence[Iterable[tuple[str, str]]]) -> Iterator[int]:
-        """How many of the next groups of maps (blocks) to solve together.
-
-        One on a CPU; on an accelerator as many as may be held, in batches of much the same size.
-        """
-        sizes, room = [], 0
-        for keys in groups:
-            covariances = {id(self.covariances[key]): self.covariances[key] for key in keys}
-            sizes.append(sum(8 * covariance.shape[0] * covariance.shape[1] for covariance in covariances.values()))
-            device = next((covariance.device for covariance in covariances.values()), None)
-            if device is not None and device.type != "cpu":
-                room = held_bytes(device)
-        share = sum(sizes) / max(-(-sum(sizes) // room), 1) if room else 0.0
-        count, held = 0, 0
-        for size in sizes:
-            if count and held + size > share:
-                yield count
-                count, held = 0, 0
-            count, held = count + 1, held + size
-        if count:
-            yield count

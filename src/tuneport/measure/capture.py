@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import CaptureError, first_of
 from ..layers import Layer
 from ..maps.covariance import CrossCovariance, are_half
-from ..maps.statistics import Statistics, WeightGradient
+from ..maps.statistics import Key, S, Statistics, WeightGradient
 from ..pairing import LayerPair
 from ..types import Progress
 from .batches import PairedBatch, parts_of
@@ -37,8 +37,7 @@ from .signals import (
 )
 from .tokens import Match, TokenLimit, match_tokens
 
-OnBatch = Callable[[Statistics], None]
-MakeSum = Callable[[LayerPair, str, int, int, torch.device], Any]
+MakeSum = Callable[[LayerPair, str, int, int, torch.device], S]
 
 
 def measure_pairs(
@@ -51,38 +50,40 @@ def measure_pairs(
     source_loss: Loss,
     target_loss: Loss,
     match: Match | None = None,
-    dtype: torch.dtype = torch.float64,
     progress: Progress | None = None,
-    start: Statistics | None = None,
-    on_batch: OnBatch | None = None,
+    start: Statistics[S] | None = None,
+    on_batch: Callable[[Statistics[S]], None] | None = None,
     limit: TokenLimit | None = None,
-    make_sum: MakeSum | None = None,
+    make_sum: MakeSum[S] | None = None,
     most_samples: int | None = None,
-) -> Statistics:
+) -> Statistics[S]:
     """Accumulate the statistics that `signals` name, for every pair, over all batches.
 
-    A batch is anything the losses take, or a PairedBatch when source and target read the samples
-    differently. Losses are sums over samples of the per-sample loss. With forward signals only, no backward
-    pass is run. A pair whose layers never run is absent from the result.
+    With forward signals only, no backward pass is run. A pair whose layers never run is absent from the result.
 
-    `start` holds the statistics of earlier batches, to which these are added as if there had been no pause;
-    `on_batch` gets all statistics so far after each batch, to be used before it returns. `limit` caps the tokens
-    that enter covariances. `make_sum(pair, signal, source width, target width, device)` puts other sums in the place
-    of CrossCovariance, for diagnostics. At most `most_samples` go through the models at once: a larger batch is run in
-    parts, which for a sum over samples is the same but for rounding. A PairedBatch with a match of its own stays whole
-    unless it brings a way to divide it.
+    Args:
+        batches: each is anything the losses take, or a PairedBatch where source and target read samples differently.
+        source_loss, target_loss: the sum over samples of the per-sample loss.
+        match: pairs the tokens of both models; a PairedBatch may bring its own.
+        start: statistics of earlier batches, which these batches continue.
+        on_batch: called after each batch with all statistics so far, valid until it returns.
+        limit: caps the tokens that enter covariances.
+        make_sum: called with (pair, signal, source width, target width, device); CrossCovariance by default.
+        most_samples: the largest number of samples in one pass. A larger batch is run in parts, which changes rounding
+            only. A PairedBatch with its own match stays whole unless it can divide itself.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
     usual = match or match_tokens(None, None)
-    accumulator = _Accumulator(pairs, frozenset(signals), usual, dtype, limit, make_sum)
+    make = make_sum or cast("MakeSum[S]", _make_covariance)
+    accumulator = _Accumulator(pairs, frozenset(signals), usual, make, limit)
     backward = bool(NEEDS_BACKWARD & set(signals))
     samples = passes = 0
     if start is not None:
         samples, passes = start.samples, start.passes.get("forward", 0)
         accumulator.go_on_from(start)
 
-    def so_far() -> Statistics:
+    def so_far() -> Statistics[S]:
         runs = {"forward": passes, "backward": passes if backward else 0}
         return Statistics(accumulator.covariances, accumulator.weight_gradients, samples, runs)
 
@@ -108,7 +109,11 @@ def measure_pairs(
     return so_far()
 
 
-class _Accumulator:
+def _make_covariance(_pair: LayerPair, _signal: str, source: int, target: int, device: torch.device) -> CrossCovariance:
+    return CrossCovariance(source, target, device=device)
+
+
+class _Accumulator(Generic[S]):
     """Holds the source's signals of one batch and the sums over all batches."""
 
     def __init__(
@@ -116,15 +121,13 @@ class _Accumulator:
         pairs: Sequence[LayerPair],
         signals: frozenset[str],
         match: Match,
-        dtype: torch.dtype,
+        make_sum: MakeSum[S],
         limit: TokenLimit | None = None,
-        make_sum: MakeSum | None = None,
     ) -> None:
-        self.covariances: dict[tuple[str, str], CrossCovariance] = {}
-        self._make_sum = make_sum
+        self.covariances: dict[Key, S] = {}
         self.weight_gradients: dict[str, WeightGradient] = {}
         self._pairs = {pair.target.name: pair for pair in pairs}
-        self._default_match, self._dtype, self._limit = match, dtype, limit
+        self._default_match, self._make_sum, self._limit = match, make_sum, limit
         self.source_layers: dict[Layer, frozenset[str]] = {}
         self.target_layers: dict[Layer, frozenset[str]] = {}
         for pair in pairs:
@@ -137,7 +140,7 @@ class _Accumulator:
             (pair.source.name, signal) for pair in pairs for signal in self.target_layers[pair.target]
         )
 
-    def go_on_from(self, start: Statistics) -> None:
+    def go_on_from(self, start: Statistics[S]) -> None:
         """Take over the sums of earlier batches, in copies that share what was shared."""
         copies: dict[int, Any] = {}
         self.covariances = copy.deepcopy(dict(start.covariances), copies)
@@ -149,13 +152,13 @@ class _Accumulator:
         self._at = (samples, size)
         self._rows: dict[tuple[int, torch.device], Tensor | None] = {}
         self._unread: Counter[tuple[str, str, int]] = Counter()
-        self._ran: Counter[tuple[str, str]] = Counter()
+        self._ran: Counter[Key] = Counter()
         self._kept: dict[tuple[str, str, int], Tensor] = {}
         self._copies: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
         self._resized: dict[int, tuple[weakref.ref[Tensor], torch.Size, Tensor]] = {}
-        self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
+        self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], S]] = {}
         self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
-        self._calls: Counter[tuple[str, str]] = Counter()
+        self._calls: Counter[Key] = Counter()
 
     def keep(self, layer: Layer, signal: str, call: int, tensor: Tensor) -> None:
         """Store a source signal for this batch; layers that read the same tensor share one copy."""
@@ -209,7 +212,7 @@ class _Accumulator:
             return known[2], theirs.flatten(0, 1)
         found = self._match(ours, theirs)
         if again and ours.device.type != "cpu" and self._limit is None and not are_half(ours.dtype):
-            found = found[0].to(self._dtype), found[1]
+            found = found[0].double(), found[1]
         if found[1].data_ptr() == theirs.data_ptr() and len(found[1]) == theirs.shape[:2].numel():  # as they came
             self._resized[id(ours)] = (weakref.ref(ours), theirs.shape[:2], found[0])
         return found
@@ -225,18 +228,14 @@ class _Accumulator:
         rows = self._rows[key]
         return (ours, theirs) if rows is None else (ours[rows.to(ours.device)], theirs[rows])
 
-    def _covariance(self, pair: LayerPair, signal: str, ours: Tensor, theirs: Tensor) -> CrossCovariance:
+    def _covariance(self, pair: LayerPair, signal: str, ours: Tensor, theirs: Tensor) -> S:
         key, tensors = (pair.target.name, signal), (signal, id(ours), id(theirs))
         if key not in self.covariances:
             shared = self._shared.get(tensors)
             if shared is not None and shared[0]() is theirs:
                 self.covariances[key] = shared[1]
-            elif self._make_sum is not None:
-                self.covariances[key] = self._make_sum(pair, signal, ours.shape[-1], theirs.shape[-1], theirs.device)
             else:
-                self.covariances[key] = CrossCovariance(
-                    ours.shape[-1], theirs.shape[-1], device=theirs.device, dtype=self._dtype
-                )
+                self.covariances[key] = self._make_sum(pair, signal, ours.shape[-1], theirs.shape[-1], theirs.device)
         self._shared[tensors] = (weakref.ref(theirs), self.covariances[key])
         return self.covariances[key]
 

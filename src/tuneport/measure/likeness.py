@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ..data.dataset import Dataset
 from ..errors import TuneportError, first_of
-from ..maps.procrustes import Completion
-from ..maps.statistics import Statistics
+from ..maps.procrustes import Completion, MapSolver
+from ..maps.statistics import Key, S, Statistics
 from ..models.base import Model
 from ..pairing import LayerPair
 from ..types import Progress
 from .accuracy import encoded
 from .batches import PairedBatch
-from .capture import measure_pairs
+from .capture import MakeSum, measure_pairs
 from .signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, Loss
 from .similarity import NAN, Similarity, TokenAgreement
 from .tokens import Match, match_tokens
@@ -90,41 +90,52 @@ def layer_similarity(
     Batches and losses are those of `capture.measure_pairs`; batches that can be read only once do not serve.
     """
 
-    def run(over: Iterable[Any], make_sum: Callable[..., Any]) -> Statistics:
-        options = {"source_loss": source_loss, "target_loss": target_loss, "match": match, "progress": progress}
-        return measure_pairs(source, target, pairs, over, signals=signals, make_sum=make_sum, **options)  # type: ignore[arg-type]
+    def run(over: Iterable[Any], make_sum: MakeSum[S]) -> Statistics[S]:
+        return measure_pairs(
+            source,
+            target,
+            pairs,
+            over,
+            signals=signals,
+            source_loss=source_loss,
+            target_loss=target_loss,
+            match=match,
+            progress=progress,
+            make_sum=make_sum,
+        )
 
     if aligned and iter(batches) is batches:
         raise TuneportError("layer_similarity reads its batches twice; give a list, not an iterator.")
-    statistics = run(batches, lambda _pair, _signal, ours, theirs, device: Similarity(ours, theirs, device=device))
+    found = run(batches, lambda _pair, _signal, source, target, device: Similarity(source, target, device=device))
     if not aligned:
-        return tuple(_similarities(pairs, statistics))
+        return tuple(_similarities(pairs, found))
+    solver = MapSolver(Statistics(found.covariances), completion)
 
-    def mapped(pair: LayerPair, signal: str, ours: int, theirs: int, device: torch.device) -> TokenAgreement:
-        del device
-        return TokenAgreement(ours, theirs, matrix=statistics.align(pair.target.name, signal, completion).matrix)
+    def mapped(pair: LayerPair, signal: str, source: int, target: int, _device: torch.device) -> TokenAgreement:
+        key = (pair.target.name, signal)
+        return TokenAgreement(source, target, matrix=solver.solve([key])[key].matrix)
 
     after = run(batches, mapped).covariances
     unseen = run(held_out, mapped).covariances if _any(held_out) else {}
-    return tuple(_similarities(pairs, statistics, after, unseen, completion))
+    return tuple(_similarities(pairs, found, solver, after, unseen))
 
 
 def _similarities(
     pairs: Sequence[LayerPair],
-    statistics: Statistics,
-    after: Mapping[tuple[str, str], Any] | None = None,
-    held_out: Mapping[tuple[str, str], Any] | None = None,
-    completion: Completion = "svd",
+    statistics: Statistics[Similarity],
+    solver: MapSolver | None = None,
+    after: Mapping[Key, TokenAgreement] | None = None,
+    held_out: Mapping[Key, TokenAgreement] | None = None,
 ) -> Iterator[LayerSimilarity]:
-    """In the order of the pairs, whatever the order in which signals came."""
+    """In the order of the pairs, not of the signals' arrival."""
     for pair, signal in product(pairs, SIGNALS):
-        name = pair.target.name
-        found = statistics.covariances.get((name, signal))
-        if not isinstance(found, Similarity):
+        key = (pair.target.name, signal)
+        found = statistics.covariances.get(key)
+        if found is None:
             continue
-        aligned = statistics.align(name, signal, completion) if after is not None else None
+        aligned = solver.solve([key])[key] if solver is not None else None
         yield LayerSimilarity(
-            name,
+            pair.target.name,
             pair.source.name,
             pair.target.role,
             pair.target.block,
@@ -133,14 +144,14 @@ def _similarities(
             found.cka(),
             found.cka(debiased=True),
             found.cosine,
-            _cosine_of(after, (name, signal)),
-            _cosine_of(held_out, (name, signal)),
+            _cosine_of(after, key),
+            _cosine_of(held_out, key),
             aligned.rank if aligned else None,
             aligned.residual if aligned else None,
         )
 
 
-def _cosine_of(sums: Mapping[tuple[str, str], Any] | None, key: tuple[str, str]) -> float:
+def _cosine_of(sums: Mapping[Key, TokenAgreement] | None, key: Key) -> float:
     return sums[key].cosine if sums and key in sums else NAN
 
 
@@ -198,10 +209,10 @@ def activation_drift(
             source_loss=_forward(base),
             target_loss=_forward(tuned),
             progress=progress,
-            make_sum=lambda _pair, _signal, ours, theirs, _device: TokenAgreement(ours, theirs),
+            make_sum=lambda _pair, _signal, source, target, _device: TokenAgreement(source, target),
         ).covariances
         for pair in pairs:
-            moved: Any = sums.get((pair.target.name, INPUT))
+            moved = sums.get((pair.target.name, INPUT))
             if moved is not None:
                 layer = pair.target
                 found.append(Drift(step, layer.name, layer.role, layer.block, moved.direction, moved.magnitude))

@@ -22,9 +22,10 @@ from ..task_vectors.vector import TaskVector
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Everything a method may look at: the plan, the source's task vector by parameter name, the statistics.
+    """The input of a method: the plan, the source's task vector by parameter name, the statistics.
 
     The weights of the two base models, by parameter name, are for methods that match weights, not signals.
+    `memory_budget` is the memory in bytes of the device that solves maps, None for all that it has.
     """
 
     plan: Plan
@@ -33,6 +34,7 @@ class Problem:
     completion: Completion = "svd"
     source_weights: Mapping[str, Tensor] = field(default_factory=dict)
     target_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    memory_budget: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ transfer are the same formula with other signals, or none. A low-rank tau = B A 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..maps.completion import CoordinateMap
-from ..maps.procrustes import Alignment
+from ..maps.procrustes import Alignment, MapSolver
+from ..maps.statistics import Key
 from ..pairing import Kept, LayerPair, LoosePair
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from .base import LayerRecord, Method, Problem, Transfer
@@ -68,8 +69,8 @@ class BilinearAlignment(Method):
     def transfer(self, problem: Problem) -> Transfer:
         entries = Entries()
         records, kept = [], []
-        for pair in self._solved_in_groups(problem):
-            sides = list(self._align(problem, pair))
+        for pair, maps in self._solve(problem):
+            sides = list(self._align(pair, maps))
             reason = next((side for side in sides if isinstance(side, str)), None)
             if reason is not None:
                 kept += [Kept(name, reason) for name in (pair.target.name, pair.target.bias) if name is not None]
@@ -101,39 +102,35 @@ class BilinearAlignment(Method):
                 entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
-    def _solved_in_groups(self, problem: Problem) -> Iterator[LayerPair]:
-        """All pairs; the maps of a block, or of several, are solved together when the first pair is due."""
-        statistics = problem.statistics
+    def _solve(self, problem: Problem) -> Iterator[tuple[LayerPair, Mapping[Key, Alignment]]]:
+        """All pairs, each with the maps of its block, which are solved when the first pair of the block is due."""
         blocks = [
             list(group)
             for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block))
         ]
-        keys = [[key for key in self._keys(block) if key in statistics] for block in blocks]
-        at = 0
-        for count in statistics.in_batches(keys):
-            statistics.solve([key for block in keys[at : at + count] for key in block], problem.completion)
-            for block in blocks[at : at + count]:
-                yield from block
-            at += count
+        keys = [[key for key in self._keys(block) if key in problem.statistics] for block in blocks]
+        solver = MapSolver(problem.statistics, problem.completion, problem.memory_budget)
+        for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):
+            yield from ((pair, maps) for pair in block)
 
-    def _keys(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[str, str]]:
-        """What has to be solved for these pairs."""
+    def _keys(self, pairs: Iterable[LayerPair]) -> Iterator[Key]:
+        """The maps that these pairs need."""
         for pair in pairs:
             for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
                 if fixed is None and signal is not None:
                     yield pair.target.name, signal
 
-    def _align(self, problem: Problem, pair: LayerPair) -> Iterator[tuple[Map, Alignment | None] | str]:
+    def _align(self, pair: LayerPair, maps: Mapping[Key, Alignment]) -> Iterator[tuple[Map, Alignment | None] | str]:
         """For the input side, then the output side: the map and its evidence, or why there is none."""
         for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
             if fixed is not None:
                 yield fixed, None
             elif signal is None:
                 yield None, None
-            elif (pair.target.name, signal) not in problem.statistics:
+            elif (pair.target.name, signal) not in maps:
                 yield "its layer did not run on the calibration data"
             else:
-                alignment = problem.statistics.align(pair.target.name, signal, problem.completion)
+                alignment = maps[pair.target.name, signal]
                 words = signal.replace("_", " ")
                 yield (alignment.map, alignment) if alignment.rank else f"the {words} at this layer is zero"
 

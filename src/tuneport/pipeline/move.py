@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import TuneportError
 from ..job import Job, runs_on
-from ..maps.polar import within
 from ..maps.statistics import Statistics
 from ..methods import Transfer
 from ..models.offload import pinned, shelved
@@ -81,8 +80,7 @@ class _Meter:
 
 def _solve(job: Job, statistics: Statistics) -> Transfer:
     problem = problem_of(job, statistics)
-    with within(job.memory_budget):
-        return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
+    return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
 
 
 def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Statistics]:

@@ -35,6 +35,7 @@ def problem_of(job: Job, statistics: Statistics) -> Problem:
         job.completion,
         source_weights=job.source.parameters(),
         target_weights=job.target.parameters(),
+        memory_budget=job.memory_budget,
     )
 
 
@@ -63,7 +64,7 @@ def measure_job(
     statistics = _measured(job, wanted, progress, earlier, keeper)
     more = views_of(job) if job.method.rehearses and INPUT in wanted else None
     if more is not None:
-        statistics = statistics.extended(_measured(more, frozenset({INPUT})))
+        statistics = statistics.extend(_measured(more, frozenset({INPUT})))
     return reduced(statistics, job.plan)
 
 

@@ -21,7 +21,7 @@ from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
 from ..job import Job, PairedBatches, at_home, runs_on
 from ..maps.covariance import CrossCovariance, work_bytes
-from ..maps.polar import together_bytes, within
+from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
 from ..maps.statistics import Statistics
 from ..measure.batches import PairedBatch, count_samples, part_of, samples_at_once
@@ -329,8 +329,7 @@ class Sums:
             maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
             works.setdefault(found.shape, []).append(working)
         moving = max((_moving(pair) for pair in pairs), default=0)
-        with within(self._job.memory_budget):
-            together, held = together_bytes(device), held_bytes(device)
+        together, held = (size(device, self._job.memory_budget) for size in (together_bytes, held_bytes))
         at_once = {
             shape: 1 if device.type == "cpu" else min(len(each), max(together // (8 * shape[0] * shape[1]), 1))
             for shape, each in works.items()

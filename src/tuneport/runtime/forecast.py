@@ -152,7 +152,6 @@ def _run(
     assert job.target_loss is not None
     modules = [shapes_of(model.module) for model in (job.source, job.target)]
     limit = None if job.max_tokens is None else TokenLimit(job.max_tokens, samples)
-    sums: dict[tuple[str, str], ShapeSum] = {}
 
     def dense(found: ShapeSum) -> bool:
         rows = found.tokens * samples // size * sum(found.shape) * found.signal_dtype.itemsize
@@ -180,8 +179,7 @@ def _run(
             limit=limit,
             make_sum=make,
         )
-    sums.update(found.covariances)  # type: ignore[arg-type]
-    return sums, live.peak
+    return dict(found.covariances), live.peak
 
 
 def _by_shape(match: Match) -> Match:
