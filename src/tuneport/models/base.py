@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import read_json, write_checkpoint
 from ..io.tensors import LazyTensors, describe
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
@@ -94,6 +94,13 @@ class Model:
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names: those of the module, or those in the files if the model is offloaded."""
         return self.stored_parameters() if self.offloaded else dict(self.module.named_parameters())
+
+    def require_in_memory(self, what: str, instead: str) -> None:
+        """Raise if the model is offloaded: `what` needs it whole in memory, and `instead` says what to do."""
+        if self.offloaded:
+            raise TuneportError(
+                f"{what} needs whole models in memory, and {self.name} is larger than `memory_budget`: {instead}."
+            )
 
     def stored_parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names as they are in the files, whatever the module runs in."""

@@ -39,11 +39,7 @@ def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, 
 
     The model comes back as it was.
     """
-    if model.offloaded:
-        raise TuneportError(
-            "within this memory budget the source is not in memory as a whole and cannot label samples: give data with "
-            "labels, or a larger --memory-budget."
-        )
+    model.require_in_memory("labelling samples", "give a larger one, or data with labels")
     blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)
     found = []
     with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import DataError, TuneportError
+from ..errors import DataError
 from ..job import Job, PairedBatches
 from ..maps.statistics import Statistics
 from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
@@ -254,11 +254,8 @@ def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
 
 def _folds(job: Job) -> list[Job]:
     """The job in parts, each with some of its samples, in the order of the draw."""
-    if job.source.offloaded or job.target.offloaded:
-        raise TuneportError(
-            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
-            "give a larger --memory-budget."
-        )
+    for model in (job.source, job.target):
+        model.require_in_memory("a comparison", "give a larger one, or leave the comparison out")
     if not isinstance(job.batches, PairedBatches):
         raise DataError("a comparison draws its own samples: pass a data set or a path, not batches.")
     if len(job.batches.indices) < LEAST_SAMPLES:

@@ -50,8 +50,7 @@ class Result:
 
     def apply(self, scale: float | None = None) -> nn.Module:
         """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
-        if self.target.offloaded:
-            raise TuneportError("the target was too large for the memory budget: use save() instead of apply().")
+        self.target.require_in_memory("apply()", "use save() instead")
         module = copy.deepcopy(self.target.module)
         tensors = self.tensors(scale)
         with torch.no_grad():

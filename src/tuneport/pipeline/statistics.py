@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from ..errors import TuneportError
 from ..job import Job, PairedBatches, runs_on, views_of
 from ..maps.statistics import Statistics
 from ..measure.batches import count_samples, nested_to, samples_at_once
@@ -81,11 +80,9 @@ def _measured(
     limit = _token_limit(job)
     mine, before = share_of(job)
     ours, theirs = job.placements or (None, None)
-    if theirs is None and (job.source.offloaded or job.target.offloaded):
-        raise TuneportError(
-            "these models are larger than the memory budget, and only a transfer can run them: leave out --compare, or "
-            "give a larger --memory-budget."
-        )
+    if theirs is None:
+        for model in (job.source, job.target):
+            model.require_in_memory("measuring without a plan", "give a larger one, or run a transfer")
     left = _batches_after(mine.batches, earlier)
     with placed(job.source.module, ours), placed(job.target.module, theirs):
         return measure_pairs(

@@ -176,11 +176,8 @@ def port(
     """
     out, say = Path(out), note or (lambda _: None)
     scale = check_scale(scale, job.method)
-    if test is not None and job.target.offloaded:
-        raise TuneportError(
-            "the target is larger than the memory budget and cannot be scored with it: leave out --evaluate, and run "
-            "'tuneport evaluate' afterwards."
-        )
+    if test is not None:
+        job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
     conditions = _conditions(job, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
     work = Work(out, conditions, save_every)
     several = ranks().size > 1
