@@ -228,6 +228,7 @@ class TestRepeat:
         assert words[words.index("--scale") + 1] == "0.5"
         assert [words[i + 1] for i, word in enumerate(words) if word == "--exclude"] == ["*.bias", "classifier*"]
 
+    @pytest.mark.usefixtures("half_units")
     def test_what_shapes_the_maps(self, zoo: Zoo) -> None:
         told = {"labels": "source", "max_tokens": 50, "dtype": "bfloat16"}
         made = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, **told)
