@@ -52,7 +52,7 @@ def test_folder_prefers_test_to_validation(tmp_path: Path) -> None:
     assert len(read_plain(tmp_path, "test")) == 3
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+def test_class_called_train(tmp_path: Path) -> None:
     image_folder(tmp_path, {"car": 1, "train": 2})
     data = read_plain(tmp_path, "train")
     assert (data.classes, len(data)) == (("car", "train"), 3)
@@ -97,7 +97,7 @@ def test_folder_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("empty", ["null", "NaN", "-1", '""'])
-def test_an_empty_label_column_is_called_that(tmp_path: Path, empty: str) -> None:
+def test_empty_label_column_is_named(tmp_path: Path, empty: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(f'{{"text": "a", "label": {empty}}}\n' * 3)
     with raises("texts.jsonl has no labels: the column label is there, but empty", "in every row of the split all"):
@@ -204,7 +204,7 @@ def test_npz_errors(tmp_path: Path, arrays: dict[str, Any], parts: list[str]) ->
         read_plain(tmp_path / "t.npz", "train")
 
 
-def test_npz_that_is_none(tmp_path: Path) -> None:
+def test_broken_npz(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     np.savez(path, x=X, y=Y)
     for content in (b"", b"hello", path.read_bytes()[:-40], pickle.dumps({"x": X})):

@@ -62,7 +62,7 @@ def test_small_draws_begin_larger_ones(sampler: str, labels: list[int], seed: in
 @given(labels=LABELS, seed=st.integers(0, 1000), ends=st.data())
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("sampler", ["class_balanced", "centroid_near", "centroid_far"])
-def test_balanced_samplers_go_round(sampler: str, labels: list[int], seed: int, ends: st.DataObject) -> None:
+def test_balanced_samplers_alternate_between_classes(sampler: str, labels: list[int], seed: int, ends: st.DataObject) -> None:
     data = labelled(labels)
     count = ends.draw(st.integers(1, len(labels)))
     counts = class_counts(data, draw(data, sampler, samples=count, seed=seed))
@@ -131,7 +131,7 @@ def test_draw_checks_its_request() -> None:
             SAMPLERS["centroid_near"].draw(labels, 1, generator, features)
 
 
-def test_select_takes_a_hundred_unless_told() -> None:
+def test_select_takes_100_samples_by_default() -> None:
     assert len(select(labelled(np.arange(150) % 3))) == 100
 
 
@@ -190,7 +190,7 @@ def test_select_from_unlabelled_data() -> None:
         select(data, shots=1)
 
 
-def test_features_are_asked_for_only_when_needed() -> None:
+def test_features_are_computed_only_when_needed() -> None:
     def refuse(data: Dataset) -> torch.Tensor:
         raise AssertionError(data)
 

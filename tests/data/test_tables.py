@@ -82,7 +82,7 @@ def test_text_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", ["all", None])
-def test_a_table_whose_split_is_all_serves_both(tmp_path: Path, found: str | None) -> None:
+def test_table_whose_split_is_all_serves_both(tmp_path: Path, found: str | None) -> None:
     path = jsonl(tmp_path / "t.jsonl", [{"text": "a", "label": 0, "split": found}] * 3)
     assert [len(read_plain(path, "train")), len(read_plain(path, "test"))] == [3, 3]
 
@@ -161,7 +161,7 @@ def test_jsonl_errors(tmp_path: Path, content: str, parts: list[str]) -> None:
         read_plain(tmp_path / "t.jsonl", "train")
 
 
-def test_hidden_test_labels_do_not_trouble_training_data(tmp_path: Path) -> None:
+def test_hidden_test_labels_do_not_affect_the_training_split(tmp_path: Path) -> None:
     rows = [
         {"text": "a", "label": label, "split": split} for label, split in ((0, "train"), (1, "train"), (-1, "test"))
     ]
@@ -188,7 +188,7 @@ def test_other_broken_tables(tmp_path: Path) -> None:
             read_plain(tmp_path / name, "train")
 
 
-def test_an_empty_column_of_targets_is_none(tmp_path: Path) -> None:
+def test_empty_targets_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("text,label,target\nhello,0,\nworld,1, \n")
     found = read_plain(path, "train")

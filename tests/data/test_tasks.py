@@ -181,7 +181,7 @@ class TestLayouts:
             assert data.labels is not None
             assert data.labels.max() < len(data.classes)
 
-    def test_splits_share_nothing_and_repeat(self, layout: str, tmp_path: Path) -> None:
+    def test_splits_are_disjoint_and_reproducible(self, layout: str, tmp_path: Path) -> None:
         name, make, *_ = LAYOUTS[layout]
         task, place = get_task(name), make(tmp_path / "data")
         splits = [task.read(place, split) for split in ("train", "validation", "test")]
@@ -195,7 +195,7 @@ class TestLayouts:
         assert again.labels is not None
         assert again.labels.tolist() == splits[1].labels.tolist()  # type: ignore[union-attr]
 
-    def test_a_reference_reads_the_same(self, layout: str, tmp_path: Path) -> None:
+    def test_reference_reads_the_same(self, layout: str, tmp_path: Path) -> None:
         name, make, _, tested = LAYOUTS[layout]
         place = make(tmp_path / "data")
         data = read_data(f"{name.upper()}:{place}", "test")
@@ -217,7 +217,7 @@ USED: dict[str, set[str]] = {  # what a reader looks at for the training split, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_record_has_the_files_that_were_read_and_no_others(layout: str, tmp_path: Path) -> None:
+def test_record_has_exactly_the_files_that_were_read(layout: str, tmp_path: Path) -> None:
     name, make, *_ = LAYOUTS[layout]
     place = make(tmp_path / "data")
     for folder in (place, *(child for child in place.iterdir() if child.is_dir())):
@@ -229,7 +229,7 @@ def test_the_record_has_the_files_that_were_read_and_no_others(layout: str, tmp_
     assert all(hashlib.sha256((place / file).read_bytes()).hexdigest() == digest for file, digest in digests.items())
 
 
-def test_tables_inside_a_folder_are_the_files_that_were_read(tmp_path: Path) -> None:
+def test_files_of_tables_inside_a_folder(tmp_path: Path) -> None:
     rows = [{"sentence1": f"a {i}", "sentence2": "b", "label": i % 2, "text": f"a {i}"} for i in range(20)]
     for file in ("RTE/train.jsonl", "RTE/validation.jsonl", "notes.jsonl", "sst2_stsa.jsonl.gz"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -240,7 +240,7 @@ def test_tables_inside_a_folder_are_the_files_that_were_read(tmp_path: Path) -> 
         assert list(data_identity(tmp_path, train, np.arange(3))["sha256"]) == [used]
 
 
-def test_a_saved_data_set_is_all_its_files(tmp_path: Path) -> None:
+def test_files_of_a_saved_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).save_to_disk(str(tmp_path / "SST-2"))
     (tmp_path / "diary.md").write_text("not of the data set")
@@ -250,7 +250,7 @@ def test_a_saved_data_set_is_all_its_files(tmp_path: Path) -> None:
     assert any(file.endswith(".arrow") for file in files)
 
 
-def test_data_that_are_not_read_have_no_files(tmp_path: Path) -> None:
+def test_datasets_in_memory_have_no_files(tmp_path: Path) -> None:
     (tmp_path / "diary.md").write_text("not of the data set")
     assert data_identity(tmp_path)["sha256"] == {}
 
@@ -265,7 +265,7 @@ class TestContent:
         ]
         assert [image.getpixel((0, 0))[0] for image in test.inputs] == [0, 1, 2]
 
-    def test_folders_become_words_in_the_right_order(self, tmp_path: Path) -> None:
+    def test_folder_names_become_class_names_in_order(self, tmp_path: Path) -> None:
         data = get_task("eurosat").read(eurosat(tmp_path / "eurosat"), "train")
         shades = {
             round(image.getpixel((4, 4))[0] / 20)
@@ -275,7 +275,7 @@ class TestContent:
         assert shades == {9}
         assert data.classes[9] == "a sea or lake"
 
-    def test_ten_stands_for_the_digit_zero(self, tmp_path: Path) -> None:
+    def test_svhn_label_10_is_the_digit_0(self, tmp_path: Path) -> None:
         test = get_task("svhn").read(svhn(tmp_path / "svhn"), "test")
         by_shade = {
             image.getpixel((0, 0))[0]: int(label) for image, label in zip(test.inputs, test.labels, strict=True)
@@ -292,7 +292,7 @@ class TestContent:
         assert scenes == ("abbey", "outdoor apartment building", "coral reef underwater")
         assert scene_name("/b/balcony/exterior") == "exterior balcony"
 
-    def test_numbers_of_classes(self) -> None:
+    def test_class_counts(self) -> None:
         counts = {name: len(task.classes) for name, task in TASKS.items() if task.kind == "image"}
         assert counts == {
             "cars": 0,
@@ -308,14 +308,14 @@ class TestContent:
             assert len(set(task.classes)) == len(task.classes)
             assert all("{}" in prompt or "{text}" in prompt for prompt in task.prompts)
 
-    def test_a_tenth_is_kept_for_validation(self, tmp_path: Path) -> None:
+    def test_validation_split_is_a_tenth(self, tmp_path: Path) -> None:
         place = mnist(tmp_path / "mnist")
         train, validation = (get_task("mnist").read(place, split) for split in ("train", "validation"))  # type: ignore[arg-type]
         assert len(validation) == 10  # one of each class of four
         assert len(train) == 30
         assert VALIDATION_SHARE == 0.1
 
-    def test_other_formats_get_the_names_of_the_task(self, tmp_path: Path) -> None:
+    def test_other_formats_get_the_class_names_of_the_task(self, tmp_path: Path) -> None:
         labels = np.arange(20) % 10
         np.savez(tmp_path / "digits.npz", x=np.zeros((20, 8, 8), dtype=np.uint8), y=labels)
         data = read_data(f"svhn:{tmp_path / 'digits.npz'}", "test")
@@ -342,15 +342,15 @@ class TestErrors:
         with pytest.raises(DataError, match=r"unknown task 'mnits'\. Did you mean 'mnist'\? Known: .*cars, .*dtd"):
             read_data(f"mnits:{tmp_path}", "test")
 
-    def test_no_such_place(self, tmp_path: Path) -> None:
+    def test_missing_path(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no such file or folder, for the task svhn"):
             read_data(f"svhn:{tmp_path / 'none'}", "test")
 
-    def test_another_layout_lists_the_known_ones(self, tmp_path: Path) -> None:
+    def test_unknown_layout_lists_the_known_ones(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"does not look like SVHN\. Known layouts: train_32x32\.mat and test"):
             read_data(f"svhn:{tmp_path}", "test")
 
-    def test_a_path_with_a_colon_that_exists_is_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_existing_path_with_a_colon(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "mnist:old").mkdir()
         assert split_reference("mnist:old") == (None, Path("mnist:old"))
@@ -359,7 +359,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "content", [b"", b"\x00\x00\x08\x03" + 12 * b"\xff", b"\x00\x00\x08\x01\x00\x00\x00\x09ab"]
     )
-    def test_idx_files_that_are_none(self, tmp_path: Path, content: bytes) -> None:
+    def test_broken_idx_files(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(DataError, match="is not an idx file"):
             read_idx(tmp_path / "x", 3 if content[3:4] == b"\x03" else 1)
@@ -378,7 +378,7 @@ class TestErrors:
             with pytest.raises(DataError, match=rf"^cannot read \S*{name}: [^\n]+\.$"):
                 read_data(f"rte:{place}", "test")
 
-    def test_whatever_a_layout_meets_on_disk_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_disk_errors_of_layouts_are_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def closed(place: Path) -> None:
             raise PermissionError(13, "Permission denied", str(place))
 
@@ -386,14 +386,14 @@ class TestErrors:
         with pytest.raises(DataError, match=r"^cannot read \S+: .*Permission denied"):
             read_data(f"eurosat:{tmp_path}", "test")
 
-    def test_a_data_set_of_its_test_split_only(self, tmp_path: Path) -> None:
+    def test_dataset_with_only_a_test_split(self, tmp_path: Path) -> None:
         place = gtsrb(tmp_path / "gtsrb")
         shutil.rmtree(place / "GTSRB" / "Training")
         assert len(read_data(f"gtsrb:{place}", "test")) == 3
         with pytest.raises(DataError, match="has no folder Training, which holds its training images"):
             read_data(f"gtsrb:{place}", "train")
 
-    def test_one_sample_of_each_class_cannot_be_divided(self, tmp_path: Path) -> None:
+    def test_one_sample_per_class_cannot_be_split(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "few.npz", x=np.zeros((10, 8, 8), dtype=np.uint8), y=np.arange(10))
         reference = f"mnist:{tmp_path / 'few.npz'}"
         assert len(read_data(reference, "train")) == 10

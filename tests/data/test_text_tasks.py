@@ -27,7 +27,7 @@ def rows_of(task: str, count: int = 30) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("task", COLUMNS)
-def test_a_folder_with_a_table_for_each_split(task: str, tmp_path: Path) -> None:
+def test_folder_with_a_table_per_split(task: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", rows_of(task))
     write_rows(tmp_path / "validation.jsonl", rows_of(task, 12))
     train, test = (read_data(f"{task}:{tmp_path}", split) for split in ("train", "test"))
@@ -43,7 +43,7 @@ def test_a_folder_with_a_table_for_each_split(task: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("task", ["snli", "rte"])
-def test_a_data_set_that_the_datasets_library_saved(task: str, tmp_path: Path) -> None:
+def test_saved_dataset(task: str, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     names = list(TASKS[task].classes)
     rows = [*rows_of(task), {**rows_of(task, 1)[0], "label": -1}]  # SNLI has rows without a gold label

@@ -32,7 +32,7 @@ def job_of(zoo: Zoo, count: int = 12, method: str = "bico+", **options: Any) -> 
 
 
 class TestViews:
-    def test_a_view_keeps_size_and_mode_and_depends_on_the_seed_only(self) -> None:
+    def test_view_keeps_size_and_mode_and_depends_only_on_the_seed(self) -> None:
         images = [picture(i, (9, 6)) for i in range(3)]
         one, again, other = Views(images, 2, 7), Views(images, 2, 7), Views(images, 2, 8)
         assert len(one) == 6
@@ -41,7 +41,7 @@ class TestViews:
         assert {(view.size, view.mode) for view in one} == {((6, 9), "RGB")}
         assert any(not np.array_equal(one[i], images[i % 3]) for i in range(6))
 
-    def test_a_view_of_an_image_is_made_of_its_pixels(self) -> None:
+    def test_view_of_an_image_consists_of_its_pixels(self) -> None:
         image = picture(0)
         known = {tuple(pixel) for row in np.array(image) for pixel in row}
         views = list(Views([image], 8, 0))
@@ -49,7 +49,7 @@ class TestViews:
         for view in views:
             assert {tuple(pixel) for row in np.array(view) for pixel in row} <= known
 
-    def test_a_view_of_a_text_drops_words_and_adds_none(self) -> None:
+    def test_view_of_a_text_is_a_subset_of_its_words(self) -> None:
         text = "one two three four five six seven eight nine ten"
         views = list(Views([text], 50, 0))
         assert all(set(view.split()) <= set(text.split()) and view for view in views)
@@ -57,7 +57,7 @@ class TestViews:
         assert Views(["word"], 3, 0)[-1] == "word"  # something is always left
 
     @pytest.mark.parametrize("size", [(1, 1), (1, 5), (3, 40)])
-    def test_small_and_long_images(self, size: tuple[int, int]) -> None:
+    def test_small_and_narrow_images(self, size: tuple[int, int]) -> None:
         assert Views([picture(0, size)], 2, 0)[1].size == (size[1], size[0])
 
     def test_indices(self) -> None:
@@ -68,7 +68,7 @@ class TestViews:
 
 
 class TestRehearsal:
-    def test_every_sample_is_seen_again_in_changed_views(self, zoo: Zoo) -> None:
+    def test_every_sample_has_augmented_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
         views = views_of(job)
         assert views is not None
@@ -79,17 +79,17 @@ class TestRehearsal:
         chosen = job.batches.dataset.subset(job.batches.indices)
         assert np.array_equal(views.batches.dataset.labels, np.tile(chosen.labels, VIEWS))
 
-    def test_they_follow_the_seed(self, zoo: Zoo) -> None:
+    def test_views_follow_the_seed(self, zoo: Zoo) -> None:
         jobs = [views_of(job_of(zoo, seed=seed)) for seed in (0, 0, 1)]
         first, again, other = ([np.asarray(view) for view in job.batches.dataset.inputs] for job in jobs if job)  # type: ignore[union-attr]
         assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
         assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
 
-    def test_own_batches_are_left_as_they_are(self, zoo: Zoo) -> None:
+    def test_given_batches_have_no_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
         assert views_of(replace(job, batches=list(job.batches))) is None
 
-    def test_inputs_are_those_of_samples_and_views_together_and_gradients_the_samples(self, zoo: Zoo) -> None:
+    def test_views_extend_input_statistics_but_not_gradients(self, zoo: Zoo) -> None:
         job = job_of(zoo)
         found = measure_job(job)
         plain = measure_job(replace(job, method=METHODS["bico"]))
@@ -108,7 +108,7 @@ class TestRehearsal:
         shared = {id(covariance) for covariance in plain.covariances.values()}
         assert len({id(covariance) for covariance in found.covariances.values()}) == len(shared)
 
-    def test_max_tokens_hold_for_every_sample_alike(self, zoo: Zoo) -> None:
+    def test_max_tokens_apply_per_sample(self, zoo: Zoo) -> None:
         found = measure_job(job_of(zoo, max_tokens=24))
         tokens = {
             signal: max(c.tokens for key, c in found.covariances.items() if key[1] == signal) for _, signal in found
@@ -117,7 +117,7 @@ class TestRehearsal:
 
 
 class TestPreset:
-    def test_its_scale_is_auto_unless_another_is_asked_for(self, zoo: Zoo) -> None:
+    def test_scale_is_auto_by_default(self, zoo: Zoo) -> None:
         assert check_scale(None, "bico+") == "auto"
         assert check_scale(None, "bico") == check_scale(None, METHODS["theseus"]) == 1.0
         assert check_scale("0.5", "bico+") == 0.5
@@ -128,7 +128,7 @@ class TestPreset:
         assert fixed.scale == 1.0
         assert "scale_choice" not in fixed.record
 
-    def test_safe_is_recorded_and_goes_no_further_than_auto(self, zoo: Zoo) -> None:
+    def test_safe_scale_is_recorded_and_at_most_auto(self, zoo: Zoo) -> None:
         trio = zoo.trio("clip_vision")
         found = {rule: transfer(*trio, zoo.data, samples=12, scale=rule) for rule in ("auto", "safe")}
         rules = {rule: result.record["scale_choice"].pop("rule") for rule, result in found.items()}
@@ -137,7 +137,7 @@ class TestPreset:
         assert found["safe"].record["scale_choice"] == found["auto"].record["scale_choice"]  # the same search
         assert "--scale safe" in (repeat_command(transfer(*trio, zoo.data, samples=12, scale="safe").record) or "")
 
-    def test_the_same_bits_for_the_same_seed(self, zoo: Zoo) -> None:
+    def test_same_seed_gives_same_bits(self, zoo: Zoo) -> None:
         one, two = (run(job_of(zoo), scale=1.0).task_vector for _ in range(2))
         assert all(torch.equal(one[name], two[name]) for name in one)
         plain = run(job_of(zoo, method="bico")).task_vector

@@ -142,12 +142,12 @@ def test_index_pointing_outside_is_refused(tmp_path: Path, entry: str) -> None:
     index = tmp_path / "model" / "model.safetensors.index.json"
     assert error_of(lambda: open_checkpoint(tmp_path / "model")) == (
         f"{index} is refused: its entries must be names of files "
-        f"beside it, but it has {entry!r}. Use a copy from a source that you trust."
+        f"in the same folder, but it has {entry!r}. Use a copy from a source that you trust."
     )
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
-def test_index_that_is_none(tmp_path: Path, content: str) -> None:
+def test_malformed_index_is_refused(tmp_path: Path, content: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(content)
     assert error_of(lambda: open_checkpoint(tmp_path)) == (
@@ -272,7 +272,7 @@ def test_writing_reads_each_tensor_once_and_drops_it(tmp_path: Path, saved: Path
             return checkpoint[name]
 
     watched = Watched(dict.fromkeys(checkpoint))
-    write_checkpoint(tmp_path, watched, describe=lambda name: describe(checkpoint, name), max_shard_size="20KB")
+    write_checkpoint(tmp_path, watched, spec=lambda name: describe(checkpoint, name), max_shard_size="20KB")
     assert sorted(read) == sorted(checkpoint)
 
 
@@ -281,8 +281,8 @@ def test_writing_options_and_errors(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["vision.safetensors"]
     assert open_checkpoint(files[0]).metadata == {"made": "here"}
     assert error_of(
-        lambda: write_checkpoint(tmp_path, {"w": torch.ones(2)}, describe=lambda _: TensorSpec((3,), torch.float16))
-    ) == ("tensor w came as (2,) torch.float32, but was announced as (3,) torch.float16.")
+        lambda: write_checkpoint(tmp_path, {"w": torch.ones(2)}, spec=lambda _: TensorSpec((3,), torch.float16))
+    ) == ("tensor w is (2,) torch.float32, expected (3,) torch.float16.")
     path = tmp_path / "model.safetensors"
     assert error_of(lambda: write_checkpoint(tmp_path, {"w": torch.ones(2, dtype=torch.complex128)})) == (
         f"{path} cannot hold w (torch.complex128): safetensors has no such dtype. Cast them."
@@ -305,7 +305,7 @@ class TestTiedTensors:
         BertForMaskedLM(BertConfig(vocab_size=40, **size)).save_pretrained(tmp_path / "base")
         return tmp_path / "base"
 
-    def test_they_stay_tied_through_a_round_trip(self, tied: Path, tmp_path: Path) -> None:
+    def test_tied_tensors_stay_tied_through_a_round_trip(self, tied: Path, tmp_path: Path) -> None:
         from transformers import BertForMaskedLM
 
         stored = open_checkpoint(tied)
@@ -316,7 +316,7 @@ class TestTiedTensors:
         model = BertForMaskedLM.from_pretrained(tmp_path)
         assert model.get_parameter(decoder) is model.get_input_embeddings().weight
 
-    def test_a_side_that_stores_both_is_named(self, tied: Path) -> None:
+    def test_model_that_stores_both_tied_tensors_is_named(self, tied: Path) -> None:
         stored = dict(open_checkpoint(tied))
         both = {**stored, "cls.predictions.decoder.weight": torch.zeros(40, 16)}
         text = error_of(lambda: same_structure(stored, both))

@@ -1,4 +1,4 @@
-"""Places for outputs: whole or absent, kept from each other, and every error text."""
+"""Outputs: whole or absent, locked, and every error text."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, m
     assert [path.name for path in tmp_path.rglob("*")] == ["out", RECORD]
 
 
-def test_overwrite_reports_an_old_folder_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_reports_an_old_folder_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     remove = shutil.rmtree
@@ -132,11 +132,11 @@ def test_overwrite_reports_an_old_folder_that_stays(tmp_path: Path, monkeypatch:
             (folder / "new").write_text("new")
 
     text = error_of(work)
-    assert text.startswith(f"{out} is written, but what it replaced could not be removed (")
+    assert text.startswith(f"{out} is written, but the folder that it replaced could not be removed (")
     assert (out / "new").read_text() == "new"
 
 
-def test_overwrite_never_follows_a_link_nor_replaces_another_kind(tmp_path: Path) -> None:
+def test_overwrite_refuses_links_and_other_types(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("keep")
@@ -166,14 +166,14 @@ def test_overwrite_never_follows_a_link_nor_replaces_another_kind(tmp_path: Path
     assert (precious / "file").read_text() == "keep"
 
 
-def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_output_created_during_the_run_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def work() -> None:
         with new_folder(out):
             out.mkdir()
 
-    assert error_of(work) == f"{out} has appeared meanwhile and is kept. Choose another name."
+    assert error_of(work) == f"{out} was created by another program and is kept. Choose another name."
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -195,7 +195,7 @@ def test_output_needs_a_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that not even root can write to")
-def test_parent_that_refuses() -> None:
+def test_unwritable_parent() -> None:
     assert error_of(lambda: check_new_folder("/proc/out")).startswith("/proc/out cannot be written: ")
 
 
@@ -207,7 +207,7 @@ def test_parent_that_refuses() -> None:
         (errno.ENOSPC, "the disk is full. Free some space or choose another place."),
     ],
 )
-def test_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
+def test_disk_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
     out = tmp_path / "out"
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -225,7 +225,7 @@ def test_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code
 
 
 @pytest.mark.skipif(not HAS_DEV_FULL, reason="needs /dev/full")
-def test_disk_that_is_full_for_real(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def work() -> None:
@@ -240,7 +240,7 @@ def test_disk_that_is_full_for_real(tmp_path: Path) -> None:
     assert Path("/dev/full").is_char_device()
 
 
-def test_full_disk_as_safetensors_reports_it(tmp_path: Path) -> None:
+def test_full_disk_reported_by_safetensors(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def work(text: str) -> None:
@@ -252,7 +252,7 @@ def test_full_disk_as_safetensors_reports_it(tmp_path: Path) -> None:
         work("something else")
 
 
-def test_errors_about_other_files_are_not_ours(tmp_path: Path) -> None:
+def test_errors_about_other_files_pass_through(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), new_folder(tmp_path / "sub"):
         raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
 
@@ -287,7 +287,7 @@ def test_overwrite_replaces_outputs_only(tmp_path: Path) -> None:
             pytest.fail("work was done")
 
     expected = (
-        f"{out} is not overwritten: it is not empty, and no output of this command (no tuneport.json in it). "
+        f"{out} is not overwritten: it is not empty, and not an output of this command (no tuneport.json in it). "
         "Remove it by hand or choose another name."
     )
     assert error_of(work) == expected
@@ -299,7 +299,7 @@ def test_overwrite_replaces_outputs_only(tmp_path: Path) -> None:
     assert (out / "thesis.txt").read_text() == "mine"
 
 
-def test_a_part_of_an_input_is_spared(tmp_path: Path) -> None:
+def test_part_of_an_input_is_not_overwritten(tmp_path: Path) -> None:
     """A new folder in an input is no harm, one that is there already may be what the input is made of."""
     given, link = tmp_path / "images", tmp_path / "link"
     (given / "train" / "cat").mkdir(parents=True)
@@ -340,13 +340,13 @@ def test_new_file(tmp_path: Path) -> None:
 
 
 class TestClaims:
-    def test_a_second_run_is_told(self, tmp_path: Path) -> None:
+    def test_second_run_is_refused(self, tmp_path: Path) -> None:
         """Another process holds the output: one clear line, and nothing of it is touched."""
         out = tmp_path / "out"
         program = (
             "import sys, time\nfrom tuneport.io.output import new_folder\n"
             "with new_folder(sys.argv[1]) as folder:\n"
-            "    (folder / 'file').write_text('theirs')\n    print('ready', flush=True)\n    sys.stdin.read()\n"
+            "    (folder / 'file').write_text('first run')\n    print('ready', flush=True)\n    sys.stdin.read()\n"
         )
         command = [sys.executable, "-c", program, str(out)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -361,10 +361,10 @@ class TestClaims:
             other.communicate()
         expected = f"another run (process {other.pid}) is writing {out}. Wait until it ends, or choose another name."
         assert text == expected
-        assert (out / "file").read_text() == "theirs"
+        assert (out / "file").read_text() == "first run"
         assert list(tmp_path.iterdir()) == [out]
 
-    def test_what_a_killed_run_left_is_cleared(self, tmp_path: Path) -> None:
+    def test_leftovers_of_a_killed_run_are_removed(self, tmp_path: Path) -> None:
         out = tmp_path / "out.d"
         program = (
             "import os, sys\nfrom tuneport.io.output import new_folder\n"
@@ -383,7 +383,7 @@ class TestClaims:
             pass
         assert sorted(tmp_path.iterdir()) == sorted([out, *bystanders])
 
-    def test_an_output_caught_in_the_middle_of_its_replacement_comes_back(self, tmp_path: Path) -> None:
+    def test_old_output_of_an_interrupted_swap_is_restored(self, tmp_path: Path) -> None:
         aside = tmp_path / ".out.old-0123abcd"
         aside.mkdir()
         (aside / "precious").write_text("mine")
@@ -417,7 +417,7 @@ class TestClaims:
         assert found[1:] == ["claimed"]
         assert list(tmp_path.iterdir()) == []
 
-    def test_places_that_cannot_be_locked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with claimed(tmp_path / "missing" / "out"):
             pass
         (tmp_path / ".out.tuneport-lock").symlink_to(tmp_path / "victim")
@@ -434,7 +434,7 @@ class TestClaims:
             pass
         assert (tmp_path / "other").is_dir()
 
-    def test_a_lock_that_its_holder_just_removed_protects_nothing(
+    def test_lock_file_removed_by_its_last_holder_is_created_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The last holder removes the file between our open and our lock: the lock is taken again on a new file."""

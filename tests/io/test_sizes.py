@@ -20,20 +20,20 @@ from tuneport.io.sizes import format_bytes, free_memory, parse_bytes
         (12, 12),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
+def test_parse_bytes(text: int | str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GB", "8 parsecs", "5XB", "0GB", 0, "1e9", "nan"])
-def test_what_is_no_size_is_refused(text: int | str) -> None:
+def test_parse_bytes_refuses_other_text(text: int | str) -> None:
     with pytest.raises(TuneportError, match=r"must be a size such as 8GiB or 500MB, got "):
         parse_bytes(text)
 
 
-def test_sizes_are_shown_in_the_largest_unit_that_fits() -> None:
+def test_format_bytes() -> None:
     found = [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**20, 5 * 2**40)]
     assert found == ["0 B", "1023 B", "1.50 KiB", "3.00 MiB", "5120.00 GiB"]
 
 
-def test_some_memory_is_free() -> None:
+def test_free_memory() -> None:
     assert free_memory() > 2**20

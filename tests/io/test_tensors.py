@@ -21,7 +21,7 @@ from tuneport.io.tensors import (
 from tuneport.measure.batches import change_tensors, tensors_in
 
 
-def test_nothing_is_made_before_it_is_asked_for() -> None:
+def test_lazy_mapping_computes_on_access() -> None:
     made: list[str] = []
 
     def make(name: str) -> torch.Tensor:
@@ -36,14 +36,14 @@ def test_nothing_is_made_before_it_is_asked_for() -> None:
     assert made == ["b"]
 
 
-def test_an_unknown_name_comes_with_the_nearest() -> None:
+def test_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(UnknownTensorError) as caught:
         LazyMapping(["layer.0.weight", "head.bias"], len)["layer.0.weigth"]
     assert str(caught.value) == "1 tensors are not in the mapping: layer.0.weigth (nearest: layer.0.weight)."
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 2**21), (2, 2**22 + 1)])
-def test_pieces_are_the_tensor(shape: tuple[int, ...]) -> None:
+def test_pieces_cover_the_tensor(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()].reshape(shape)
     parts = list(pieces(tensor))
     assert torch.equal(torch.cat(parts) if tensor.ndim else parts[0], tensor)

@@ -30,7 +30,7 @@ def test_check_finite(tensors: dict[str, torch.Tensor]) -> None:
     assert "1 of 1 tensors" in error_of(lambda: check_finite(tensors, ["half"]))
 
 
-def test_same_structure_in_our_voice(tmp_path: Path) -> None:
+def test_same_structure_error_texts(tmp_path: Path) -> None:
     base = {f"layer.{i}": torch.zeros(1) for i in range(3)} | {"head.weight": torch.zeros(4, 2)}
     same_structure(base, {name: tensor + 1 for name, tensor in base.items()})
     finetuned = base | {"head.weight": torch.zeros(3, 2)}
@@ -60,12 +60,12 @@ def test_same_structure_collects_everything() -> None:
     assert text.endswith("block.9.w, ... and 2 more. Check that the fine-tuned model was fine-tuned from the base.")
 
 
-def test_vocabularies_of_other_length() -> None:
+def test_vocabularies_of_different_length() -> None:
     base = {"embed": torch.zeros(300, 4), "head": torch.zeros(300, 4), "w": torch.zeros(4, 4)}
     padded = {"embed": torch.zeros(320, 4), "head": torch.zeros(320, 4), "w": torch.zeros(4, 4)}
     assert error_of(lambda: same_structure(base, padded)) == (
         "2 of 3 tensors of the fine-tuned model differ in shape from the base: embed (320, 4) vs (300, 4), "
-        "head (320, 4) vs (300, 4). If these are vocabularies of 320 and 300 entries, one of them padded, give both "
-        'the same length with resize_token_embeddings. Exclude them with --exclude "embed" --exclude "head".'
+        "head (320, 4) vs (300, 4). If these are vocabularies of 320 and 300 entries, and one of them is padded, "
+        'resize one with resize_token_embeddings. Exclude them with --exclude "embed" --exclude "head".'
     )
     assert "vocabularies" not in error_of(lambda: same_structure(base, {**base, "w": torch.zeros(5, 4)}))

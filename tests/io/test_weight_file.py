@@ -71,11 +71,11 @@ def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_pickles_that_are_no_state_dict(tmp_path: Path) -> None:
+def test_pickles_without_a_state_dict(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(2), "epoch": 3}, path)
     assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is not a state dict: it holds 1 entries that are no tensors: epoch. Save model.state_dict()."
+        f"{path} is not a state dict: it holds 1 entries that are not tensors: epoch. Save model.state_dict()."
     )
     torch.save([torch.ones(2)], path)
     assert error_of(lambda: open_checkpoint(path)) == (
@@ -85,7 +85,7 @@ def test_pickles_that_are_no_state_dict(tmp_path: Path) -> None:
     assert "it holds nothing" in error_of(lambda: open_checkpoint(path))
     path.write_bytes(b"not a pickle")
     assert error_of(lambda: open_checkpoint(path)) == (
-        f"{path} is not a file of torch.save. Download or save it again."
+        f"{path} was not written by torch.save. Download or save it again."
     )
     torch.save({"w": torch.ones(1000)}, path)
     whole = path.read_bytes()

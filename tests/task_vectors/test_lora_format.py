@@ -46,7 +46,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
 
 
-def test_a_pickled_adapter_and_a_live_one_read_the_same(tmp_path: Path) -> None:
+def test_pickled_and_live_adapters_read_the_same(tmp_path: Path) -> None:
     base = clip()
     model = adapted(base, target_modules=TARGETS["clip"], modules_to_save=["visual_projection"])
     folder = saved(model, tmp_path / "lora")
@@ -77,7 +77,7 @@ def test_a_pickled_adapter_and_a_live_one_read_the_same(tmp_path: Path) -> None:
         ({"r": 4}, r"6 parts of the adapter .* \(factors \(3, 16\) and \(32, 3\), but its configuration says rank 4\)"),
     ],
 )
-def test_what_cannot_be_read_exactly_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     base = clip()
     folder = saved(adapted(base, target_modules=TARGETS["clip"]), tmp_path / "lora")
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Any, Any, Any, list[str]]] = {
 
 @pytest.mark.parametrize("method", ["bico", "theseus", "naive"])
 @pytest.mark.parametrize("family", CASES)
-def test_a_lora_of_one_base_becomes_a_lora_of_another(
+def test_lora_is_transferred_as_a_lora(
     family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, data, loss, modules = CASES[family]
@@ -144,7 +144,7 @@ def forbidden(*_: Any) -> Any:
     raise AssertionError("a dense update was made")
 
 
-def test_a_live_adapter_is_a_fine_tune(tmp_path: Path) -> None:
+def test_live_adapter_as_finetuned(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     model = adapted(source, target_modules=["q_proj", "fc1"])
     folder = saved(model, tmp_path / "lora")
@@ -156,7 +156,7 @@ def test_a_live_adapter_is_a_fine_tune(tmp_path: Path) -> None:
         tuneport.transfer(model.get_base_model(), folder, target, images(), loss=clip_loss)
 
 
-def test_blocks_without_an_adapter_stay(tmp_path: Path) -> None:
+def test_blocks_without_an_adapter_do_not_change(tmp_path: Path) -> None:
     """The depth rule counts all blocks of the source, not only those that the adapter reaches."""
     source, target = clip(depth=4), clip(24, 4, 1)
     model = adapted(source, target_modules=["q_proj"], layers_to_transform=[1])
@@ -212,7 +212,7 @@ def low_rank(vector: TaskVector, rank: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shapes", [{}, {"width": 16, "depth": 3, "fused": True}])
-def test_every_method_moves_factors_as_it_moves_matrices(method: str, shapes: dict[str, Any]) -> None:
+def test_every_method_transfers_factors_like_dense_matrices(method: str, shapes: dict[str, Any]) -> None:
     if shapes and method in ("gradfix", "transfusion"):
         pytest.skip("for one architecture only")
     source, target = toy.ToyViT(seed=1), toy.ToyViT(**shapes, seed=2)
@@ -231,7 +231,7 @@ def test_every_method_moves_factors_as_it_moves_matrices(method: str, shapes: di
     assert all((record.rank == 2) == METHODS[method].keeps_rank for record in moved.records)
 
 
-def test_low_rank_results_are_used_like_dense_ones(tmp_path: Path) -> None:
+def test_low_rank_results_apply_like_dense_results(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     folder = saved(adapted(source, target_modules=["q_proj", "patch_embedding"]), tmp_path / "lora")
     batches = images(16)
@@ -332,7 +332,7 @@ def test_extract_and_apply_an_adapter(zoo: Zoo, lora: Path, tmp_path: Path) -> N
         torch.testing.assert_close(dict(whole.named_parameters())[name], parameter, atol=1e-6, rtol=1e-5)
 
 
-def test_plan_and_the_way_through_a_task_vector(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_transfer_from_a_saved_task_vector(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
     lora = saved(adapted(base, target_modules=["q_proj"], bias="all"), tmp_path / "lora")
     assert run("plan", *inputs(zoo, lora), "--json") == 0
@@ -348,7 +348,7 @@ def test_plan_and_the_way_through_a_task_vector(zoo: Zoo, tmp_path: Path, capsys
     assert open_adapter(tmp_path / "direct").config["bias"] == "all"
 
 
-def test_extract_where_live_names_are_not_those_of_the_files(zoo: Zoo, tmp_path: Path) -> None:
+def test_extract_where_live_names_differ_from_file_names(zoo: Zoo, tmp_path: Path) -> None:
     base = zoo["vit-base"]
     model = transformers.ViTForImageClassification.from_pretrained(base)
     tuned = adapted(model, target_modules=["q_proj"], modules_to_save=["classifier"])
@@ -365,7 +365,7 @@ def test_extract_where_live_names_are_not_those_of_the_files(zoo: Zoo, tmp_path:
     assert set(vector) - set(again) == {"classifier.weight", "classifier.bias"}
 
 
-def test_another_name_of_the_base_is_only_a_note(
+def test_another_base_name_is_a_note(
     zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import shutil

@@ -81,7 +81,7 @@ def test_reading_equals_peft(family: str, option: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("which", ["all-linear", "regex"])
-def test_every_way_to_name_modules(family: str, which: str, tmp_path: Path) -> None:
+def test_every_form_of_target_modules(family: str, which: str, tmp_path: Path) -> None:
     base = MODELS[family]()
     target = "all-linear" if which == "all-linear" else rf".*\.1\..*({'|'.join(TARGETS[family])})"
     model = adapted(base, target_modules=target)
@@ -117,7 +117,7 @@ def test_whole_modules_convolutions_and_embeddings(tmp_path: Path) -> None:
     assert_same(vector, merged_change(model, base), 2e-6)
 
 
-def test_a_bias_that_changed_alone_is_a_layer_of_rank_0(tmp_path: Path) -> None:
+def test_bias_without_weight_change_is_a_layer_of_rank_0(tmp_path: Path) -> None:
     base = clip()
     vector = read(saved(adapted(base, target_modules=["q_proj"], bias="all"), tmp_path / "lora"), base)
     alone = vector["vision_model.encoder.layers.0.mlp.fc1.weight"]
@@ -125,7 +125,7 @@ def test_a_bias_that_changed_alone_is_a_layer_of_rank_0(tmp_path: Path) -> None:
     assert (alone.rank, alone.norm(), bool(alone.dense().any())) == (0, 0.0, False)
 
 
-def test_torchs_own_attention(tmp_path: Path) -> None:
+def test_multihead_attention(tmp_path: Path) -> None:
     """peft counts its output projection twice, so that part is read only where it is zero."""
     base = seeded(WithAttention, 0)
     model = adapted(base, target_modules=["attention", "head"])
@@ -138,7 +138,7 @@ def test_torchs_own_attention(tmp_path: Path) -> None:
     assert_same(vector, merged_change(model, base), 2e-6)
 
 
-def test_names_of_the_files_are_understood(tmp_path: Path) -> None:
+def test_file_names_of_modules(tmp_path: Path) -> None:
     """An adapter made when live names were the names in the files (transformers 4) reads the same."""
     from safetensors.torch import load_file, save_file
 
@@ -191,7 +191,7 @@ def test_damaged_adapters(config: dict[str, Any], tensors: dict[str, Any], messa
         read(folder, base)
 
 
-def test_without_a_live_model_shapes_tell_how_a_weight_is_stored(tmp_path: Path) -> None:
+def test_transposed_weights_are_recognised_by_shape(tmp_path: Path) -> None:
     base = gpt2()
     model = adapted(base, target_modules=["c_attn", "c_proj"])  # c_proj of the attention is square
     adapter = open_adapter(saved(model, tmp_path / "lora"))
@@ -203,7 +203,7 @@ def test_without_a_live_model_shapes_tell_how_a_weight_is_stored(tmp_path: Path)
     assert_same(read(tmp_path / "lora", base), merged_change(model, base), 2e-6)
 
 
-def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_are_in_one_error(tmp_path: Path) -> None:
     folder = saved(
         adapted(clip(), target_modules=TARGETS["clip"], modules_to_save=["visual_projection"]), tmp_path / "a"
     )
@@ -223,7 +223,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"r": float("inf")}, {"lora_alpha": float("inf")}, {"lora_alpha": float("nan")}])
-def test_numbers_that_are_none_are_refused(tmp_path: Path, changed: dict[str, float]) -> None:
+def test_nan_and_infinity_are_refused(tmp_path: Path, changed: dict[str, float]) -> None:
     """JSON as Python reads it knows Infinity and NaN; found by fuzzing."""
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["a"]} | changed
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

@@ -25,7 +25,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
 
 
-def test_a_full_fine_tune_becomes_an_adapter_of_a_chosen_rank(tmp_path: Path) -> None:
+def test_full_fine_tune_as_an_adapter_of_chosen_rank(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     tuned = toy.finetuned(source)
     result = tuneport.transfer(source, tuned, target, images(), loss=clip_loss)
@@ -78,7 +78,7 @@ def test_adapters_of_every_family_load(family: str, zoo: Zoo, tmp_path: Path) ->
         torch.testing.assert_close(parameter.detach(), expected[name].detach(), atol=2e-5, rtol=1e-4)
 
 
-def test_what_an_adapter_has_no_place_for_is_listed(tmp_path: Path) -> None:
+def test_tensors_that_an_adapter_cannot_hold_are_listed(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     tuned = seeded(clip, 7)
     result = tuneport.transfer(source, tuned, target, method="naive")
@@ -97,7 +97,7 @@ def test_what_an_adapter_has_no_place_for_is_listed(tmp_path: Path) -> None:
         pack(TaskVector({"transformer.ln_f.weight": torch.ones(16)}), tied, dict(tied.named_parameters()))
 
 
-def test_odd_places(tmp_path: Path) -> None:
+def test_attention_tied_weights_and_convolutions(tmp_path: Path) -> None:
     """Torch's attention, embeddings, names that end other names: what is written is what peft loads."""
 
     class Odd(nn.Module):

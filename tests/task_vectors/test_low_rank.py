@@ -35,7 +35,7 @@ def test_factors_that_do_not_fit(out: tuple[int, ...], in_: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("shape", [(12, 9), (9, 12), (6, 3, 4, 4)])
-def test_truncation_is_optimal_and_says_what_is_lost(shape: tuple[int, ...]) -> None:
+def test_truncation_is_optimal_and_reports_the_lost_energy(shape: tuple[int, ...]) -> None:
     update = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     singular = torch.linalg.svdvals(update.flatten(1).double())
     total = float(singular.square().sum())

@@ -193,7 +193,7 @@ def test_norms(one: TaskVector) -> None:
     assert (one - one).norm() == pytest.approx(0, abs=1e-6)
 
 
-def test_adding_what_does_not_fit(one: TaskVector) -> None:
+def test_adding_different_shapes_is_refused(one: TaskVector) -> None:
     other = TaskVector({"dense": torch.zeros(2, 3), "mine": torch.zeros(2)})
     assert error_of(TuneportError, lambda: one + other) == (
         "1 of 2 shared tensors of two task vectors differ in shape: dense (3, 3) vs (2, 3). "
@@ -262,7 +262,7 @@ def test_apply_to_rounds_once() -> None:
     assert applied["w"].item() == 1 + 2.0**-7  # three steps in bfloat16 would have stayed at 1
 
 
-def test_apply_to_what_does_not_fit() -> None:
+def test_apply_to_another_model_is_refused() -> None:
     vector = TaskVector({"encoder.weight": torch.zeros(2), "zzz": torch.zeros(2)})
     assert error_of(TuneportError, lambda: vector.apply_to({"encode.weight": torch.zeros(2)})) == (
         "2 of 2 tensors are not in the base: encoder.weight (nearest: encode.weight), zzz. Use rename() or subset()."
@@ -291,7 +291,7 @@ def test_file_format(tmp_path: Path, one: TaskVector) -> None:
     assert isinstance(loaded["low"], LowRank)
 
 
-def test_saving_computes_each_entry_once_and_keeps_none(tmp_path: Path) -> None:
+def test_saving_computes_each_entry_once_and_caches_none(tmp_path: Path) -> None:
     base = Watched({f"w{i}": random(3, seed=i) for i in range(5)})
     vector = TaskVector.between(base, {name: tensor + 1 for name, tensor in base.tensors.items()})
     save_task_vector(tmp_path / "tau.safetensors", vector)
@@ -308,7 +308,7 @@ def test_saving_computes_each_entry_once_and_keeps_none(tmp_path: Path) -> None:
     assert calls == ["a", "b"]
 
 
-def test_saving_is_refused_or_whole(tmp_path: Path, one: TaskVector) -> None:
+def test_saving_is_atomic(tmp_path: Path, one: TaskVector) -> None:
     path = tmp_path / "tau.safetensors"
     save_task_vector(path, one)
     before = path.read_bytes()
@@ -332,7 +332,7 @@ def test_saving_is_refused_or_whole(tmp_path: Path, one: TaskVector) -> None:
     )
 
 
-def test_loading_what_is_no_task_vector(tmp_path: Path) -> None:
+def test_loading_other_files_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     assert error_of(CheckpointError, lambda: load_task_vector(tmp_path)) == (
         f"{tmp_path} is a folder, not a task vector. Make one with tuneport extract."
@@ -390,7 +390,7 @@ def test_extract_and_apply_on_real_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_dtype_policy(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dtype_policy(tmp_path: Path, dtype: torch.dtype) -> None:
     """Differences in float32 (float64 where an input is), sums in the same, one rounding to the base's own dtype."""
     generator = torch.Generator().manual_seed(0)
     base, finetuned = ({"w": torch.randn(64, 3, generator=generator).to(dtype)} for _ in range(2))

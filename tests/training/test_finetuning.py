@@ -41,7 +41,7 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def test_the_schedule_by_hand() -> None:
+def test_schedule_against_the_formula() -> None:
     schedule = Schedule(steps=20, learning_rate=2.0)
     rates = [schedule.rate(step) for step in range(20)]
     assert rates[:2] == [1.0, 2.0]  # a tenth of the steps to warm up
@@ -56,12 +56,12 @@ def test_short_runs_have_no_warm_up(steps: int) -> None:
     assert all(schedule.rate(step + 1) < schedule.rate(step) for step in range(steps - 1))
 
 
-def test_without_steps_there_is_nothing_to_do(setting: tuple[Model, Head, Dataset]) -> None:
+def test_zero_steps_are_refused(setting: tuple[Model, Head, Dataset]) -> None:
     with pytest.raises(TuneportError, match="at least one step, got 0"):
         list(finetune(*setting, Schedule(steps=0)))
 
 
-def test_a_run_that_diverges_is_told(setting: tuple[Model, Head, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diverging_run_is_an_error(setting: tuple[Model, Head, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = (
         f"the fine-tuning of {setting[0].name} on {setting[2].name} has diverged: the loss is no number at step 2 of "
         "3. Lower the learning rate (--learning-rate), which is 1e+30."
@@ -78,7 +78,7 @@ def test_a_run_that_diverges_is_told(setting: tuple[Model, Head, Dataset], monke
         list(finetune(*setting, Schedule(steps=1, learning_rate=1e30, weight_decay=1e10)))
 
 
-def test_one_step_is_one_step_of_adamw(setting: tuple[Model, Head, Dataset]) -> None:
+def test_one_step_equals_adamw(setting: tuple[Model, Head, Dataset]) -> None:
     """Against PyTorch, written down plainly: a set smaller than a batch is taken whole."""
     model, head, data = setting
     found = state(last(model, head, data, Schedule(steps=1, learning_rate=1e-3)))
@@ -93,7 +93,7 @@ def test_one_step_is_one_step_of_adamw(setting: tuple[Model, Head, Dataset]) -> 
             assert torch.allclose(found[name], tensor, atol=2e-6), name
 
 
-def test_the_same_seed_gives_the_same_bits(setting: tuple[Model, Head, Dataset]) -> None:
+def test_same_seed_gives_same_bits(setting: tuple[Model, Head, Dataset]) -> None:
     model, head, data = setting
     one, two, other = (
         state(last(model, head, data, Schedule(steps=4, batch_size=7, learning_rate=1e-3, seed=seed)))
@@ -103,7 +103,7 @@ def test_the_same_seed_gives_the_same_bits(setting: tuple[Model, Head, Dataset])
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_dropout_follows_the_seed_and_leaves_the_generators_alone(tmp_path: Path) -> None:
+def test_dropout_follows_the_seed_and_keeps_the_global_generators(tmp_path: Path) -> None:
     """BERT drops a tenth while it trains: a seed gives the same bits, another one others."""
     words = texts.bert_tokenizer()
     model = open_model(texts.write(tmp_path / "bert", texts.make("bert"), words))
@@ -123,7 +123,7 @@ def test_dropout_follows_the_seed_and_leaves_the_generators_alone(tmp_path: Path
     assert not torch.equal(found[0], found[2])
 
 
-def test_what_was_given_is_untouched(setting: tuple[Model, Head, Dataset]) -> None:
+def test_given_model_does_not_change(setting: tuple[Model, Head, Dataset]) -> None:
     model, head, data = setting
     assert head.class_embeds is not None
     before, embeds = state(model.module), head.class_embeds.clone()

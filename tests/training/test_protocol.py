@@ -25,7 +25,7 @@ from tuneport.training.finetune import PROTOCOL, Schedule, finetune, prepare_tra
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
 
 
-def test_the_protocol_is_the_papers() -> None:
+def test_protocol_of_the_paper() -> None:
     assert (PROTOCOL.steps, PROTOCOL.batch_size, PROTOCOL.learning_rate) == (2000, 128, 1e-5)
     assert (PROTOCOL.weight_decay, PROTOCOL.warmup) == (0.1, 200)
     assert PROTOCOL.rate(199) == PROTOCOL.rate(200) == 1e-5
@@ -33,7 +33,7 @@ def test_the_protocol_is_the_papers() -> None:
     assert PROTOCOL.rate(1999) < 1e-10
 
 
-def test_the_folder_holds_what_was_trained(zoo: Zoo, tmp_path: Path) -> None:
+def test_output_folder_holds_the_trained_weights(zoo: Zoo, tmp_path: Path) -> None:
     base = zoo["clip_vision-base"]
     record = run_training(
         prepare_training(base, zoo.data, SCHEDULE, device="cpu"), tmp_path / "out", checkpoint_every=2
@@ -56,13 +56,13 @@ def test_the_folder_holds_what_was_trained(zoo: Zoo, tmp_path: Path) -> None:
     assert "validation_accuracy" not in record  # no split to look at
 
 
-def test_dtypes_of_the_base_are_kept(zoo: Zoo, tmp_path: Path) -> None:
+def test_output_keeps_the_dtypes_of_the_base(zoo: Zoo, tmp_path: Path) -> None:
     run_training(prepare_training(zoo["clip_vision-target16"], zoo.data, SCHEDULE, device="cpu"), tmp_path / "out")
     stored = open_checkpoint(tmp_path / "out")
     assert {stored.dtype(name) for name in stored} == {torch.float16}
 
 
-def test_a_task_has_a_validation_split(zoo: Zoo, tmp_path: Path) -> None:
+def test_validation_accuracy_of_a_task(zoo: Zoo, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (60, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "m.npz", x_train=pixels, y_train=np.arange(60) % 3, x_test=pixels[:9], y_test=np.arange(9) % 3)
     ready = prepare_training(zoo["clip-base"], f"mnist:{tmp_path / 'm.npz'}", SCHEDULE, device="cpu")
@@ -72,7 +72,7 @@ def test_a_task_has_a_validation_split(zoo: Zoo, tmp_path: Path) -> None:
     assert all("validation_accuracy" in item for item in record["checkpoints"])
 
 
-def test_sets_too_large_to_keep_train_the_same(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_inputs_give_the_same_bits(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
     head = choose_head(model, None, data.name, data.classes)
     *_, (_, kept) = finetune(model, head, data, SCHEDULE)
@@ -83,7 +83,7 @@ def test_sets_too_large_to_keep_train_the_same(zoo: Zoo, monkeypatch: pytest.Mon
         assert torch.equal(tensor, read.state_dict()[name]), name
 
 
-def test_a_batch_may_take_several_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_accumulation(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train").subset(range(22))
     head = choose_head(model, None, data.name, data.classes)
     schedule = Schedule(steps=2, batch_size=22, learning_rate=1e-3)
@@ -99,7 +99,7 @@ def test_a_batch_may_take_several_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPat
             assert torch.allclose(tensor, found[1][name], atol=2e-5), name
 
 
-def test_losses_are_means_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_losses_are_means_since_the_last_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LOG_EVERY", 2)
     losses: list[dict[str, float]] = []
     log = training._logger(5, losses)
@@ -108,7 +108,7 @@ def test_losses_are_means_since_the_last(monkeypatch: pytest.MonkeyPatch) -> Non
     assert losses == [{"step": 2, "loss": 1.5}, {"step": 4, "loss": 3.5}, {"step": 5, "loss": 5.0}]
 
 
-def test_a_run_that_stops_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+def test_failed_run_leaves_no_output(zoo: Zoo, tmp_path: Path) -> None:
     ready = prepare_training(zoo["clip_vision-base"], zoo.data, SCHEDULE, device="cpu")
 
     def stop(_: int) -> None:
@@ -144,7 +144,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-def test_the_command(run: Run, zoo: Zoo, tmp_path: Path) -> None:
+def test_finetune_command(run: Run, zoo: Zoo, tmp_path: Path) -> None:
     base, options = zoo["clip_vision-base"], ["--steps", "4", "--batch-size", "8", "--device", "cpu"]
     code, out, _ = run(base, "--data", zoo.data, "--out", tmp_path / "out", *options, "--json")
     assert code == 0

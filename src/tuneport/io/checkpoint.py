@@ -1,7 +1,7 @@
 """The weights of a model on disk, in one file or in shards with an index: read lazily, written as a stream.
 
-Rules kept here: opening reads headers only and a tensor is read when asked for; an index cannot point outside its
-folder; writing holds one tensor at a time. Whatever goes wrong is one CheckpointError.
+Rules kept here: opening reads headers only, and a tensor is read on access; an index cannot point outside its
+folder; writing holds one tensor at a time. Every failure is one CheckpointError.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class Checkpoint(Mapping[str, torch.Tensor]):
     """A model's weights as a lazy Mapping, sorted by name; made by `open_checkpoint`.
 
-    `checkpoint[name]` reads one tensor, on the CPU and in its stored dtype, and keeps nothing: asking twice
-    reads twice. A file that vanished or changed since the opening is an error, not a wrong tensor.
+    `checkpoint[name]` reads one tensor, on the CPU and in its stored dtype, and caches nothing. A file that vanished
+    or changed since the checkpoint was opened is an error, not a wrong tensor.
     """
 
     def __init__(self, path: Path, files: Mapping[str, WeightFile], prefix: str = "") -> None:
@@ -72,7 +72,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self._file(name).specs[self._prefix + name].dtype
 
     def without_prefix(self, prefix: str) -> Checkpoint:
-        """The same tensors under shorter names, where all names begin so, as distributed training leaves them."""
+        """The same tensors without a prefix that all names share (such as `module.` of distributed training)."""
         if not all(name.startswith(prefix) for name in self):
             return self
         files = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
@@ -87,8 +87,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 def open_checkpoint(path: PathLike) -> Checkpoint:
     """Open a weight file or a model folder, reading headers only.
 
-    Takes a `.safetensors` file, a folder with `model.safetensors` or its sharded index, and pickled state
-    dicts (`.bin`, `.pt`, `pytorch_model.bin` and its index) as long as they hold nothing but tensors.
+    Accepts a `.safetensors` file, a folder with `model.safetensors` or its sharded index, and pickled state
+    dicts (`.bin`, `.pt`, `pytorch_model.bin` and its index) that hold only tensors.
     """
     path = Path(path)
     if path.is_dir():
@@ -131,7 +131,7 @@ def _weights_in(folder: Path) -> Path:
 
 
 def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
-    """Read a JSON file, or raise a CheckpointError that says `what` it was to be; larger than `limit` is refused."""
+    """Read a JSON file of at most `limit` bytes, or raise a CheckpointError that says `what` was expected."""
     try:
         size = path.stat().st_size
         if size > limit:
@@ -145,7 +145,7 @@ def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
 
 
 def _open_index(index: Path) -> dict[str, WeightFile]:
-    """Open every shard that an index names, and check that each tensor is where the index says."""
+    """Open every shard that an index names, and check that each shard holds its tensors."""
     content = read_json(index, "an index", limit=10**8)
     try:
         shard_of = {str(name): str(shard) for name, shard in content["weight_map"].items()}
@@ -158,7 +158,7 @@ def _open_index(index: Path) -> dict[str, WeightFile]:
     outside = [repr(name) for name in names if name in ("", ".", "..") or re.search(r"[/\\:\0]", name)]
     if outside:
         raise CheckpointError(
-            f"{index} is refused: its entries must be names of files beside it, "
+            f"{index} is refused: its entries must be names of files in the same folder, "
             f"but it has {first_of(outside)}. Use a copy from a source that you trust."
         )
     missing = [name for name in names if not os.path.isfile(index.parent / name)]
@@ -181,7 +181,7 @@ def write_checkpoint(
     folder: PathLike,
     tensors: Mapping[str, torch.Tensor],
     *,
-    describe: Callable[[str], TensorSpec] | None = None,
+    spec: Callable[[str], TensorSpec] | None = None,
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
     stem: str = "model",
@@ -189,48 +189,41 @@ def write_checkpoint(
     """Write tensors as from_pretrained expects them, one at a time, and return the files written.
 
     One `model.safetensors` where it fits, else shards and their index. The files are planned from shapes and
-    dtypes: `describe(name)`, else the mapping's own `shape` and `dtype`, else from reading each tensor once
-    more. Metadata is {"format": "pt"} unless given. Use it inside `new_folder`: by itself it is not atomic.
+    dtypes: `spec(name)`, else the mapping's own `shape` and `dtype`, else each tensor is read once more.
+    It is not atomic: use it inside `new_folder`.
+
+    Args:
+        folder: the folder to write to, which exists.
+        tensors: the tensors by name.
+        spec: shape and dtype of a tensor by name.
+        max_shard_size: bytes of a file; a larger tensor gets its own file.
+        metadata: metadata of the files, {"format": "pt"} by default.
+        stem: name of the files, without suffix and number.
     """
-    folder, limit = Path(folder), parse_bytes(max_shard_size, "max_shard_size")
-    specs = {name: (describe or _describer(tensors))(name) for name in tensors}
-    shards = _shards(specs, limit)
-    numbered = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    files = [f"{stem}.safetensors"] if len(shards) == 1 else numbered
-    metadata = {"format": "pt"} if metadata is None else metadata
-    for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, tensors, shard, metadata)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
-            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
-        }
-        files.append(f"{stem}.safetensors.index.json")
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / files[-1]).write_text(text, encoding="utf-8")
-        sync(folder / files[-1])
-    return [folder / file for file in files]
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-
-def _shards(specs: Mapping[str, TensorSpec], limit: int) -> list[dict[str, TensorSpec]]:
-    """The tensors in their order, cut where a file would exceed `limit` bytes; a larger tensor has a file to itself."""
-    shards: list[dict[str, TensorSpec]] = [{}]
-    room = limit
-    for name, spec in specs.items():
-        if spec.nbytes > room and shards[-1]:
-            shards.append({})
-            room = limit
-        shards[-1][name] = spec
-        room -= spec.nbytes
-    return shards
-
-
-def _describer(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], TensorSpec]:
-    return lambda name: describe(tensors, name)
+    folder = Path(folder)
+    specs = {name: describe(tensors, name) if spec is None else spec(name) for name in tensors}
+    shards = split_state_dict_into_shards_factory(
+        specs,
+        get_storage_size=lambda each: each.nbytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=parse_bytes(max_shard_size, "max_shard_size"),
+    )
+    files = [folder / name for name in shards.filename_to_tensors]
+    for file in files:
+        chosen = {name: specs[name] for name in shards.filename_to_tensors[file.name]}
+        write_safetensors(file, tensors, chosen, {"format": "pt"} if metadata is None else metadata)
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        files.append(folder / f"{stem}.safetensors.index.json")
+        files[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        sync(files[-1])
+    return files
 
 
 def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
-    """Return the SHA-256 of each file, read in pieces, under its path as given."""
+    """Return the SHA-256 of each file, under its path as given."""
     digests = {}
     for path in paths:
         digest = hashlib.sha256()

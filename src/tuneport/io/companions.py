@@ -1,7 +1,7 @@
-"""What stands beside a model's weights and belongs to it: configuration, tokenizer, processor, heads, pooling.
+"""The files that accompany a model's weights: configuration, tokenizer, processor, heads, pooling.
 
-Rules kept here: the model's weights, our own files and hidden files stay behind; a link that leads out of its folder is
-refused, since an output may be published.
+Rules kept here: weights, files that tuneport writes and hidden files are not companions; a link that points outside its
+folder is refused, since an output may be published.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ..errors import CheckpointError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 README = "README.md"
-MODULES = "[1-9]_*"  # folders of what comes after the transformer in a sentence encoder: 1_Pooling, 2_Dense
-OUR_FILES = (README, "tuneport.json", "report.html")
+MODULES = "[1-9]_*"  # folders of the modules after the transformer of a sentence encoder: 1_Pooling, 2_Dense
+OWN_FILES = (README, "tuneport.json", "report.html")  # written by tuneport
 
 
 def copy_companions(source: Path | None, folder: Path) -> None:
-    """Carry over what stands beside the weights."""
+    """Copy the companions of the weights in `source` to `folder`; do nothing if there is no source folder."""
     if source is None:
         return
     for file in companions(source):
@@ -28,12 +28,12 @@ def copy_companions(source: Path | None, folder: Path) -> None:
 
 
 def companions(folder: Path, *more: str) -> list[Path]:
-    """The files beside a model's weights that belong to it, and those of our own that are named."""
+    """The companion files in a model's folder, and those of tuneport's own files that `more` names."""
     found = [
         item
         for item in sorted(folder.iterdir())
         if not item.name.startswith(".")
-        and (item.name not in OUR_FILES or item.name in more)
+        and (item.name not in OWN_FILES or item.name in more)
         and not _is_weight(item.name)
         and item.is_file()
     ]
@@ -42,16 +42,16 @@ def companions(folder: Path, *more: str) -> list[Path]:
 
 
 def _inside(file: Path, folder: Path) -> Path:
-    """The file, unless it is a link to something that is neither in its folder nor in the hub's cache around it.
+    """The file, unless it is a link to a place outside its folder and outside the hub cache that the folder is in.
 
-    Files are copied into an output that may be published; a folder from elsewhere must not choose which.
+    Files are copied into an output that may be published: a downloaded folder must not be able to choose them.
     """
     real, home = file.resolve(), folder.resolve()
     places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(place in real.parents for place in places):
         raise CheckpointError(
             f"{file} is a link to {real}, outside its folder, and is not copied to the output. "
-            "Put the file itself there."
+            "Replace the link by the file."
         )
     return file
 

@@ -1,7 +1,7 @@
-"""Hub ids: `org/name` becomes a folder on this machine, fetched through huggingface_hub when it is not there yet.
+"""Hub ids: resolve `org/name` to a local folder, which huggingface_hub downloads if the cache lacks it.
 
-A path that exists is always itself. Weights are fetched as safetensors where the repository has them; nothing
-that is fetched is run. Without a network, what the cache holds is used.
+A path that exists is never taken for a hub id. Weights are downloaded as safetensors where the repository has them;
+no downloaded code is run. Without a network, the cache is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from ..errors import CheckpointError, DataError, TuneportError
+from ..errors import CheckpointError, DataError, TuneportError, brief
 
 RepoKind = Literal["model", "dataset"]
 
@@ -21,7 +21,7 @@ _OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmod
 
 
 def looks_like_hub_id(reference: str | os.PathLike[str]) -> bool:
-    """Whether a reference names nothing on this machine and has the form `org/name`.
+    """True if a reference has the form `org/name` and no such path exists.
 
     >>> [looks_like_hub_id(text) for text in ("openai/clip-vit-base", "./model", "/data/model", "model", "a/b/c")]
     [True, False, False, False, False]
@@ -31,7 +31,7 @@ def looks_like_hub_id(reference: str | os.PathLike[str]) -> bool:
 
 
 def local(reference: str | os.PathLike[str], kind: RepoKind = "model") -> Path:
-    """The path of a model or data set: itself, or for a hub id the folder that it was fetched to."""
+    """The path of a model or data set; a hub id is downloaded first."""
     if not looks_like_hub_id(reference):
         return Path(reference)
     name = os.fspath(reference)
@@ -54,19 +54,13 @@ def hub_name(path: Path) -> tuple[str, str] | None:
 
 
 def _fetch(name: str, kind: RepoKind, ignored: tuple[str, ...]) -> Path:
-    wrong: type[TuneportError] = CheckpointError if kind == "model" else DataError
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise wrong(
-            f"there is no {name} here, and fetching it from the hub needs huggingface_hub, which is not installed. "
-            "Give a path that exists, or run: pip install huggingface_hub"
-        ) from None
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(name, repo_type=kind, ignore_patterns=list(ignored)))
-    except Exception as error:  # of the network, the hub and its cache: they share no base class
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+    except Exception as error:  # errors of the network, the hub and its cache share no base class
+        wrong: type[TuneportError] = CheckpointError if kind == "model" else DataError
         raise wrong(
-            f"there is no {name} here, and it could not be fetched as a {kind} from the hub: {reason[:200]}. "
-            "Give a path that exists, or check the name and the network."
+            f"there is no path {name}, and the hub has no such {kind}, or it cannot be reached: "
+            f"{brief(error).rstrip(':')}. Give a path that exists, or check the name and the network."
         ) from error

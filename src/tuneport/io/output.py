@@ -1,9 +1,8 @@
-"""Places for outputs: checked before any work, filled beside their name, put in place whole or not at all.
+"""Outputs that appear whole or not at all: checked before any work, written to a temporary sibling, then renamed.
 
-Rules kept here: an output appears under its final name only when it is complete and on disk; an existing one
-is replaced only on request, only where it is an output too, and survives a failure; a link is never followed;
-one run at a time writes an output, and removes what a killed run left next to it; disk errors become one
-CheckpointError.
+Rules kept here: an output gets its final name only when it is complete and on disk; an existing output is replaced
+only on request and survives a failure; a folder that is not an output is never replaced; links are not followed;
+one run at a time writes an output, and removes what a killed run left; disk errors become one CheckpointError.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from ..errors import CheckpointError
 from .sizes import format_bytes
 
 PathLike = str | os.PathLike[str]
-RECORD = "tuneport.json"  # the run record, by which an output folder is known
+RECORD = "tuneport.json"  # the run record, which marks a folder as an output
 
-_WAYS_OUT = {
+_DISK_ERRORS = {
     errno.ENOSPC: "the disk is full. Free some space or choose another place",
     errno.EDQUOT: "the disk quota is used up. Free some space or choose another place",
     errno.EROFS: "the file system is read-only. Choose another place",
@@ -43,16 +42,16 @@ def check_new_folder(
     inputs: Iterable[PathLike] = (),
     marks: Sequence[str] = (RECORD,),
 ) -> None:
-    """Raise a CheckpointError unless the folder `out` can be written: to be called before any work.
+    """Raise a CheckpointError unless the folder `out` can be written; call it before any work.
 
-    It must not exist (with `overwrite`: or be a real folder that is empty or holds all `marks`, the files by which a
-    command knows its own outputs), its parent must be there, be writable and have `needed_bytes` free. An overwrite
-    must spare the `inputs`: `out` may neither hold one nor be a part of one.
+    `out` must not exist; with `overwrite` it may be a real folder that is empty or holds all `marks`, the files that
+    mark an output of the command. Its parent must exist, be writable and have `needed_bytes` free. `out` must neither
+    contain one of the `inputs` nor, if it exists, be part of one.
     """
     out = Path(out)
-    _check_place(out, overwrite, folder=True)
-    _check_spares(out, inputs)
-    _check_ours(out, marks)
+    _check_path(out, overwrite, folder=True)
+    _check_inputs_survive(out, inputs)
+    _check_marks(out, marks)
     free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
     if needed_bytes > free:
         raise CheckpointError(
@@ -62,48 +61,48 @@ def check_new_folder(
 
 
 def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """Raise a CheckpointError unless the file `out` can be written: `check_new_folder` for one file of weights.
+    """Raise a CheckpointError unless the weight file `out` can be written; see `check_new_folder`.
 
-    It must be known by its name, and not replace any of the `inputs`, nor a file inside one that is a folder.
+    It must end in .safetensors, and must not replace an input or a file inside an input folder.
     """
-    _check_place(Path(out), overwrite, folder=False)
+    _check_path(Path(out), overwrite, folder=False)
     if os.path.lexists(out):
-        _check_spares(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
+        _check_inputs_survive(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
     check_file_name(out)
 
 
 def check_file_name(out: PathLike) -> None:
-    """Raise a CheckpointError unless a file has the name of a weight file: it could be written, but not read again."""
+    """Raise a CheckpointError unless the name ends in .safetensors: under another name it could not be read again."""
     if Path(out).suffix != ".safetensors":
-        raise CheckpointError(f"{out} does not end in .safetensors, by which tuneport knows a file of weights. Add it.")
+        raise CheckpointError(f"{out} must end in .safetensors, as every weight file that tuneport reads. Add it.")
 
 
 def _files_in(path: PathLike) -> list[Path]:
     return [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else []
 
 
-def _check_spares(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy an input, or what there is of one."""
+def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:
+    """Raise a CheckpointError if writing `out` would destroy an input or a part of it."""
     place = Path(os.path.realpath(out))
     for given in inputs:
-        there = Path(os.path.realpath(given))
-        if place in (there, *there.parents):
+        real = Path(os.path.realpath(given))
+        if place in (real, *real.parents):
             raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
-        if there in place.parents and os.path.lexists(out):
+        if real in place.parents and os.path.lexists(out):
             raise CheckpointError(f"{out} cannot be overwritten: it is part of the input {given}. Choose another name.")
 
 
-def _check_ours(out: Path, marks: Sequence[str]) -> None:
-    """Raise a CheckpointError if there is a folder with files in it that the command at hand has not written."""
+def _check_marks(out: Path, marks: Sequence[str]) -> None:
+    """Raise a CheckpointError if `out` is a folder with files but without all marks of an output."""
     missing = [mark for mark in marks if not (out / mark).is_file()]
     if missing and out.is_dir() and any(out.iterdir()):
         raise CheckpointError(
-            f"{out} is not overwritten: it is not empty, and no output of this command (no {missing[0]} in it). "
+            f"{out} is not overwritten: it is not empty, and not an output of this command (no {missing[0]} in it). "
             "Remove it by hand or choose another name."
         )
 
 
-def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
+def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
     kind = "folder" if folder else "file"
     if out.name in ("", ".."):
         raise CheckpointError(f"{str(out)!r} does not name a new {kind}. Give its name, as in out/{kind}.")
@@ -116,47 +115,46 @@ def _check_place(out: Path, overwrite: bool, *, folder: bool) -> None:
             raise CheckpointError(f"{out} is not a {kind} and is not overwritten by one. Choose another name.")
     if not out.parent.is_dir():
         raise CheckpointError(f"{out} cannot be written: there is no folder {out.parent}. Create it first.")
-    probe = _beside(out, "try")
-    with _writing(out, every=True):
+    probe = _sibling(out, "try")
+    with _disk_errors(out, every=True):
         probe.mkdir()
         probe.rmdir()
 
 
 @contextmanager
 def new_folder(out: PathLike, *, overwrite: bool = False, marks: Sequence[str] = (RECORD,)) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that is renamed to `out` at the end of the block, and removed on an error.
 
-    The temporary folder is a hidden sibling, so that the last step is a rename. With `overwrite`, the old
-    folder stays in place until then; `marks` as of `check_new_folder`. A full or read-only disk becomes a
-    CheckpointError.
+    The temporary folder is a hidden sibling of `out`. With `overwrite`, the old folder stays until the rename;
+    `marks` as in `check_new_folder`. A full or read-only disk becomes a CheckpointError.
     """
-    with _in_place_of(Path(out), overwrite, marks, folder=True) as temporary:
+    with _replacing(Path(out), overwrite, marks, folder=True) as temporary:
         yield temporary
 
 
 @contextmanager
 def new_file(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary path, with the suffix of `out`, that becomes `out` when the block ends well."""
-    with _in_place_of(Path(out), overwrite, (), folder=False) as temporary:
+    """Yield a temporary path, with the suffix of `out`, that is renamed to `out` at the end of the block."""
+    with _replacing(Path(out), overwrite, (), folder=False) as temporary:
         yield temporary
 
 
 @contextmanager
-def _in_place_of(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bool) -> Iterator[Path]:
+def _replacing(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bool) -> Iterator[Path]:
     with claimed(out):
-        _check_place(out, overwrite, folder=folder)
-        _check_ours(out, marks)
+        _check_path(out, overwrite, folder=folder)
+        _check_marks(out, marks)
         place = Path(os.path.abspath(out))
-        temporary = _beside(place)
+        temporary = _sibling(place)
         try:
-            with _writing(out):
+            with _disk_errors(out):
                 if folder:
                     temporary.mkdir()
                 yield temporary
                 for path in [*sorted(temporary.rglob("*")), temporary]:
                     sync(path)
                 if os.path.lexists(place) and not overwrite:
-                    raise CheckpointError(f"{out} has appeared meanwhile and is kept. Choose another name.")
+                    raise CheckpointError(f"{out} was created by another program and is kept. Choose another name.")
                 _swap(temporary, place)
         except BaseException:
             _remove(temporary)
@@ -201,7 +199,7 @@ def _holder(lock: Path) -> str:
 
 
 def _clear(place: Path) -> None:
-    """Remove what a killed run left beside an output; one that it was about to replace is put back."""
+    """Remove the temporary siblings of a killed run; an old output that it was replacing is renamed back."""
     for kind in ("old", "tmp"):
         shape = re.compile(re.escape(f".{place.stem}.{kind}-") + "[0-9a-f]{8}" + re.escape(place.suffix))
         for left in sorted(path for path in place.parent.iterdir() if shape.fullmatch(path.name)):
@@ -212,7 +210,7 @@ def _clear(place: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there; what cannot be removed stays."""
+    """Remove a file or a folder if it exists; ignore errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -221,53 +219,53 @@ def _remove(path: Path) -> None:
 
 
 def _swap(temporary: Path, place: Path) -> None:
-    """Rename `temporary` to `place`; an old folder is moved aside first, and back again on failure."""
+    """Rename `temporary` to `place`; an old folder is renamed first, and renamed back on failure."""
     if not place.is_dir():
         os.replace(temporary, place)
         sync(place.parent)
         return
-    aside = _beside(place, "old")
-    os.rename(place, aside)
+    old = _sibling(place, "old")
+    os.rename(place, old)
     try:
         os.rename(temporary, place)
     except BaseException:
-        os.rename(aside, place)
+        os.rename(old, place)
         raise
     sync(place.parent)
     try:
-        shutil.rmtree(aside)
+        shutil.rmtree(old)
     except OSError as error:
         raise CheckpointError(
-            f"{place} is written, but what it replaced could not be removed ({error}). Remove {aside}."
+            f"{place} is written, but the folder that it replaced could not be removed ({error}). Remove {old}."
         ) from error
 
 
-def _beside(path: Path, kind: str = "tmp") -> Path:
-    """Return a fresh hidden path in the same folder, hence on the same disk."""
+def _sibling(path: Path, kind: str = "tmp") -> Path:
+    """A new hidden path in the same folder, hence on the same disk."""
     return path.parent / f".{path.stem}.{kind}-{secrets.token_hex(4)}{path.suffix}"
 
 
 @contextmanager
-def _writing(out: Path, *, every: bool = False) -> Iterator[None]:
-    """Turn what the disk says against writing `out` into a CheckpointError; `every`: any OSError at all."""
+def _disk_errors(out: Path, *, every: bool = False) -> Iterator[None]:
+    """Turn disk errors about `out` into a CheckpointError; with `every`, all OSErrors."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors reports the disk's errors as text.
+        # safetensors reports disk errors as text
         match = re.search(r"os error (\d+)", str(error))
         code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        # a copy that fails names the file that it read first
+        # a failed copy names the file that it read as `filename`, the written one as `filename2`
         files = [f for f in (getattr(error, "filename", None), getattr(error, "filename2", None)) if isinstance(f, str)]
         parent = Path(os.path.abspath(out)).parent
-        here = not files or any(parent in Path(os.path.abspath(file)).parents for file in files)
-        if every or (here and code in _WAYS_OUT):
-            way_out = _WAYS_OUT.get(code or 0, f"{error}. Choose another place")
-            raise CheckpointError(f"{out} cannot be written: {way_out}.") from error
+        about_out = not files or any(parent in Path(os.path.abspath(file)).parents for file in files)
+        if every or (about_out and code in _DISK_ERRORS):
+            reason = _DISK_ERRORS.get(code or 0, f"{error}. Choose another place")
+            raise CheckpointError(f"{out} cannot be written: {reason}.") from error
         raise
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk; links are left alone."""
+    """Wait until a file or folder is on disk; links are skipped."""
     if path.is_symlink():
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Amounts of memory: how people write them, how we show them, and how much there is.
+"""Amounts of memory: parse them, format them, and ask how much is free.
 
-Decimal units (5GB) and binary ones (8GiB) are read; binary ones are shown.
+Decimal units (5GB) and binary units (8GiB) are parsed; output has binary units.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
 
 
 def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
-    """A number of bytes as people write it, decimal (5GB) or binary (8GiB); `what` it is, for the error.
+    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units; an error names the size as `what`.
 
     >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(512)
     (8589934592, 1500000, 512)
@@ -28,7 +28,8 @@ def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """
+    """Format a number of bytes with a binary unit.
+
     >>> format_bytes(8589934592)
     '8.00 GiB'
     """
@@ -40,7 +41,7 @@ def format_bytes(size: float) -> str:
 
 
 def free_memory() -> float:
-    """Bytes of RAM that are free for use; infinite where the system does not say."""
+    """Bytes of available RAM; infinite where the system does not report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)

@@ -1,8 +1,7 @@
-"""Tensors by name, before they are there: their shapes and dtypes, and mappings that make each when asked for it.
+"""Lazy mappings of tensors by name, with shapes and dtypes that are known before a tensor is read.
 
-Torch only. A mapping of tensors may have `shape(name)` and `dtype(name)`, which tell without reading; `describe` asks
-for them. What is done to whole tensors is done in pieces, so that it takes little memory beside them. Nests of tensors,
-such as batches, are gone through in one way.
+A mapping of tensors may have `shape(name)` and `dtype(name)`, which answer without reading; `describe` calls them.
+Operations on whole tensors go piece by piece, so that they need little extra memory.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import torch
 from ..errors import CheckpointError, first_of
 
 T = TypeVar("T")
-_PIECE = 2**22  # numbers that are worked on at a time
+_PIECE = 2**22  # elements of a piece
 
 
 class UnknownTensorError(CheckpointError, KeyError):
-    """A name that a checkpoint or task vector does not hold; a KeyError too, as a Mapping promises."""
+    """A checkpoint or task vector has no tensor of this name; also a KeyError, as the Mapping protocol requires."""
 
     __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor: enough to plan a file without having the tensor."""
+    """Shape and dtype of a tensor: enough to plan a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,7 +38,7 @@ class TensorSpec(NamedTuple):
 
 
 def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
-    """Return the TensorSpec of one tensor, unread where the mapping has `shape(name)` and `dtype(name)`.
+    """Return the TensorSpec of one tensor, without reading it if the mapping has `shape(name)` and `dtype(name)`.
 
     >>> describe({"weight": torch.zeros(2, 3)}, "weight")
     TensorSpec(shape=(2, 3), dtype=torch.float32)
@@ -52,7 +51,7 @@ def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
 
 
 class LazyMapping(Mapping[str, T]):
-    """Names and a function that makes the value of one."""
+    """A Mapping whose values `read(name)` computes on each access."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)
@@ -74,7 +73,7 @@ class LazyMapping(Mapping[str, T]):
 
 
 class LazyTensors(LazyMapping[torch.Tensor]):
-    """Tensors made when asked for, with `shape(name)` and `dtype(name)` known beforehand."""
+    """Tensors computed on each access, with `shape(name)` and `dtype(name)` known before."""
 
     def __init__(
         self, names: Iterable[str], read: Callable[[str], torch.Tensor], spec: Callable[[str], TensorSpec]
@@ -83,16 +82,16 @@ class LazyTensors(LazyMapping[torch.Tensor]):
         self._spec = spec
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without making it."""
+        """Shape of a tensor, without computing it."""
         return self._spec(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, without making it."""
+        """Dtype of a tensor, without computing it."""
         return self._spec(name).dtype
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views that together are the tensor, each of a few million numbers: working on them needs little memory.
+    """Split a tensor along its first dimension into views of a few million elements.
 
     >>> [tuple(piece.shape) for piece in pieces(torch.zeros(3, 2**22))]
     [(1, 4194304), (1, 4194304), (1, 4194304)]
@@ -105,18 +104,18 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating-point tensor holds neither NaN nor infinity; one-byte floats are widened first."""
+    """True if a floating-point tensor holds neither NaN nor infinity; one-byte floats are cast to float32 first."""
     return all(
         bool(torch.isfinite(piece.float() if piece.dtype.itemsize == 1 else piece).all()) for piece in pieces(tensor)
     )
 
 
 def unknown_tensors(names: Sequence[str], known: Iterable[str], holder: str, total: int | None = None) -> str:
-    """Say which names `holder` lacks, each of the first ten with its nearest known one."""
-    there = list(known)
+    """An error text with the names that `holder` lacks; the first ten come with the nearest known name."""
+    candidates = list(known)
 
     def hint(name: str) -> str:
-        near = difflib.get_close_matches(name, there, n=1)
+        near = difflib.get_close_matches(name, candidates, n=1)
         return f"{name} (nearest: {near[0]})" if near else name
 
     shown = first_of([*(hint(name) for name in names[:10]), *names[10:]])

@@ -1,8 +1,7 @@
 """One file of weights: a safetensors file or a pickled state dict, read tensor by tensor, written as a stream.
 
-Rules kept here: opening reads the header only; a pickle is never allowed to run code; a file that vanished or
-changed since it was opened is an error, not a wrong tensor; writing holds one tensor at a time. Whatever goes wrong
-is one CheckpointError.
+Rules kept here: opening reads the header only; a pickle never runs code; a file that vanished or changed since it was
+opened is an error, not a wrong tensor; writing holds one tensor at a time. Every failure is one CheckpointError.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, brief, first_of
 from .tensors import TensorSpec
 
-# In the order in which safetensors itself ranks them: its files hold the last ones first.
+# In the order in which safetensors ranks them: its files store the last of them first.
 _DTYPE_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -39,7 +38,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a weight file as its name says: safetensors or a pickle."""
+    """Open a weight file by its suffix: safetensors or a pickle."""
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in _PICKLES:
@@ -63,8 +62,8 @@ class SafetensorsFile:
             self._offsets = _offsets(path)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, from disk each time."""
-        # Plain reads: the pages of a memory map would count as memory beside the tensor itself.
+        """Read one tensor from disk."""
+        # Plain reads: the pages of a memory map would count as memory in addition to the tensor.
         _check_unchanged(self.path, self._stamp)
         shape, dtype = self.specs[name]
         content = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
@@ -93,7 +92,7 @@ class SafetensorsFile:
 
 
 class PickleFile:
-    """One pickled state dict, memory-mapped and loaded without running any code that it may hold."""
+    """One pickled state dict, memory-mapped and loaded without running code from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +101,7 @@ class PickleFile:
         state = self._load()
         odd = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]
         if odd or not state:
-            found = f"{len(odd)} entries that are no tensors: {first_of(odd)}" if odd else "nothing"
+            found = f"{len(odd)} entries that are not tensors: {first_of(odd)}" if odd else "nothing"
             raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
         self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
         self.specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._state.items()}
@@ -114,7 +113,7 @@ class PickleFile:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, copied out of the mapped file."""
+        """Copy one tensor out of the mapped file."""
         _check_unchanged(self.path, self._stamp)
         return self._state[name].detach().clone(memory_format=torch.contiguous_format)
 
@@ -126,19 +125,18 @@ class PickleFile:
                 warnings.simplefilter("ignore")
                 state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
-            # torch's own text advises to load the file with its code, so it is not passed on.
+            # torch's own message advises loading the file with its code, so it is not passed on.
             if "GLOBAL" in str(error):
                 raise CheckpointError(
                     f"{self.path} is refused: this pickle holds more than tensors and could run code. "
                     "Save the model as safetensors where it was made, and use that."
                 ) from error
-            raise CheckpointError(f"{self.path} is not a file of torch.save. Download or save it again.") from error
+            raise CheckpointError(f"{self.path} was not written by torch.save. Download or save it again.") from error
         except Exception as error:  # a malformed pickle makes the loader raise nearly anything
-            reason = str(error).split("\n", 1)[0] or type(error).__name__
             raise CheckpointError(
-                f"{self.path} cannot be read as a state dict ({reason}). Download or save it again."
+                f"{self.path} cannot be read as a state dict ({brief(error)}). Download or save it again."
             ) from error
-        for key in ("state_dict", "model"):  # a training checkpoint: the weights among other things
+        for key in ("state_dict", "model"):  # in a training checkpoint, the entry that holds the weights
             if isinstance(state, dict) and isinstance(state.get(key), dict):
                 state = state[key]
                 break
@@ -153,7 +151,7 @@ WeightFile = SafetensorsFile | PickleFile
 
 
 def _offsets(path: Path) -> dict[str, int]:
-    """Where each tensor of a safetensors file begins; the file has been checked by the library itself."""
+    """The offset of each tensor in a safetensors file, whose header safe_open has checked."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -186,7 +184,7 @@ def write_safetensors(
 ) -> None:
     """Write the tensors that `specs` names to one safetensors file, holding one of them at a time.
 
-    The bytes are those of `safetensors.torch.save_file`, which needs all tensors at once: header length
+    The file is byte-identical to that of `safetensors.torch.save_file`, which needs all tensors at once: header length
     (8 bytes, little-endian), header (JSON, padded with spaces to 8 bytes), then the raw data, the widest
     dtypes first so that every tensor is aligned. Tensors may share memory and need not be contiguous.
     """
@@ -201,8 +199,7 @@ def write_safetensors(
             found = TensorSpec(tuple(tensor.shape), tensor.dtype)
             if found != specs[name]:
                 raise CheckpointError(
-                    f"tensor {name} came as {found.shape} {found.dtype}, "
-                    f"but was announced as {specs[name].shape} {specs[name].dtype}."
+                    f"tensor {name} is {found.shape} {found.dtype}, expected {specs[name].shape} {specs[name].dtype}."
                 )
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one is made
@@ -211,7 +208,7 @@ def write_safetensors(
 
 
 def _header(order: Sequence[str], specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with, for tensors that follow in this order."""
+    """The first bytes of a safetensors file, up to the data of the tensors in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in order:
