@@ -62,7 +62,9 @@ def test_small_draws_begin_larger_ones(sampler: str, labels: list[int], seed: in
 @given(labels=LABELS, seed=st.integers(0, 1000), ends=st.data())
 @settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("sampler", ["class_balanced", "centroid_near", "centroid_far"])
-def test_balanced_samplers_alternate_between_classes(sampler: str, labels: list[int], seed: int, ends: st.DataObject) -> None:
+def test_balanced_samplers_alternate_between_classes(
+    sampler: str, labels: list[int], seed: int, ends: st.DataObject
+) -> None:
     data = labelled(labels)
     count = ends.draw(st.integers(1, len(labels)))
     counts = class_counts(data, draw(data, sampler, samples=count, seed=seed))

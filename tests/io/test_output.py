@@ -115,7 +115,9 @@ def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, m
     assert [path.name for path in tmp_path.rglob("*")] == ["out", RECORD]
 
 
-def test_overwrite_reports_an_old_folder_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_reports_an_old_folder_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     remove = shutil.rmtree

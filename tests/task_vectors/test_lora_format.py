@@ -332,7 +332,9 @@ def test_extract_and_apply_an_adapter(zoo: Zoo, lora: Path, tmp_path: Path) -> N
         torch.testing.assert_close(dict(whole.named_parameters())[name], parameter, atol=1e-6, rtol=1e-5)
 
 
-def test_plan_and_transfer_from_a_saved_task_vector(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_transfer_from_a_saved_task_vector(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
     lora = saved(adapted(base, target_modules=["q_proj"], bias="all"), tmp_path / "lora")
     assert run("plan", *inputs(zoo, lora), "--json") == 0
@@ -365,9 +367,7 @@ def test_extract_where_live_names_differ_from_file_names(zoo: Zoo, tmp_path: Pat
     assert set(vector) - set(again) == {"classifier.weight", "classifier.bias"}
 
 
-def test_another_base_name_is_a_note(
-    zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_base_name_is_a_note(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import shutil
 
     copied = Path(shutil.copytree(lora, tmp_path / "lora"))
