@@ -99,7 +99,7 @@ class Bench(nn.Module):
         train = read_data(data, "train")
         assert self.job.target_head is not None
         self.head: Head = self.job.target_head
-        self.source_head = choose_head(self.job.source, None, train.name, train.classes, train.prompts, ())
+        self.source_head = choose_head(self.job.source, None, train)
         self.base = {name: tensor.detach().clone() for name, tensor in self.module.named_parameters()}
         sides = (self.job.source.module.config, self.module.config)
         self.heads = (sides[0].num_attention_heads, sides[1].num_attention_heads)

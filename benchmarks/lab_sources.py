@@ -45,7 +45,7 @@ def accuracy(target: Model, head: Head, test: Dataset, change: Any) -> float:
 def run_cell(places: Places, target: str, task: str, samples: int, seed: int, device: str) -> dict[str, Any]:
     model, data = open_model(places.model(target), device=torch.device(device)), places.data(task)
     test = read_data(data, "test")
-    head = choose_head(model, None, test.name, test.classes, test.prompts, ())
+    head = choose_head(model, None, test)
     options: dict[str, Any] = {"samples": samples, "seed": seed, "scale": "auto", "device": device}
     changes = {}
     for source in SOURCES:

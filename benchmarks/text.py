@@ -196,14 +196,13 @@ def main() -> None:
     source = open_model(options.encoders / SOURCE, device=options.device)
     for task in tasks:
         splits = read_splits(task, options.data, options.test)
-        about = (task, splits["train"].classes, (), splits["train"].label_texts)
-        head = choose_head(source, None, *about)
+        head = choose_head(source, None, splits["train"])
         tuned = tune(source, head, splits["train"], options.steps)
         ours = Judge(source, head, splits["test"])
         fixed = {"source": ours.zero_shot(source.module), "fine-tuned source": ours.zero_shot(tuned)}
         for name in targets:
             target = open_model(options.encoders / name, device=options.device)
-            judge = Judge(target, choose_head(target, None, *about), splits["test"])
+            judge = Judge(target, choose_head(target, None, splits["train"]), splits["test"])
             full = tune(target, judge.head, splits["train"], options.steps)
             best = judge.zero_shot(full)
             few = splits["train"].subset(np.random.default_rng(99).permutation(len(splits["train"]))[:100])

@@ -31,7 +31,7 @@ from tuneport.training.finetune import Schedule, finetune
 
 
 def head_of(model: Model, data: Dataset) -> Head:
-    return choose_head(model, None, data.name, data.classes, data.prompts, data.label_texts)
+    return choose_head(model, None, data)
 
 
 def tune(model: Model, head: Head, data: Dataset, schedule: Schedule) -> nn.Module:

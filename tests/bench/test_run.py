@@ -218,7 +218,7 @@ class TestEqualTerms:
         moved = pipeline.transfer(*paths, settings["data"]["animals"], shots=8, seed=1, device="cpu")
         test = read_plain(settings["data"]["animals"], "test")
         model = open_model(settings["target"], device=torch.device("cpu"))
-        head = choose_head(model, None, test.name, test.classes)
+        head = choose_head(model, None, test)
         wanted = zero_shot(model.with_module(moved.apply()), head, test).accuracy
         row = next(
             row for row in result.rows if (row.method, row.scale_rule, row.budget, row.seed) == ("bico", "1", 8, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def image_folder(root: Path, counts: dict[str, int], value: int = 10) -> Path:
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def empty_dataset(name: str, classes: Sequence[str]) -> Dataset:
+    """A data set without samples, for what only asks for its classes."""
+    return Dataset((), None, tuple(classes), name)
 
 
 def labelled(labels: list[int] | np.ndarray, **fields: Any) -> Dataset:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from builders.clip_twins import clip_twin, clip_vision
 from builders.folders import FAMILIES, WITH_TEXT, Zoo, edit_weights
 from builders.half import live_transfer
+from builders.samples import empty_dataset
 from builders.toy import batches
 from tuneport.cli import app
 from tuneport.data.tasks import read_data
@@ -54,12 +55,12 @@ class TestEveryFamily:
         assert images["pixel_values"].dtype == BF16
         ours, theirs = features(model, data), features(exact, data)
         assert float((ours - theirs).norm() / theirs.norm()) < 0.1
-        head = choose_head(model, None, "animals", data.classes)
+        head = choose_head(model, None, empty_dataset("animals", data.classes))
         with torch.no_grad():
             assert head.scores(model, model.module, images).dtype == torch.float32
         assert model.logit_scale == exact.logit_scale
         if family in WITH_TEXT:
-            close = choose_head(exact, None, "animals", data.classes)
+            close = choose_head(exact, None, empty_dataset("animals", data.classes))
             assert head.class_embeds.dtype == torch.float32
             assert float((head.class_embeds - close.class_embeds).abs().max()) < 0.05
 

@@ -30,6 +30,7 @@ from builders.folders import (
     perturb,
     same,
 )
+from builders.samples import empty_dataset
 from tuneport import TuneportError
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.formats import read_plain
@@ -281,7 +282,7 @@ class TestDraws:
         batch = next(iter(job.batches))
         inputs, labels = batch.source
         model = open_model(zoo["clip_vision-base"])
-        head = choose_head(model, None, "animals", CLASSES)
+        head = choose_head(model, None, empty_dataset("animals", CLASSES))
         train = align_labels(read_plain(zoo.data, "train"), head.classes)
         assert labels.tolist() == train.subset(job.record["data"]["indices"]).labels.tolist()  # type: ignore[union-attr]
         scores = head.scores(model, model.module, inputs)

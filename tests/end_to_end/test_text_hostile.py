@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from builders.folders import edit_json
+from builders.samples import empty_dataset
 from builders.texts import (
     LENGTH,
     SENTENCES,
@@ -207,19 +208,23 @@ class TestLabelWords:
         path = tmp_path / "words.json"
         path.write_text(content)
         model = open_model(root / "sentences")
-        in_one_line(TuneportError, r"words\.json", lambda: choose_head(model, str(path), "data", ("a",)))
+        in_one_line(TuneportError, r"words\.json", lambda: choose_head(model, str(path), empty_dataset("data", ("a",))))
 
     def test_a_model_that_cannot_read_descriptions(self, root: Path, tmp_path: Path) -> None:
         path = tmp_path / "words.json"
         path.write_text('{"a": "something"}')
         model = open_model(root / "llama")
-        in_one_line(DataError, "has no text tower or sentence encoder", lambda: choose_head(model, str(path), "d", ()))
+        in_one_line(
+            DataError,
+            "has no text tower or sentence encoder",
+            lambda: choose_head(model, str(path), empty_dataset("d", ())),
+        )
 
     def test_descriptions_make_a_head(self, root: Path, tmp_path: Path) -> None:
         path = tmp_path / "words.json"
         path.write_text(json.dumps({"pets": ["the cat", "a dog"], "weather": "rain {falls} softly"}))
         model = open_model(root / "sentences")
-        head = choose_head(model, str(path), "data", ())
+        head = choose_head(model, str(path), empty_dataset("data", ()))
         data = Dataset(
             inputs=["the cat", "a dog", "rain {falls} softly"], labels=np.array([0, 0, 1]), classes=head.classes
         )

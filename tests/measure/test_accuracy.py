@@ -60,7 +60,7 @@ def points(count: int, classes: int, seed: int, names: tuple[str, ...] | None = 
 class TestZeroShot:
     def test_by_hand(self, zoo: Zoo) -> None:
         model, test = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "test")
-        head = choose_head(model, None, test.name, test.classes)
+        head = choose_head(model, None, test)
         with torch.no_grad():
             embeds = load(zoo["clip_vision-base"])(pixels(test)).image_embeds
         scores = F.normalize(embeds, dim=-1) @ F.normalize(head.class_embeds, dim=-1).T  # type: ignore[arg-type]
@@ -76,12 +76,12 @@ class TestZeroShot:
         model, test = open_model(zoo["vit-base"]), read_plain(zoo.data, "test")
         with torch.no_grad():
             guesses = load(zoo["vit-base"])(pixels(test)).logits.argmax(-1).numpy()
-        result = zero_shot(model, choose_head(model, None, test.name, test.classes), test)
+        result = zero_shot(model, choose_head(model, None, test), test)
         assert result.accuracy == pytest.approx(100 * float((guesses == test.labels).mean()))
 
     def test_any_batch_size_and_its_progress(self, zoo: Zoo) -> None:
         model, test = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "test")
-        head = choose_head(model, None, test.name, test.classes)
+        head = choose_head(model, None, test)
         done: list[int] = []
         result = zero_shot(model, head, test, batch_size=7, progress=done.append)
         assert result == zero_shot(model, head, test)
@@ -156,7 +156,7 @@ def test_texts_for_an_image_model(zoo: Zoo, tmp_path: Path) -> None:
     path.write_text('{"text": "a", "label": "cat"}\n{"text": "b", "label": "dog"}\n')
     data = read_plain(path, "test")
     model = open_model(zoo["vit-base"])
-    head = choose_head(model, None, data.name, data.classes)
+    head = choose_head(model, None, data)
     for attempt in (lambda: zero_shot(model, head, data), lambda: linear_probe(model, data, data)):
         with pytest.raises(DataError, match=r"texts holds texts, but .*vit-base reads images"):
             attempt()

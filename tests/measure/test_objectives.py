@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from builders.folders import Zoo
+from builders.samples import empty_dataset
 from builders.texts import (
     LABELS,
     LARGE,
@@ -146,7 +147,7 @@ def test_classification_by_hand(models: dict[str, Model]) -> None:
         ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
         with torch.no_grad():
             total += float(model.module(input_ids=ids, labels=torch.tensor([label])).loss)
-    head = choose_head(model, None, "texts", samples.classes)
+    head = choose_head(model, None, empty_dataset("texts", samples.classes))
     assert value("classification", model, samples, head) == pytest.approx(total, rel=1e-5)
 
 

@@ -30,6 +30,7 @@ from builders.folders import (
     load,
     write_head,
 )
+from builders.samples import empty_dataset
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.layers import TokenLayout
@@ -187,7 +188,7 @@ class TestHeads:
         model = open_model(zoo[f"{family}-base"])
         stored = load_file(zoo[f"{family}-base"] / "heads" / "animals.safetensors")
         for wanted, data in (("animals", "other"), (None, "animals"), (None, "other")):  # the last: the only one
-            head = choose_head(model, wanted, data, CLASSES)
+            head = choose_head(model, wanted, empty_dataset(data, CLASSES))
             assert head.name == "animals"
             assert head.classes == HEAD_CLASSES
             assert head.class_embeds is not None
@@ -196,7 +197,7 @@ class TestHeads:
 
     def test_scores_are_scaled_cosines(self, zoo: Zoo) -> None:
         model = open_model(zoo["clip_vision-base"])
-        head = choose_head(model, None, "animals", CLASSES)
+        head = choose_head(model, None, empty_dataset("animals", CLASSES))
         batch = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
         assert model.features is not None
         features = model.features(model.module, batch)
@@ -205,13 +206,13 @@ class TestHeads:
 
     def test_from_a_file_elsewhere(self, zoo: Zoo, tmp_path: Path) -> None:
         path = write_head(tmp_path / "mine.safetensors", 12, ("a", "b"), seed=4)
-        head = choose_head(open_model(zoo["clip_vision-base"]), str(path), "animals", CLASSES)
+        head = choose_head(open_model(zoo["clip_vision-base"]), str(path), empty_dataset("animals", CLASSES))
         assert (head.name, head.classes) == ("mine", ("a", "b"))
 
     @pytest.mark.parametrize("family", ["clip", "siglip"])
     def test_from_the_text_tower(self, zoo: Zoo, family: str) -> None:
         folder = zoo[f"{family}-base"]
-        head = choose_head(open_model(folder), None, "animals", CLASSES)
+        head = choose_head(open_model(folder), None, empty_dataset("animals", CLASSES))
         module, tokenizer = load(folder), transformers.AutoTokenizer.from_pretrained(folder)
         padding = "max_length" if family == "siglip" else "longest"
         rows = []
@@ -230,7 +231,7 @@ class TestHeads:
     def test_a_text_tower_without_a_length_limit_in_its_tokenizer(self, zoo: Zoo, tmp_path: Path) -> None:
         folder = copied(zoo, "clip-base", tmp_path)
         edit_json(folder / "tokenizer_config.json", model_max_length=None)
-        head = choose_head(open_model(folder), None, "animals", ["cat " * 40])
+        head = choose_head(open_model(folder), None, empty_dataset("animals", ["cat " * 40]))
         assert head.class_embeds is not None
         assert bool(head.class_embeds.isfinite().all())
 
@@ -240,12 +241,12 @@ class TestHeads:
             (folder / name).unlink()
         model = open_model(folder)  # its images can still be read
         with pytest.raises(CheckpointError, match=r"has a text tower but no tokenizer.*--head"):
-            choose_head(model, None, "animals", CLASSES)
+            choose_head(model, None, empty_dataset("animals", CLASSES))
 
     @pytest.mark.parametrize("family", ["vit", "dinov2"])
     def test_from_the_classifier(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
-        head = choose_head(model, None, "animals", ("x",))
+        head = choose_head(model, None, empty_dataset("animals", ("x",)))
         assert (head.name, head.classes, head.class_embeds) == ("classifier", CLASSES, None)
         batch = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
         assert torch.equal(head.scores(model, model.module, batch), load(zoo[f"{family}-base"])(**batch).logits)
@@ -257,24 +258,24 @@ class TestHeads:
 
     def test_an_unknown_name_lists_what_there_is(self, zoo: Zoo) -> None:
         with pytest.raises(DataError, match="has no head 'animal': it has animals"):
-            choose_head(open_model(zoo["clip_vision-base"]), "animal", "animals", CLASSES)
+            choose_head(open_model(zoo["clip_vision-base"]), "animal", empty_dataset("animals", CLASSES))
         with pytest.raises(DataError, match="has no head 'animals': it has none"):
-            choose_head(open_model(zoo["vit-base"]), "animals", "animals", CLASSES)
+            choose_head(open_model(zoo["vit-base"]), "animals", empty_dataset("animals", CLASSES))
 
     def test_no_head_or_several(self, zoo: Zoo, tmp_path: Path) -> None:
         folder = copied(zoo, "clip_vision-base", tmp_path)
         write_head(folder / "heads" / "plants.safetensors", 12)
         with pytest.raises(DataError, match="choose one of its heads with --head: animals, plants"):
-            choose_head(open_model(folder), None, "minerals", CLASSES)
+            choose_head(open_model(folder), None, empty_dataset("minerals", CLASSES))
         shutil.rmtree(folder / "heads")
         with pytest.raises(DataError, match="neither a classification layer nor a text tower; pass --head FILE"):
-            choose_head(open_model(folder), None, "minerals", CLASSES)
+            choose_head(open_model(folder), None, empty_dataset("minerals", CLASSES))
 
     @pytest.mark.parametrize(("family", "width"), [("clip_vision", 12), ("siglip_vision", 16), ("clip", 12)])
     def test_a_head_of_another_model(self, zoo: Zoo, tmp_path: Path, family: str, width: int) -> None:
         path = write_head(tmp_path / "mine.safetensors", 7)
         with pytest.raises(DataError, match=f"embeddings of width 7, but .* gives features of width {width};"):
-            choose_head(open_model(zoo[f"{family}-base"]), str(path), "animals", CLASSES)
+            choose_head(open_model(zoo[f"{family}-base"]), str(path), empty_dataset("animals", CLASSES))
 
     @pytest.mark.parametrize(
         ("tensors", "metadata", "message"),
@@ -392,7 +393,7 @@ class TestRemoteCode:
     @pytest.mark.parametrize("name", ["vit-base", "clip-base"])
     def test_a_known_model_with_code_beside_it(self, zoo: Zoo, tmp_path: Path, name: str) -> None:
         folder, marker = self.spoil(zoo, tmp_path, name)
-        choose_head(open_model(folder), None, "animals", CLASSES)
+        choose_head(open_model(folder), None, empty_dataset("animals", CLASSES))
         assert not marker.exists()
 
     def test_an_unknown_class_or_processor(
@@ -413,7 +414,7 @@ class TestRemoteCode:
         edit_json(folder / "tokenizer_config.json", tokenizer_class="Evil")
         model = open_model(folder)
         with suppress(CheckpointError):  # a version of transformers may refuse it
-            choose_head(model, None, "animals", CLASSES)
+            choose_head(model, None, empty_dataset("animals", CLASSES))
         assert not marker.exists()
 
     def test_pickled_code_in_the_weights(self, zoo: Zoo, tmp_path: Path) -> None:
@@ -454,7 +455,7 @@ def test_quiet_puts_the_settings_of_transformers_back(bars: bool, fails: bool) -
 def test_opening_prints_nothing(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
     folder = zoo["clip-base"]
     capfd.readouterr()
-    choose_head(open_model(folder), None, "animals", CLASSES)
+    choose_head(open_model(folder), None, empty_dataset("animals", CLASSES))
     assert capfd.readouterr() == ("", "")
 
 
@@ -471,7 +472,7 @@ def test_a_module_that_no_family_knows() -> None:
 def test_the_folder_is_left_as_it_was(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo, "siglip-base", tmp_path)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    choose_head(open_model(folder), None, "animals", CLASSES)
+    choose_head(open_model(folder), None, empty_dataset("animals", CLASSES))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert json.loads(before["config.json"])["architectures"] == ["SiglipModel"]
     assert len(open_checkpoint(folder)) == len(load_file(folder / "model.safetensors"))

@@ -31,7 +31,7 @@ CLASSES = ("cat", "dog")
 def answers(given: Path | Model, data: Dataset, base: Path | None = None) -> list[int]:
     """What a model says itself, with its own head or, where it has a text tower, with that of its base."""
     model = given if isinstance(given, Model) else open_model(given)
-    head = choose_head(model if base is None else open_model(base), None, data.name, data.classes, (), ())
+    head = choose_head(model if base is None else open_model(base), None, data)
     with torch.no_grad():
         scores = [head.scores(model, model.module, batch) for batch, _ in encoded(model, data, 8)]
     return [int(label) for label in torch.cat(scores).argmax(-1)]
@@ -98,7 +98,7 @@ class TestLabels:
         trio, data = zoo.trio("clip_vision"), read_data(zoo.data, "train").subset(range(6))
         job = prepare(*trio, zoo.data, samples=6)
         before = {name: tensor.clone() for name, tensor in job.source.module.state_dict().items()}
-        head = choose_head(job.source, None, data.name, data.classes, (), ())
+        head = choose_head(job.source, None, data)
         labelled_by(job.source, job.task_vector, head, data)
         after = job.source.module.state_dict()
         assert before.keys() == after.keys() != set()
@@ -181,6 +181,6 @@ class TestRefused:
     def test_where_the_source_is_offloaded(self, zoo: Zoo) -> None:
         data = read_data(zoo.data, "train").subset(range(2))
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=2)
-        head = choose_head(job.source, None, data.name, data.classes, (), ())
+        head = choose_head(job.source, None, data)
         with pytest.raises(TuneportError, match="labelling samples needs whole models in memory"):
             labelled_by(replace(job.source, offloaded=True), job.task_vector, head, data)

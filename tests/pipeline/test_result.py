@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from builders.folders import CLASSES, SAMPLES, Zoo, cross, load, write_head
+from builders.samples import empty_dataset
 from tuneport import TuneportError
 from tuneport.errors import CheckpointError
 from tuneport.models.heads import choose_head
@@ -116,7 +117,7 @@ class TestSaved:
             assert item["reason"] in page.cells
 
     def test_text_and_images_still_work_together(self, saved: Path) -> None:
-        head = choose_head(open_model(saved), None, "animals", CLASSES)
+        head = choose_head(open_model(saved), None, empty_dataset("animals", CLASSES))
         assert head.name == "text"
 
     def test_the_result_can_be_ported_on(self, zoo: Zoo, laden: list[Path], saved: Path) -> None:

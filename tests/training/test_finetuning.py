@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def setting(zoo: Zoo) -> tuple[Model, Head, Dataset]:
     model = open_model(zoo["clip_vision-base"], device=CPU)
     data = read_plain(zoo.data, "train").subset(range(24))
-    return model, choose_head(model, None, data.name, data.classes), data
+    return model, choose_head(model, None, data), data
 
 
 def last(model: Model, head: Head, data: Dataset, schedule: Schedule) -> nn.Module:
@@ -111,7 +111,7 @@ def test_dropout_follows_the_seed_and_keeps_the_global_generators(tmp_path: Path
         if isinstance(part, nn.Dropout):
             part.p = 0.5
     data = Dataset(inputs=["the old cat", "a river"], labels=np.array([0, 1]), classes=("0", "1"))
-    head = choose_head(model, None, data.name, data.classes)
+    head = choose_head(model, None, data)
     found = []
     for seed, noise in ((3, 1), (3, 2), (4, 1)):
         torch.manual_seed(noise)
@@ -141,7 +141,7 @@ def test_given_model_does_not_change(setting: tuple[Model, Head, Dataset]) -> No
 def test_text_towers_stay_frozen(zoo: Zoo) -> None:
     model = open_model(zoo["clip-base"], device=CPU)
     data = read_plain(zoo.data, "train").subset(range(6))
-    head = choose_head(model, None, data.name, data.classes)
+    head = choose_head(model, None, data)
     before = state(model.module)
     after = state(last(model, head, data, Schedule(steps=2, learning_rate=1e-2)))
     moved = {name for name in before if not torch.equal(before[name], after[name])}

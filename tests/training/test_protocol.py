@@ -40,7 +40,7 @@ def test_output_folder_holds_the_trained_weights(zoo: Zoo, tmp_path: Path) -> No
     )
     model = open_model(base)
     data = read_plain(zoo.data, "train")
-    wanted = dict(finetune(model, choose_head(model, None, data.name, data.classes), data, SCHEDULE, at=(2, 4)))
+    wanted = dict(finetune(model, choose_head(model, None, data), data, SCHEDULE, at=(2, 4)))
     module = wanted[6]
     for name, tensor in load(tmp_path / "out").state_dict().items():
         assert torch.equal(tensor, module.state_dict()[name]), name
@@ -74,7 +74,7 @@ def test_validation_accuracy_of_a_task(zoo: Zoo, tmp_path: Path) -> None:
 
 def test_uncached_inputs_give_the_same_bits(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
-    head = choose_head(model, None, data.name, data.classes)
+    head = choose_head(model, None, data)
     *_, (_, kept) = finetune(model, head, data, SCHEDULE)
     monkeypatch.setattr(training, "KEPT_BYTES", 0)
     monkeypatch.setattr(training, "prepared", lambda *_: pytest.fail("prepared as a whole"))
@@ -85,7 +85,7 @@ def test_uncached_inputs_give_the_same_bits(zoo: Zoo, monkeypatch: pytest.Monkey
 
 def test_gradient_accumulation(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train").subset(range(22))
-    head = choose_head(model, None, data.name, data.classes)
+    head = choose_head(model, None, data)
     schedule = Schedule(steps=2, batch_size=22, learning_rate=1e-3)
     logged: list[list[float]] = [[], []]
     found = []

@@ -54,7 +54,7 @@ class Judge:
 
 def _judge(comparison: Comparison, model: Model, task: str) -> Judge:
     test = _test_split(comparison, task)
-    head = choose_head(model, comparison.heads.get(task), test.name, test.classes, test.prompts, test.label_texts)
+    head = choose_head(model, comparison.heads.get(task), test)
     aligned = align_labels(test, head.classes)
     return Judge(model, head, torch.as_tensor(aligned.labels), batch_reader(model, aligned))
 

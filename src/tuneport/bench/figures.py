@@ -159,7 +159,7 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
     cost, seconds = cost_of(job), run(job).record["seconds_by_stage"]
     steps = comparison.steps[0] if comparison.steps else 2000
     train = read_data(comparison.data[task], "train")
-    head = choose_head(target, comparison.heads.get(task), train.name, train.classes, train.prompts, train.label_texts)
+    head = choose_head(target, comparison.heads.get(task), train)
     few = train.subset(range(min(128, len(train))))
     list(finetune(target, head, few, Schedule(1)))  # to warm up
     started = time.perf_counter()

@@ -289,8 +289,7 @@ def _check_models(recipe: Recipe) -> None:
                 test = read_data(part.data[task], "test")
                 if part.protocol == "zero-shot":
                     for model in models:
-                        about = (test.name, test.classes, test.prompts, test.label_texts)
-                        align_labels(test, choose_head(model, part.heads.get(task), *about).classes)
+                        align_labels(test, choose_head(model, part.heads.get(task), test).classes)
             except TuneportError as error:
                 problems.append(f"{task}: {error}")
     if problems:

@@ -98,7 +98,7 @@ def evaluate(
     test = read_data(data, "test", labelled=chosen != "perplexity")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     if chosen == "zero-shot":
-        scorer = choose_head(opened, head, test.name, test.classes, test.prompts, test.label_texts)
+        scorer = choose_head(opened, head, test)
         align_labels(test, scorer.classes)
         with progress("evaluating", len(test)) as advance:
             result = evaluation.zero_shot(opened, scorer, test, batch_size=size, progress=advance)

@@ -54,7 +54,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         data = folder / "mirrored-digits.npz"
         np.savez_compressed(data, allow_pickle=False, **mirrored_digits())
         train, test = read_plain(data, "train"), read_plain(data, "test")
-        heads = {id(model): choose_head(model, "digits", "digits", test.classes) for model in (small, large)}
+        heads = {id(model): choose_head(model, "digits", test) for model in (small, large)}
 
         def accuracy(module: nn.Module) -> float:
             return zero_shot(large.with_module(module), heads[id(large)], test).accuracy

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,20 +104,25 @@ def read_head(path: Path, name: str) -> Head:
     return Head(name, tuple(str(c) for c in classes), embeds, float(scale))
 
 
-def choose_head(
-    model: Model,
-    wanted: str | None,
-    dataset_name: str,
-    classes: Sequence[str],
-    prompts: Sequence[str] = (),
-    label_texts: Sequence[str] = (),
-) -> Head:
-    """The head to score with: by name or file, else the model's own classifier, text tower, or fitting file.
+class NamedClasses(Protocol):
+    """The fields of a data set that `choose_head` reads."""
 
-    A name is a file `heads/NAME.safetensors` in the model's own folder. A JSON file describes the classes in
-    words, which the model's own text tower or encoder turns into a head; so do the `label_texts`, which stand for
-    the `classes` where given. A text tower is asked with `prompts`, templates with {} for the class name, where the
-    task has its own.
+    @property
+    def name(self) -> str: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def prompts(self) -> tuple[str, ...]: ...
+    @property
+    def label_texts(self) -> tuple[str, ...]: ...
+
+
+def choose_head(model: Model, wanted: str | None, dataset: NamedClasses) -> Head:
+    """Choose the head that scores `dataset`: `wanted`, else the model's classifier, its text tower or a stored head.
+
+    `wanted` is the name of a file `heads/NAME.safetensors` in the model's folder, a head file, or a JSON file that
+    describes the classes in words for the model's text tower or sentence encoder. Without it, a text tower reads the
+    `label_texts` of the data set, or else its class names in its `prompts` (templates with {} for the name).
     """
     stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
     names = [path.stem for path in stored]
@@ -132,15 +137,16 @@ def choose_head(
         raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass --head with one of its heads or a file.")
     if model.logits is not None:
         return Head("classifier", model.classes)
-    if model.text_head is not None and (label_texts or classes):
-        return Head("text", tuple(classes), model.text_head(label_texts or classes, prompts), model.logit_scale)
-    if dataset_name in names:
-        return _fitting(model, read_head(stored[names.index(dataset_name)], dataset_name))
+    words = dataset.label_texts or dataset.classes
+    if model.text_head is not None and words:
+        return Head("text", dataset.classes, model.text_head(words, dataset.prompts), model.logit_scale)
+    if dataset.name in names:
+        return _fitting(model, read_head(stored[names.index(dataset.name)], dataset.name))
     if len(names) == 1:
         return _fitting(model, read_head(stored[0], names[0]))
     known = f"choose one of its heads with --head: {first_of(names)}" if names else "pass --head FILE"
     if model.text_head is not None:
-        raise DataError(f"{dataset_name} names no classes that {model.name} could be asked for; {known}, or .json.")
+        raise DataError(f"{dataset.name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
 
 

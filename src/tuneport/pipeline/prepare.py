@@ -242,8 +242,7 @@ def _with_heads(
     heads = []
     for model in models:
         with at_hand(model, device):
-            about = (dataset.name, dataset.classes, dataset.prompts, dataset.label_texts)
-            heads.append(choose_head(model, wanted, *about))
+            heads.append(choose_head(model, wanted, dataset))
     known = dataset
     if labels == "source":  # its labels are its head's classes
         blank = np.zeros(0, dtype=np.int64)

@@ -245,7 +245,7 @@ def prepare_training(
     train = read_data(data, "train")
     task, place = split_reference(data)
     validation = task.read(place, "validation") if task is not None else None
-    chosen = choose_head(opened, head, train.name, train.classes, train.prompts, train.label_texts)
+    chosen = choose_head(opened, head, train)
     align_labels(train, chosen.classes)
     if train.kind != opened.kind:
         raise DataError(f"{train.name} holds {train.kind}s, but {opened.name} reads {opened.kind}s.")

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 import tuneport
 from builders.family_twins import Permuted, linear_names, scatter, tuned, twin
 from builders.folders import CLASSES, Zoo, write_data, write_head
+from builders.samples import empty_dataset
 from builders.toy import rotation
 from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
@@ -283,7 +284,7 @@ class TestOpening:
     def test_nothing_is_said_and_no_logging_is_set_up(self, trio: tuple[Path, Path, Path], capfd: Any) -> None:
         capfd.readouterr()
         handlers, level = list(logging.getLogger().handlers), logging.root.manager.disable
-        choose_head(open_model(trio[0]), None, "animals", CLASSES)
+        choose_head(open_model(trio[0]), None, empty_dataset("animals", CLASSES))
         assert capfd.readouterr() == ("", "")
         assert logging.getLogger().handlers == handlers
         assert logging.root.manager.disable == level
@@ -301,14 +302,14 @@ class TestHeads:
                 texts = module.encode_text(tokenizer([prompt.format(label) for prompt in PROMPTS]), normalize=True)
             rows.append(F.normalize(texts.mean(0), dim=-1))
         for model in (open_model(folder), describe_module(module)):
-            head = choose_head(model, None, "animals", CLASSES)
+            head = choose_head(model, None, empty_dataset("animals", CLASSES))
             assert (head.name, head.classes) == ("text", CLASSES)
             torch.testing.assert_close(head.class_embeds, torch.stack(rows))
             assert head.logit_scale == pytest.approx(float(module.logit_scale.detach().exp()))
 
     def test_from_a_file_in_the_folder(self, trio: tuple[Path, Path, Path]) -> None:
         write_head(trio[0] / "heads" / "animals.safetensors", 12)
-        assert choose_head(open_model(trio[0]), "animals", "animals", CLASSES).name == "animals"
+        assert choose_head(open_model(trio[0]), "animals", empty_dataset("animals", CLASSES)).name == "animals"
 
 
 class TestTransfer:
@@ -337,14 +338,14 @@ class TestTransfer:
         read = ["heads/spare.safetensors", "open_clip_config.json", "open_clip_model.safetensors"]
         assert sorted(record["target"]["sha256"]) == read
         again = open_model(out)
-        assert choose_head(again, None, "animals", CLASSES).name == "text"
+        assert choose_head(again, None, empty_dataset("animals", CLASSES)).name == "text"
 
     @pytest.mark.usefixtures("half_units")
     def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
         model = open_model(trio[2], dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
         assert model.logit_scale == open_model(trio[2]).logit_scale
-        assert choose_head(model, None, "animals", CLASSES).class_embeds.dtype == torch.float32
+        assert choose_head(model, None, empty_dataset("animals", CLASSES)).class_embeds.dtype == torch.float32
         coarse, exact = (
             tuneport.transfer(*map(str, trio), data, samples=24, dtype=dtype) for dtype in ("bfloat16", "float32")
         )

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import tuneport
 from builders.family_twins import Permuted, linear_names, scatter, tuned, twin
 from builders.folders import CLASSES, Zoo, write_data, write_head
+from builders.samples import empty_dataset
 from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
@@ -262,7 +263,7 @@ class TestTransfer:
         moved = {name for name in state if not torch.equal(state[name], old[name])}
         assert moved == set(linear_names(result.target))
         assert {item.tensor for item in result.not_transported} == set(old) - moved
-        assert choose_head(open_model(out), None, "animals", CLASSES).classes == CLASSES[::-1]
+        assert choose_head(open_model(out), None, empty_dataset("animals", CLASSES)).classes == CLASSES[::-1]
 
     @pytest.mark.usefixtures("half_units")
     def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
