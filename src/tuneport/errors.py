@@ -1,6 +1,7 @@
 """The errors a user can meet: one base class to catch, a few children that say where to look.
 
-Every message says what was given, what was expected and what to do about it, in one line.
+Every message says what was given, what was expected and what to do about it, in one line. A parameter is named in
+backquotes, as in Python: `samples`, `labels="source"`, `overwrite=True`. The command line prints it as an option.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     guess = f" Did you mean '{near[0]}'?" if near else ""
     return f"unknown {kind} '{name}'.{guess} Known: {', '.join(names)}."
+
+
+def plain(text: str) -> str:
+    """A message without the backquotes around its parameters.
+
+    >>> plain("lower `samples`")
+    'lower samples'
+    """
+    return text.replace("`", "")
 
 
 def first_of(items: Iterable[str], limit: int = 10) -> str:

@@ -330,11 +330,12 @@ class TestExtractAndApply:
     def test_patterns_that_match_nothing_are_told(self, run: Run, zoo: Zoo, place: Path) -> None:
         base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
         words = ("--exclude", "classifier.*", "--exclude", "clasifier.*")
-        line = "no tensor has a name like 'clasifier.*' of --exclude"
+        line = "no tensor has a name like 'clasifier.*' of `exclude`"
+        printed = "note: no tensor has a name like 'clasifier.*' of --exclude\n"
         done = run("extract", base, tuned, "-o", tau, *words)
-        assert (done.code, done.err) == (0, f"note: {line}\n")
+        assert (done.code, done.err) == (0, printed)
         done = run("plan", *options(zoo, "vit"), *words)
-        assert (done.code, done.err) == (0, f"note: {line}\n")
+        assert (done.code, done.err) == (0, printed)
         done = run("transfer", *options(zoo, "vit"), *words, "--out", place / "out", "--json")
         assert done.json["notes"] == [line]
         done = run("plan", *options(zoo, "vit", finetuned=tau), "--exclude", "classifier.*")
@@ -720,7 +721,7 @@ class TestResume:
             patched.setattr(capture._Accumulator, "finish", interrupted)
             done = run(*command)
         assert done.code == 130
-        assert "note: what was measured is kept; the same command with --resume goes on from it" in done.err
+        assert "note: what was measured is kept; the same call with --resume continues from it" in done.err
         assert not (place / "out").exists()
         assert_refused(run(*command, "--seed", "5", "--resume"), 1, "cannot be resumed: options.seed was 0 and is 5")
         done = run(*command, "--resume", "--json")
@@ -931,7 +932,7 @@ cli.main()
                 _, err = process.communicate(timeout=600)
             finally:
                 process.kill()
-        kept = "note: what was measured is kept; the same command with --resume goes on from it\n"
+        kept = "note: what was measured is kept; the same call with --resume continues from it\n"
         assert err == (kept if command == "transfer" else "") + "interrupted; no output was written\n"
         assert process.returncode == 130
         assert [file.name for file in place.iterdir()] == ([".out.tuneport-work"] if command == "transfer" else [])

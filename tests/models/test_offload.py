@@ -344,7 +344,7 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
     source = config_folder(tmp_path / "old")
     job = prepare_shapes(source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16)
     assert len(job.plan.pairs) == 5 * 7
-    with pytest.raises(TuneportError, match=r"pass --memory-budget: the memory of one device"):
+    with pytest.raises(TuneportError, match=r"needs `memory_budget`, the memory of one device"):
         plan_devices(job, RATES)
     job = prepare_shapes(
         source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16, memory_budget=12 * 10**6

@@ -79,7 +79,7 @@ def one_batch_each(rank: int, size: int, folder: str) -> None:
     try:
         with pytest.raises(TuneportError, match=r"1 calibration batches cannot be split over 2 processes"):
             run(job)
-        with pytest.raises(TuneportError, match=r"at a fixed scale and without saves for --resume"):
+        with pytest.raises(TuneportError, match=r"are not supported with several processes: pass a number as `scale`"):
             run(job, scale="auto")
     finally:
         dist.destroy_process_group()

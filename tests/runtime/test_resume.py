@@ -238,7 +238,7 @@ class TestPort:
         out = tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):
             port(job_of(zoo), out, save_every=0, progress=cut, note=notes.append)
-        assert notes == ["what was measured is kept; the same command with --resume goes on from it"]
+        assert notes == ["what was measured is kept; the same call with `resume=True` continues from it"]
         with pytest.raises(CheckpointError, match=r"cannot be resumed: options.seed was 0 and is 1, data.indices was "):
             port(job_of(zoo, seed=1), out, resume=True)
         with pytest.raises(CheckpointError, match=r"cannot be resumed: scale was 1.0 and is 0.5\."):
@@ -247,7 +247,7 @@ class TestPort:
         notes.clear()
         port(job_of(zoo), out, note=notes.append)
         assert len(notes) == 1
-        assert "is dropped; --resume would have gone on from it" in notes[0]
+        assert "is dropped; `resume=True` continues from it" in notes[0]
         assert names(tmp_path) == ["out"]
 
     @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])

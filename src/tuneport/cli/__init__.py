@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -67,6 +69,12 @@ COMMANDS: dict[Callable[..., None], str | None] = {
 }
 for command, example in COMMANDS.items():
     app.command(epilog=example and f"Example: {example}")(command)
+
+
+@cache
+def parameter_names() -> frozenset[str]:
+    """The parameters of all commands, by their names in Python."""
+    return frozenset(name.strip("_") for command in COMMANDS for name in signature(command).parameters)
 
 
 def _version(wanted: bool) -> None:

@@ -6,6 +6,8 @@ terminal.
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,15 +56,50 @@ def tell(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """One line on stderr that is no error."""
-    tell(f"note: {text}")
+    """One line on stderr that is no error, with options for parameters."""
+    tell(f"note: {as_options(text)}")
 
 
 def fail(kind: str, text: str) -> None:
-    """One line on stderr that says what went wrong, and the end with exit code 1."""
+    """One line on stderr that says what went wrong, with options for parameters; exit code 1."""
     err_console.print(f"[red]{kind}:[/red] ", end="")
-    tell(text)
+    tell(as_options(text))
     sys.exit(1)
+
+
+def as_options(text: str) -> str:
+    """Replace the parameters that a library message names in backquotes by options of the command line.
+
+    A parameter that no command has keeps its Python spelling, without the quotes.
+
+    >>> as_options('lower `samples`, or pass `overwrite=True` or `exclude=["*.bias", "head"]`.')
+    'lower --samples, or pass --overwrite or --exclude "*.bias" --exclude head.'
+    """
+    from . import parameter_names
+
+    known = parameter_names()
+
+    def spelled(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        name = {"kind": "as"}.get(name, name)
+        if name not in known:
+            return found[0].strip("`")
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value is None else " ".join(f"{flag} {word}".rstrip() for word in _words(value))
+
+    return re.sub(r"`([a-z_]+)(?:=([^`]*))?`", spelled, text)
+
+
+def _words(value: str) -> list[str]:
+    """The words that a Python value is on the command line; a placeholder such as FILE stays."""
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return [value]
+    if found is True:
+        return [""]
+    each = found if isinstance(found, (list, tuple)) else [found]
+    return [str(word) if re.fullmatch(r"[\w./:+-]+", str(word)) else f'"{word}"' for word in each]
 
 
 def _harmless(text: str) -> str:

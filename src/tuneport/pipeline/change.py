@@ -52,9 +52,8 @@ def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[st
     if any(vector.changes(name) for name in names):
         return
     if exclude:
-        patterns = " ".join(f'--exclude "{pattern}"' for pattern in exclude)
         raise CheckpointError(
-            f"{patterns} leaves no tensor in which the fine-tuned model differs from its base: there is nothing to "
+            f"`exclude={list(exclude)}` leaves no tensor in which the fine-tuned model differs from its base: there is nothing to "
             f"{use}. Exclude less, or check the paths."
         )
     raise CheckpointError(
@@ -66,7 +65,7 @@ def exclude_note(exclude: Sequence[str], *named: Iterable[str]) -> str | None:
     """What to say of patterns that match none of these names: a typing error, most likely."""
     names = [name for each in named for name in each] if exclude else []
     idle = [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in names)]
-    return f"no tensor has a name like {' or '.join(map(repr, idle))} of --exclude" if idle else None
+    return f"no tensor has a name like {' or '.join(map(repr, idle))} of `exclude`" if idle else None
 
 
 def names_of(finetuned: Finetuned) -> Iterable[str]:

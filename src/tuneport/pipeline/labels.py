@@ -30,8 +30,8 @@ def check_labels(name: str, sampler: str, shots: int | None) -> None:
         raise TuneportError(unknown_name("labels", name, LABELS))
     by_class = sampler in SAMPLERS and SAMPLERS[sampler].needs_labels
     if name == "source" and (by_class or shots is not None):
-        need = "--shots needs" if shots is not None else f"sampler '{sampler}' needs"
-        raise DataError(f"with --labels source the labels of the data are not looked at, but {need} them.")
+        need = "`shots` needs" if shots is not None else f"sampler '{sampler}' needs"
+        raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
 
 
 def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> Dataset:

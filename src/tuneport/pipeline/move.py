@@ -54,8 +54,8 @@ def move(
         return Moved(moved, scale, None, counted, meter.seconds)
     if job.target.offloaded or (passes is not None and passes.placements is not None):
         raise TuneportError(
-            "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as the "
-            "scale, or a larger --memory-budget."
+            "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as `scale`, "
+            "or a larger `memory_budget`."
         )
     moved, choice, counted = _move_auto(scale, halves(job), passes, meter)
     return Moved(moved, choice.scale, choice, counted, meter.seconds)

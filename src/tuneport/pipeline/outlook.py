@@ -184,7 +184,7 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
     Where the budget is too small, the line says why.
     """
     if job.memory_budget is None:
-        raise TuneportError("pass --memory-budget: the memory of one device, such as 80GiB.")
+        raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
     flops = flops_of(job, job.samples)
     assert flops is not None
     forecast = foretell(job)

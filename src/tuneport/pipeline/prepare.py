@@ -114,13 +114,13 @@ def prepare(
     by_source = labels == "source" and asked is not None and asked.heads is not None
     if labels == "source" and gradients and not by_source:
         raise DataError(
-            "--labels source labels samples of classes: give data, not batches, and leave --loss out or classification."
+            '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
         )
 
     plan = plan_of(ours, theirs, vector, pairs=pairs, roles=roles, depth_rule=depth_rule, exclude=exclude)
     method.check(plan)
     if runs and data is None:
-        raise DataError(f"method {name} needs calibration data: pass --data, or batches with a loss in Python.")
+        raise DataError(f"method {name} needs calibration data: pass `data`, or batches with a loss in Python.")
     losses = _losses(models, asked, loss, gradients) if runs else (None, None)
 
     batches: Iterable[Any] = ()
@@ -235,7 +235,7 @@ def _with_heads(
     if writer.generates is not None and other.generates is None and wanted is None:
         raise TuneportError(
             f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
-            f"classes of {dataset.name} with --head FILE."
+            f"classes of {dataset.name} with `head=FILE`."
         )
     if labels == "data" and not isinstance(data, Dataset):
         dataset = read_data(data, "train")  # says what is missing where there are no labels

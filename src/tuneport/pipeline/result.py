@@ -124,16 +124,16 @@ def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
         dense = [name for name in names if job.task_vector.spec(name).rank is None]
         if dense:
             raise TuneportError(
-                f"{len(dense)} of {len(names)} updates are not low-rank ({first_of(sorted(dense), 3)}): pass --rank R "
-                "or --energy 0.95 to make an adapter of them (--energy 1 is exact)."
+                f"{len(dense)} of {len(names)} updates are not low-rank ({first_of(sorted(dense), 3)}): pass `rank=R` "
+                "or `energy=0.95` to make an adapter of them (`energy=1` is exact)."
             )
         if not job.method.keeps_rank:
-            raise TuneportError(f"method {job.record['method']} makes dense updates: pass --rank R or --energy 0.95.")
+            raise TuneportError(f"method {job.record['method']} makes dense updates: pass `rank=R` or `energy=0.95`.")
     weights = {pair.target.weight for pair in job.plan.pairs}
     homeless = no_place(job.target.module, weights)
     if len(homeless) == len(weights):
         reasons = first_of(f"{name}: {reason}" for name, reason in homeless.items())
-        raise TuneportError(f"no layer of the target can be written as a LoRA ({reasons}). Use --as model.")
+        raise TuneportError(f"no layer of the target can be written as a LoRA ({reasons}). Use `kind=\"model\"`.")
 
 
 def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) -> dict[str, Any]:

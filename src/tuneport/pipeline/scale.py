@@ -220,7 +220,7 @@ def halves(job: Job) -> tuple[Job, Job]:
         return first, second
     batches = list(job.batches)
     if not batches:
-        raise DataError("choosing a scale needs labelled calibration data; pass --data, or a number as the scale.")
+        raise DataError("choosing a scale needs labelled calibration data: pass `data`, or a number as `scale`.")
     if len(batches) == 1:
         return (whole := replace(job, batches=batches)), whole
     count = (len(batches) + 1) // 2

@@ -95,8 +95,8 @@ def run(
     at_once = job.method.signals and not job.method.by_layer
     if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
         raise TuneportError(
-            "several processes share a transfer of layers one by one, at a fixed scale and without saves for --resume; "
-            "pass a number as --scale, leave out --resume and methods that move all layers at once, or use one process."
+            'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with several '
+            "processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
         )
     started = time.perf_counter()
     if passes is None and job.memory_budget is not None:
@@ -192,13 +192,13 @@ def port(
             work.check()
             say("going on from what was measured before" if work.exists() else "nothing to resume: starting anew")
         elif work.exists():
-            say(f"what an unfinished run for {out} has measured is dropped; --resume would have gone on from it")
+            say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
             work.remove()
         try:
             result = run(job, scale=scale, progress=progress, work=None if several else work, passes=passes)
         except KeyboardInterrupt:
             if work.exists():
-                say("what was measured is kept; the same command with --resume goes on from it")
+                say("what was measured is kept; the same call with `resume=True` continues from it")
             raise
         more: dict[str, Any] = {"fingerprint": fingerprint(conditions)}
         more["cost"] = cost_of(job, result.record["samples"])
