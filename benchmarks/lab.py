@@ -33,8 +33,9 @@ from tuneport.job import Job
 from tuneport.measure.accuracy import encoded
 from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import RULES, SCALES, Rule, Scaled, Score, choose_scale, halves, transfer_auto
+from tuneport.pipeline.scale import RULES, SCALES, Scaled, Score, choose_scale, halves, transfer_auto
 from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.types import ScaleRule
 
 IMAGES = ("cifar10", "fashion", "gtsrb", "mnist")
 TEXTS = {
@@ -143,7 +144,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
     return rows
 
 
-def chosen(scores: Mapping[float, Score], rule: Rule, samples: int) -> float:
+def chosen(scores: Mapping[float, Score], rule: ScaleRule, samples: int) -> float:
     return choose_scale(scores.__getitem__, samples=samples, held_out=True, candidates=tuple(scores), rule=rule).scale
 
 

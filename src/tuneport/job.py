@@ -16,10 +16,8 @@ import torch
 
 from .data.dataset import Dataset, align_labels, worded
 from .data.views import VIEWS, Views
-from .maps.procrustes import Completion
 from .measure.batches import PairedBatch
 from .measure.objectives import Objective, batch_for
-from .measure.signals import Loss
 from .measure.tokens import Coverage, Match, coverage, match_spans, match_tokens
 from .methods import Method
 from .models.base import Model
@@ -28,6 +26,7 @@ from .models.offload import Placement
 from .models.tokenizer import Encoded
 from .pairing import Plan
 from .task_vectors.vector import TaskVector
+from .types import Completion, Loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,18 @@
-"""How work that takes long says how far it is: callbacks that it calls, and that whoever starts it gives."""
+"""Types that several packages share: words with a fixed choice, and callbacks."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
-Progress = Callable[[int], None]  # so many more samples, or steps, are done
-Stage = Callable[[str, int, int], None]  # the name of a stage, what is done of it, and what there is to do
+if TYPE_CHECKING:  # the command line must answer without torch
+    from torch import Tensor, nn
+
+Signal = Literal["input", "output", "output_gradient", "input_gradient", "weight_gradient"]
+Completion = Literal["none", "svd"]  # how to complete a rank-deficient map
+ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on its samples
+OutputKind = Literal["model", "adapter", "task-vector"]
+Split = Literal["train", "test"]
+Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
+Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
+Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps done and all its steps

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tuneport.layers import TokenLayout, find_layers, find_loose
-from tuneport.maps.procrustes import Completion
 from tuneport.measure.batches import PairedBatch
 from tuneport.measure.capture import measure_pairs
 from tuneport.measure.tokens import match_tokens
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Completion
 
 
 class Attention(nn.Module):

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tuneport.pipeline.scale import FEWEST, SCALES, Rule, Scaled, Score, choose_scale, first_half, score_of_classes
+from tuneport.pipeline.scale import FEWEST, SCALES, Scaled, Score, choose_scale, first_half, score_of_classes
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import ScaleRule
 
 losses = st.lists(st.floats(0, 10, allow_nan=False), min_size=len(SCALES), max_size=len(SCALES))
 
@@ -96,7 +97,7 @@ def test_safe_goes_beyond_the_smallest_scale_on_evidence_only(above: float, aske
     wide = torch.linspace(-1, 1, 50, dtype=torch.float64)
     error = float(wide.std()) / 50**0.5
 
-    def by(gain: float, rule: Rule = "safe", held_out: bool = True) -> float:
+    def by(gain: float, rule: ScaleRule = "safe", held_out: bool = True) -> float:
         losses = {0.0: wide + 4, 0.25: wide + 3.9 + 0.9 * wide, above: wide + 3.9 - gain + 0.9 * wide + wide.flip(0)}
         found = {scale: Score(float(values.mean()), losses=values) for scale, values in losses.items()}
         told = {"candidates": (0.0, 0.25, above), "held_out": held_out, "rule": rule}
@@ -115,7 +116,7 @@ def test_safe_leaves_the_target_alone_where_a_quarter_is_worse() -> None:
 
 
 @pytest.mark.parametrize(("rule", "wanted"), [("auto", 1.0), ("safe", 0.25)])
-def test_one_sample_is_no_evidence_for_a_scale_beyond_one(rule: Rule, wanted: float) -> None:
+def test_one_sample_is_no_evidence_for_a_scale_beyond_one(rule: ScaleRule, wanted: float) -> None:
     losses = {0.0: 2.0, 0.25: 1.9, 1.0: 1.5, 4.0: 0.5}
     scores = {scale: Score(loss, losses=torch.tensor([loss])) for scale, loss in losses.items()}
     choice = choose_scale(scores.__getitem__, samples=1, held_out=False, candidates=tuple(losses), rule=rule)

@@ -5,22 +5,11 @@ An option of one command alone is declared there. Defaults stand with the comman
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Annotated
 
 import typer
 
-
-class Completion(str, Enum):
-    none = "none"
-    svd = "svd"
-
-
-class OutputKind(str, Enum):
-    model = "model"
-    adapter = "adapter"
-    task_vector = "task-vector"
-
+from ..types import Completion
 
 Source = Annotated[
     str, typer.Option(help="The old base model: a folder, open_clip's NAME:TAG or NAME:FILE, timm:NAME.")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import TuneportError
+from ..types import OutputKind
 from .options import (
     BatchSize,
-    Completion,
     CompletionName,
     Data,
     Device,
@@ -27,7 +27,6 @@ from .options import (
     MaxTokens,
     MemoryBudget,
     MethodName,
-    OutputKind,
     Overwrite,
     SamplerName,
     Samples,
@@ -66,12 +65,12 @@ def transfer(
     head: HeadName = None,
     labels: LabelsName = "data",
     loss: LossName = None,
-    as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = OutputKind.model,
+    as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = "model",
     rank: Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)] = None,
     energy: Annotated[
         float | None, typer.Option(help="With --as adapter: cut to the least rank that keeps this share of |tau|².")
     ] = None,
-    completion: CompletionName = Completion.svd,
+    completion: CompletionName = "svd",
     exclude: Exclude = None,
     max_tokens: MaxTokens = None,
     memory_budget: MemoryBudget = None,
@@ -105,7 +104,7 @@ def transfer(
     from ..runtime.distributed import processes
     from ..task_vectors.low_rank import check_truncation
 
-    check_new = check_new_file if as_ is OutputKind.task_vector else check_new_folder
+    check_new = check_new_file if as_ == "task-vector" else check_new_folder
     inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
     with processes(device) as here:
         strength = pipeline.check_scale(scale, method)
@@ -117,12 +116,12 @@ def transfer(
             return
         with claimed(out):
             check_new(out, overwrite or resume, inputs=inputs)
-            if as_ is not OutputKind.adapter and (rank is not None or energy is not None):
+            if as_ != "adapter" and (rank is not None or energy is not None):
                 raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
             check_truncation(rank, energy)
             test = read_test_split(data) if evaluate else None
             job = _prepare(locals(), scored=scored)
-            if as_ is OutputKind.adapter:
+            if as_ == "adapter":
                 check_adapter(job, rank, energy)
             if test is not None:
                 check_test_split(test, job.target_head)
@@ -135,7 +134,7 @@ def transfer(
                     job,
                     out,
                     scale=strength,
-                    kind=as_.value,
+                    kind=as_,
                     rank=rank,
                     energy=energy,
                     overwrite=overwrite,
@@ -151,10 +150,10 @@ def transfer(
         emit(to_json(record))
         return
     _print_summary(record)
-    say(f"written to {out}" + ("" if as_ is OutputKind.task_vector else ", report in report.html"))
-    if as_ is OutputKind.adapter:
+    say(f"written to {out}" + ("" if as_ == "task-vector" else ", report in report.html"))
+    if as_ == "adapter":
         say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
-    if as_ is OutputKind.model and data is not None and labels == "data":
+    if as_ == "model" and data is not None and labels == "data":
         chosen = f" --head {head}" if head else ""
         say(f"next: tuneport evaluate {out} --data {data}{chosen}")
 
@@ -183,7 +182,7 @@ def plan(
     head: HeadName = None,
     labels: LabelsName = "data",
     loss: LossName = None,
-    completion: CompletionName = Completion.svd,
+    completion: CompletionName = "svd",
     exclude: Exclude = None,
     max_tokens: MaxTokens = None,
     memory_budget: MemoryBudget = None,
@@ -344,7 +343,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
         options["target"],
         options["data"],
         exclude=options["exclude"] or (),
-        completion=options["completion"].value,
+        completion=options["completion"],
         scored=scored,
         memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
         **{name: options[name] for name in as_given},

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DataError, brief, first_of
+from ..types import Split
 from .images import check_images, open_array, open_file
 
 Kind = Literal["image", "text"]
-Split = Literal["train", "test"]
 
 UNLABELLED = -100  # the label of a sample without one, which torch's cross_entropy ignores
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, brief, first_of, unknown_name
+from ..types import Split
 from .dataset import (
     SPLIT_NAMES,
     TABLE_SUFFIXES,
     Dataset,
     LazySequence,
-    Split,
     choose_split,
     dataset_name,
     reading,

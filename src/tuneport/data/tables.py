@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, brief, first_of
-from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, Split, choose_split, dataset_name, reading
+from ..types import Split
+from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, dataset_name, reading
 from .images import open_cell, open_file
 
 _INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))  # the first complete

@@ -11,19 +11,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import MethodError, TuneportError
+from ..types import Completion
 from .certificate import Certificate
 from .completion import CoordinateMap, complete, complete_thin
 from .covariance import CrossCovariance, rank_cut
 from .polar import Polar, polar, polar_of_factors, polar_together, together_bytes
 from .statistics import Key, Statistics
 
-Completion = Literal["none", "svd"]
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
 HELD = 2**28  # bytes of solved maps that a MapSolver remembers
 

@@ -21,7 +21,7 @@ from ..layers import Layer
 from ..maps.covariance import CrossCovariance, are_half
 from ..maps.statistics import Key, S, Statistics, WeightGradient
 from ..pairing import LayerPair
-from ..types import Progress
+from ..types import Loss, Progress
 from .batches import PairedBatch, parts_of
 from .signals import (
     INPUT,
@@ -31,7 +31,6 @@ from .signals import (
     OUTPUT_GRADIENT,
     SIGNALS,
     WEIGHT_GRADIENT,
-    Loss,
     Recorder,
     frozen,
 )

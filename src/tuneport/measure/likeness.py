@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from ..data.dataset import Dataset
 from ..errors import TuneportError, first_of
-from ..maps.procrustes import Completion, MapSolver
+from ..maps.procrustes import MapSolver
 from ..maps.statistics import Key, S, Statistics
 from ..models.base import Model
 from ..pairing import LayerPair
-from ..types import Progress
+from ..types import Completion, Loss, Progress
 from .accuracy import encoded
 from .batches import PairedBatch
 from .capture import MakeSum, measure_pairs
-from .signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, Loss
+from .signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS
 from .similarity import NAN, Similarity, TokenAgreement
 from .tokens import Match, match_tokens
 

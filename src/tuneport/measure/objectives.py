@@ -22,7 +22,7 @@ from ..errors import DataError, TuneportError, unknown_name
 from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import Encoded, Reader
-from .signals import Loss
+from ..types import Loss
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,17 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError
 from ..layers import Layer
 from ..models.offload import watched
+from ..types import Loss, Signal
 from .batches import first_dimension
 
-INPUT = "input"
-OUTPUT = "output"
-OUTPUT_GRADIENT = "output_gradient"
-INPUT_GRADIENT = "input_gradient"
-WEIGHT_GRADIENT = "weight_gradient"
+INPUT: Signal = "input"
+OUTPUT: Signal = "output"
+OUTPUT_GRADIENT: Signal = "output_gradient"
+INPUT_GRADIENT: Signal = "input_gradient"
+WEIGHT_GRADIENT: Signal = "weight_gradient"
 SIGNALS = (INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT)
 NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 
-Loss = Callable[[nn.Module, Any], Tensor]
 Sink = Callable[..., None]
 
 _MATMUL = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)

@@ -13,11 +13,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..maps.procrustes import Completion
 from ..maps.statistics import Statistics
 from ..pairing import Kept, Plan
 from ..task_vectors.low_rank import LowRank
 from ..task_vectors.vector import TaskVector
+from ..types import Completion
 
 
 @dataclass(frozen=True, eq=False)

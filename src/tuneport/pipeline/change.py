@@ -53,8 +53,8 @@ def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[st
         return
     if exclude:
         raise CheckpointError(
-            f"`exclude={list(exclude)}` leaves no tensor in which the fine-tuned model differs from its base: there is nothing to "
-            f"{use}. Exclude less, or check the paths."
+            f"`exclude={list(exclude)}` leaves no tensor in which the fine-tuned model differs from its base: there is "
+            f"nothing to {use}. Exclude less, or check the paths."
         )
     raise CheckpointError(
         f"the fine-tuned model equals its base in every tensor: there is nothing to {use}. Check the paths."

@@ -23,8 +23,8 @@ from ..runtime.distributed import moved_by_all, ranks
 from ..runtime.passes import Passes, in_blocks, in_groups
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
-from ..types import Progress
-from .scale import Rule, ScaleChoice, halves, transfer_auto
+from ..types import Progress, ScaleRule
+from .scale import ScaleChoice, halves, transfer_auto
 from .statistics import measure_job, problem_of
 
 
@@ -41,7 +41,7 @@ class Moved:
 
 def move(
     job: Job,
-    scale: float | Rule,
+    scale: float | ScaleRule,
     *,
     passes: Passes | None = None,
     progress: Progress | None = None,
@@ -108,7 +108,7 @@ def _shelved(moved: Transfer) -> Transfer:
 
 
 def _move_auto(
-    rule: Rule, sides: tuple[Job, Job], passes: Passes | None, meter: _Meter
+    rule: ScaleRule, sides: tuple[Job, Job], passes: Passes | None, meter: _Meter
 ) -> tuple[Transfer, ScaleChoice, Statistics]:
     """As `_move`, with the scale chosen by the two halves of the samples."""
     groups = [in_groups(side, passes) for side in sides]

@@ -20,10 +20,9 @@ from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError
 from ..io.hub import local
 from ..job import Job, PairedBatches
-from ..maps.procrustes import Completion
 from ..measure.accuracy import features
 from ..measure.objectives import Objective, check_objective, forward_only, load_loss, objective_of
-from ..measure.signals import NEEDS_BACKWARD, Loss
+from ..measure.signals import NEEDS_BACKWARD
 from ..measure.tokens import Match
 from ..methods import METHODS, Method, get_method
 from ..models.base import Model, ModelLike
@@ -33,6 +32,7 @@ from ..pairing import DepthRule, LayerPair, nearest_block
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
+from ..types import Completion, Loss
 from .change import Finetuned, change_of, exclude_note, names_of, opened
 from .labels import agreement, check_labels, labelled_by
 from .plan import plan_of

@@ -30,6 +30,7 @@ from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_write import Packed, no_place, pack
 from ..task_vectors.low_rank import check_truncation
 from ..task_vectors.vector import TaskVector, save_task_vector
+from ..types import OutputKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ class Result:
         self,
         out: str | Path,
         *,
-        kind: str = "model",
+        kind: OutputKind = "model",
         rank: int | None = None,
         energy: float | None = None,
         overwrite: bool = False,
@@ -133,7 +134,7 @@ def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
     homeless = no_place(job.target.module, weights)
     if len(homeless) == len(weights):
         reasons = first_of(f"{name}: {reason}" for name, reason in homeless.items())
-        raise TuneportError(f"no layer of the target can be written as a LoRA ({reasons}). Use `kind=\"model\"`.")
+        raise TuneportError(f'no layer of the target can be written as a LoRA ({reasons}). Use `kind="model"`.')
 
 
 def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) -> dict[str, Any]:

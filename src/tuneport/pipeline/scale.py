@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +34,14 @@ from ..measure.signals import frozen
 from ..methods import Transfer
 from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.vector import TaskVector
+from ..types import ScaleRule
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 FEWEST = 4  # samples that can be parted
 SHARPEST = 20.0  # the head's sharpness is fitted from one in so many to so many times its own
-Rule = Literal["auto", "safe"]
-RULES: dict[Rule, tuple[float, float]] = {  # standard errors by which a larger scale must be better: up to 1, beyond 1
+RULES: dict[
+    ScaleRule, tuple[float, float]
+] = {  # standard errors by which a larger scale must be better: up to 1, beyond 1
     "auto": (0.0, 2.0),
     "safe": (2.0, 3.0),
 }
@@ -66,7 +68,7 @@ class ScaleChoice:
     scores: Mapping[float, Score]
     samples: int
     held_out: bool
-    rule: Rule = "auto"
+    rule: ScaleRule = "auto"
 
 
 def first_half(count: int) -> int:
@@ -112,7 +114,7 @@ def choose_scale(
     samples: int,
     held_out: bool,
     candidates: Sequence[float] = SCALES,
-    rule: Rule = "auto",
+    rule: ScaleRule = "auto",
 ) -> ScaleChoice:
     """The candidate with the least loss, from the smallest up; a larger one must be as much better as the rule says.
 
@@ -133,7 +135,7 @@ def choose_scale(
     return ScaleChoice(best, scores, samples, held_out, rule)
 
 
-def _upwards(scores: Mapping[float, Score], smallest: float, rule: Rule) -> float:
+def _upwards(scores: Mapping[float, Score], smallest: float, rule: ScaleRule) -> float:
     """The last scale, from zero up, that is better than the one before it by as much as the rule asks for."""
     best = 0.0
     for scale, found in scores.items():
@@ -238,7 +240,7 @@ def token_share(job: Job, part: int, whole: int) -> int | None:
 
 def transfer_auto(
     sides: tuple[Job, Job], solve: Callable[[Statistics], Transfer], found: tuple[Statistics, Statistics],
-    whole: Statistics, rule: Rule = "auto",
+    whole: Statistics, rule: ScaleRule = "auto",
 ) -> tuple[Transfer, ScaleChoice]:  # fmt: skip
     """Choose the scale of a transfer, by a rule, by two halves of the samples, each judging the maps of the other.
 

@@ -29,12 +29,12 @@ from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import SAVE_EVERY, Work, fingerprint
 from ..task_vectors.vector import TaskVector
-from ..types import Progress
+from ..types import OutputKind, Progress, ScaleRule
 from .move import move
 from .plan import left_behind, not_transported_by
 from .prepare import prepare
 from .result import Result
-from .scale import RULES, Rule, ScaleChoice
+from .scale import RULES, ScaleChoice
 
 
 def transfer(
@@ -43,7 +43,7 @@ def transfer(
     target: ModelLike,
     data: str | Path | Dataset | Iterable[Any] | None = None,
     *,
-    scale: float | Rule | None = None,
+    scale: float | ScaleRule | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Result:
@@ -62,7 +62,7 @@ def transfer(
     return replace(result, record={**result.record, "cost": cost_of(job, result.record["samples"])})
 
 
-def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | Rule:
+def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | ScaleRule:
     """A finite number, or the name of a rule that chooses one; None is the method's own."""
     if scale is None:
         return (get_method(method) if isinstance(method, str) else method).usual_scale
@@ -80,7 +80,7 @@ def check_scale(scale: float | str | None, method: str | Method = "bico") -> flo
 def run(
     job: Job,
     *,
-    scale: float | Rule | None = None,
+    scale: float | ScaleRule | None = None,
     progress: Progress | None = None,
     work: Work | None = None,
     passes: Passes | None = None,
@@ -95,8 +95,8 @@ def run(
     at_once = job.method.signals and not job.method.by_layer
     if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
         raise TuneportError(
-            'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with several '
-            "processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
+            'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with '
+            "several processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
         )
     started = time.perf_counter()
     if passes is None and job.memory_budget is not None:
@@ -154,8 +154,8 @@ def port(
     job: Job,
     out: str | Path,
     *,
-    scale: float | Rule | None = None,
-    kind: str = "model",
+    scale: float | ScaleRule | None = None,
+    kind: OutputKind = "model",
     rank: int | None = None,
     energy: float | None = None,
     overwrite: bool = False,
@@ -226,7 +226,7 @@ def _conditions(job: Job, scale: float | str) -> dict[str, Any]:
     return plain
 
 
-def _check_place(job: Job, out: Path, kind: str, overwrite: bool) -> None:
+def _check_place(job: Job, out: Path, kind: OutputKind, overwrite: bool) -> None:
     """Refuse an output that must not be replaced, or has no room on the disk."""
     if kind == "model":
         size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
@@ -237,7 +237,7 @@ def _check_place(job: Job, out: Path, kind: str, overwrite: bool) -> None:
         check_new_file(out, overwrite)
 
 
-def _finished(out: Path, kind: str) -> dict[str, Any] | None:
+def _finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:
     """The run record of an output that is there already."""
     try:
         if kind in ("model", "adapter"):

@@ -26,10 +26,11 @@ from ..maps.procrustes import held_bytes
 from ..maps.statistics import Statistics
 from ..measure.batches import PairedBatch, count_samples, part_of, samples_at_once
 from ..measure.capture import measure_pairs
-from ..measure.signals import INPUT, NEEDS_BACKWARD, OUTPUT, Loss
+from ..measure.signals import INPUT, NEEDS_BACKWARD, OUTPUT
 from ..models.offload import Placement, block_paths, bytes_of, sizes
 from ..pairing import LayerPair
 from ..task_vectors.low_rank import LowRank
+from ..types import Loss
 from .forecast import Forecast, ShapeSum, foretell
 from .passes import Passes, check_by_layer, grouped, units
 

@@ -25,11 +25,11 @@ from ..measure.signals import (
     OUTPUT,
     OUTPUT_GRADIENT,
     WEIGHT_GRADIENT,
-    Loss,
     watch,
 )
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
+from ..types import Loss
 from .forecast import NeedsValuesError, WithoutNumbers, first_batch, meta_errors, shapes_of, to_meta
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix

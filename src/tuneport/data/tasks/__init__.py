@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
-from ..dataset import Dataset, Split
+from ...types import Split
+from ..dataset import Dataset
 from ..formats import read_plain
 from .base import Layout, Task, TaskSplit, plain_name
 from .text import AGNEWS, CUSTREV, MNLI, QNLI, QQP, RTE, SNLI, SST2, SUBJ, TREC6

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import DataError
-from ..dataset import Dataset, Split, of_arrays, of_files
+from ...types import Split
+from ..dataset import Dataset, of_arrays, of_files
 from ..formats import read_plain
 from ..images import IMAGE_SUFFIXES
 from .base import Layout, Task, TaskReader, plain_name
