@@ -1,8 +1,7 @@
-"""README and docs: their code runs, their commands are real, their links and names exist.
+"""README and docs: their code runs, and their commands, links and names exist.
 
-Python blocks and `tuneport` commands run in the order of the page, in one namespace and one working folder that
-holds what the pages speak of: old-base, old-base-cars, new-base and cars/. A block under `<!-- not run -->` is
-checked but not run.
+Python blocks and `tuneport` commands of a page run in order, in one namespace and one working folder with the inputs
+of the examples: old-base, old-base-cars, new-base and cars/. A block after `<!-- not run -->` is checked but not run.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def shell_commands(code: str) -> Iterator[list[str]]:
 
 
 def inline_commands(page: Path) -> Iterator[list[str]]:
-    """Commands named in running text, such as `tuneport methods`; upper-case words are placeholders."""
+    """Yield the commands in inline code, such as `tuneport methods`, without upper-case placeholders."""
     prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
     for found in re.findall(r"`tuneport ([^`]+)`", prose):
         yield [word for word in shlex.split(found) if word != "..." and not word.isupper()]
@@ -82,7 +81,7 @@ def option_names(command: Any) -> set[str]:
 
 
 def check_words(words: list[str]) -> None:
-    """The command is known, and so is every option it is given."""
+    """Assert that the command and its options exist."""
     rest = list(words)
     allowed = option_names(command_tree()) | {"--help", "-h"}
     while rest and rest[0].startswith("-"):
@@ -100,7 +99,7 @@ def check_words(words: list[str]) -> None:
 def write_tower(
     folder: Path, width: int, depth: int, seed: int, base: torch.nn.Module | None = None
 ) -> torch.nn.Module:
-    """A tiny CLIP tower as a folder, with image processor and zero-shot head; a fine-tune of `base` if given."""
+    """Write a tiny CLIP tower with image processor and zero-shot head; a fine-tune of `base` if given."""
     generator = torch.Generator().manual_seed(seed)
     config = CLIPVisionConfig(
         hidden_size=width,
@@ -136,7 +135,7 @@ def write_tower(
 
 
 @pytest.fixture(scope="module")
-def what_pages_speak_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("docs")
     old = write_tower(root / "old-base", 16, 2, seed=0)
     write_tower(root / "old-base-cars", 16, 2, seed=1, base=old)
@@ -153,15 +152,15 @@ def what_pages_speak_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @each_page
-def test_code_of_a_page_runs(
+def test_code_runs(
     page: Path,
-    what_pages_speak_of: Path,
+    example_inputs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     work = tmp_path / "work"
-    shutil.copytree(what_pages_speak_of, work)
+    shutil.copytree(example_inputs, work)
     monkeypatch.chdir(work)
     namespace: dict[str, Any] = {"__name__": f"docs_{page.stem.replace('-', '_')}"}
     monkeypatch.setitem(sys.modules, namespace["__name__"], type(sys)(namespace["__name__"]))  # for dataclasses
@@ -190,7 +189,7 @@ def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each_page
-def test_commands_of_a_page_are_real(page: Path) -> None:
+def test_commands_exist(page: Path) -> None:
     for block in blocks(page):
         for words in shell_commands(block.code) if block.language == "bash" else ():
             check_words(words)
@@ -198,20 +197,20 @@ def test_commands_of_a_page_are_real(page: Path) -> None:
         check_words(words)
 
 
-def test_unknown_commands_and_options_would_be_noticed() -> None:
+def test_unknown_commands_and_options_fail() -> None:
     with pytest.raises(AssertionError, match="no such command"):
         check_words(["transfr"])
     with pytest.raises(AssertionError, match="unknown option --sacle"):
         check_words(["transfer", "--source", "a", "--sacle", "1"])
 
 
-def test_few_blocks_are_exempt() -> None:
+def test_at_most_four_blocks_are_not_run() -> None:
     exempt = [(page.name, block.line) for page in PAGES for block in blocks(page) if not block.run]
     assert len(exempt) <= 4, exempt
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         if re.match(r"[a-z]+:", link):
@@ -226,6 +225,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_lines_have_at_most_120_columns(page: Path) -> None:
+    long = [i for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1) if len(line) > 120]
+    assert not long
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -245,7 +250,7 @@ def test_names_in_paper_to_code_exist() -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name leads to a module, or to an attribute of one."""
+    """Return True if a dotted name is a module or an attribute of one."""
     parts = name.split(".")
     thing: Any = importlib.import_module(parts[0])
     for i, part in enumerate(parts[1:], start=2):
@@ -267,7 +272,7 @@ def test_every_equation_and_line_of_the_algorithm_is_covered() -> None:
         assert numbers == list(range(1, last + 1))
 
 
-def test_public_names_are_few_real_and_documented() -> None:
+def test_public_names_exist_and_are_documented() -> None:
     assert len(tuneport.__all__) <= 25
     assert all(hasattr(tuneport, name) for name in tuneport.__all__)
     documented = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.MULTILINE)
