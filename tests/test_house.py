@@ -16,7 +16,7 @@ def modules() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def defined_in(tree: ast.Module) -> Iterator[str]:
-    """The names that a module defines: functions, classes and assignments."""
+    """Yield the names that a module defines: functions, classes and assignments."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -25,18 +25,18 @@ def defined_in(tree: ast.Module) -> Iterator[str]:
             yield from (part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
 
 
-def test_names_are_imported_from_where_they_live() -> None:
+def test_names_are_imported_from_their_own_module() -> None:
     known = {path: set(defined_in(tree)) for path, tree in modules()}
-    astray, seen = [], 0
+    wrong, seen = [], 0
     for path, tree in modules():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or not node.level or node.module is None:
                 continue
             home = path.parents[node.level - 1].joinpath(*node.module.split(".")).with_suffix(".py")
-            if not home.is_file():  # a folder, which passes on the names of its parts
+            if not home.is_file():  # a package, which re-exports names
                 continue
             seen += len(node.names)
-            wrong = [a.name for a in node.names if a.name not in known[home] or a.name.startswith("_")]
-            astray += [f"{path.relative_to(SOURCE)} takes {name} from {home.name}" for name in wrong]
+            misplaced = [a.name for a in node.names if a.name not in known[home] or a.name.startswith("_")]
+            wrong += [f"{path.relative_to(SOURCE)} imports {name} from {home.name}" for name in misplaced]
     assert seen
-    assert not astray
+    assert not wrong
