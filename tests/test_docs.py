@@ -279,6 +279,14 @@ def test_public_names_exist_and_are_documented() -> None:
     assert sorted(documented) == sorted(tuneport.__all__)
 
 
+def test_names_for_authors_exist() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(tuneport\.\w+)` \| (.+) \|$", text, re.MULTILINE)
+    assert len(rows) == 5
+    for module, names in rows:
+        assert not [name for name in re.findall(r"`(\w+)`", names) if not exists(f"{module}.{name}")]
+
+
 def test_options_of_transfer_in_python_are_documented() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     parameters = inspect.signature(tuneport.prepare).parameters.values()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from ..errors import MethodError, unknown_name
+from ..pairing import Kept
 from .base import LayerRecord, Method, Problem, Transfer
 from .bilinear import BilinearAlignment
+from .checks import check_method
+from .entries import Entries
 from .gradfix import GradFix
 from .transfusion import TransFusion
 
@@ -64,11 +67,14 @@ def get_method(name: str) -> Method:
 __all__ = [
     "METHODS",
     "BilinearAlignment",
+    "Entries",
     "GradFix",
+    "Kept",
     "LayerRecord",
     "Method",
     "Problem",
     "TransFusion",
     "Transfer",
+    "check_method",
     "get_method",
 ]

@@ -1,1 +1,6 @@
-"""Everything that must be known of a model."""
+"""Everything that must be known of a model. Public for authors of families: Model, Family and Head."""
+
+from .base import Family, Model
+from .heads import Head
+
+__all__ = ["Family", "Head", "Model"]
