@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,5 +52,20 @@ def test_open_clip_from_transfer_to_evaluation(tmp_path: Path) -> None:
     assert open_clip.create_model(f"local-dir:{tmp_path / 'out'}").visual.proj.shape == (24, 12)
 
 
-def test_transformers_opens_beside_a_torchvision_that_does_not_fit(zoo: Zoo) -> None:
+def test_transformers_models_work_where_torchvision_is_installed(zoo: Zoo) -> None:
     assert tuneport("evaluate", zoo["clip-base"], "--data", zoo.data)["samples"] == 30
+
+
+def test_a_broken_torchvision_is_named_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
+    package = tmp_path / "broken" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    search = os.pathsep.join([str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for model in (zoo["clip-base"], clip_folder(tmp_path / "clip", 0)):
+        command = [sys.executable, "-m", "tuneport", "evaluate", str(model), "--data", str(zoo.data)]
+        environment = {**os.environ, "PYTHONPATH": search}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "does not work with torch" in done.stderr
+        assert "torchvision 0.25.0" in done.stderr

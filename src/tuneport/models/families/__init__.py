@@ -2,74 +2,56 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import CheckpointError, TuneportError, brief
 
 NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
 
 
-# The operators whose schemas torchvision declares in compiled code, and describes in Python when it is imported.
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-
-
-_defined: list[Any] = []  # a library's definitions last as long as its object
-
-
 def load_library(module: str, extra: str) -> Any:
-    """Import a model library that is an optional extra of this package."""
-    if find_spec(module) is None:
+    """Import a model library that is an optional extra of this package, or raise one line that says what to install."""
+    if find_spec(module.partition(".")[0]) is None:
         raise TuneportError(f'{module} is not installed, and this model needs it: pip install "tuneport[{extra}]".')
-    mend_torchvision()
     try:
         return import_module(module)
     except Exception as error:
-        raise TuneportError(
-            f"{module} is installed but cannot be imported ({brief(error)}). Install versions that fit together, "
-            "as in constraints-families.txt."
-        ) from error
+        raise TuneportError(f"{module} cannot be imported: {brief(error)}.{torchvision_hint()}") from error
 
 
-@functools.cache
-def mend_torchvision() -> None:
-    """Declare the operators that a torchvision built for another torch lacks, so that it can be imported.
-
-    They are of no use to image classification and are declared, not implemented: calling them still fails.
-    A torchvision that is absent, sound or broken in another way is left alone.
-    """
+def torchvision_hint() -> str:
+    """A sentence about a torchvision that cannot be imported; an empty text if it can, or is not installed."""
     if find_spec("torchvision") is None:
-        return
+        return ""
     try:
         import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            return
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]  # halves of it stay behind after a failed import
-        library = torch.library.Library("torchvision", "DEF")
-        _defined.append(library)
-        for schema in _SCHEMAS:
-            library.define(schema)
     except Exception:
-        return
+        found = "unknown"
+        with suppress(metadata.PackageNotFoundError):
+            found = metadata.version("torchvision")
+        return (
+            f" torchvision {found} does not work with torch {torch.__version__}: install builds that fit each other, "
+            "such as torch 2.10.0 and torchvision 0.25.0, or uninstall torchvision if only transformers is used."
+        )
+    return ""
+
+
+def pixel_encoder(transform: Callable[[Any], Tensor]) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+    """Turn a library's transform of one RGB image into the `encode` of a Model."""
+    return lambda images: {"pixel_values": torch.stack([transform(image.convert("RGB")) for image in images])}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Loading without transformers' bars and hints; its settings are put back."""
-    mend_torchvision()  # transformers imports it where it is installed
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

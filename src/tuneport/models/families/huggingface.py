@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, brief, first_of
+from ...errors import CheckpointError, TuneportError, brief, first_of
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_json
 from ...io.validate import check_finite
 from ..base import Family, Model, Stored, write_weights, writer_with_config
 from ..outline import check_config, outline_of, oversized, unread
-from . import quiet
+from . import quiet, torchvision_hint
 from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
@@ -118,7 +118,10 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
             f"{folder / 'config.json'} does not say which class the model is: architectures is missing or empty. Add "
             'it, as in "architectures": ["ViTForImageClassification"].'
         )
-    kind = getattr(transformers, name, None)
+    try:
+        kind = getattr(transformers, name, None)
+    except Exception as error:
+        raise TuneportError(f"transformers cannot import {name}: {brief(error)}.{torchvision_hint()}") from error
     is_text = text_class(name, str(config.get("model_type"))) is not None
     if kind is None or not (is_text or name in ARCHITECTURES):
         raise CheckpointError(

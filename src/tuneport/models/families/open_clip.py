@@ -1,8 +1,7 @@
 """open_clip models: `NAME:TAG`, `NAME:FILE`, folders in its hub layout, and live objects. The image tower moves.
 
 Weights load through open_clip's own loader. Names in files are those of the module; the prefix that distributed
-training leaves is dropped, and text towers may be stored the old way, without `text.`. Images are prepared
-without torchvision's transforms, which come to the same.
+training leaves is dropped, and text towers may be stored the old way, without `text.`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Family, Model, Stored, TextHead, Write, outside_of, read_config
 from ..heads import class_embeddings, temperature_of
-from . import NO_SHARDS, load_library
-from .images import Preprocessing
+from . import NO_SHARDS, load_library, pixel_encoder
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -43,13 +41,6 @@ WEIGHTS = (
 TOWER = ("visual.",)
 RESIZED = ("positional_embedding", "logit_scale", "logit_bias")  # open_clip fits these to the model as it loads
 BPE_WORDS = 49408  # words of CLIP's own tokenizer, which comes with the library
-PREPROCESSING: Mapping[str, Any] = {
-    "mean": (0.48145466, 0.4578275, 0.40821073),
-    "std": (0.26862954, 0.26130258, 0.27577711),
-    "interpolation": "bicubic",
-    "resize_mode": "shortest",
-    "fill_color": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -213,7 +204,7 @@ def _model(
         loose=loose,
         folder=folder,
         kind="image",
-        encode=_preprocessing(tower),
+        encode=pixel_encoder(_evaluation_transform(tower)),
         features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
         layout=lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
         text_head=_text_head(module, name, tokenizer) if tokenizer is not None else None,
@@ -225,21 +216,13 @@ def _model(
     )
 
 
-def _preprocessing(tower: Any) -> Preprocessing:
-    """The evaluation transform of open_clip, from the settings that its loader leaves on the tower."""
-    found = {key: value for key, value in getattr(tower, "preprocess_cfg", {}).items() if value is not None}
-    settings = {**PREPROCESSING, **found}
-    height, width = tower.image_size
-    smooth = "bilinear" if settings["interpolation"] == "bilinear" else "bicubic"  # `random` is for training
-    return Preprocessing(
-        size=(height, width),
-        scaled=(height, width),
-        mean=tuple(settings["mean"]),
-        std=tuple(settings["std"]),
-        interpolation="bicubic" if height != width and settings["resize_mode"] == "shortest" else smooth,
-        mode=settings["resize_mode"],
-        fill=settings["fill_color"],
-    )
+def _evaluation_transform(tower: Any) -> Callable[[Any], Tensor]:
+    """open_clip's evaluation transform, with the settings that its loader leaves on the tower."""
+    transforms = load_library("open_clip.transform", "open-clip")
+    settings = {key: value for key, value in getattr(tower, "preprocess_cfg", {}).items() if value is not None}
+    config = transforms.PreprocessCfg(**{**settings, "size": tower.image_size})
+    transform: Callable[[Any], Tensor] = transforms.image_transform_v2(config, is_train=False)
+    return transform
 
 
 def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
@@ -269,8 +252,9 @@ def _writer(place: _Place | None) -> Write:
         library = _library()
         model = library.get_model_config(place.build)
         found = library.get_pretrained_cfg(place.build, place.pretrained) if place.pretrained else {}
+        default = load_library("open_clip.transform", "open-clip").PreprocessCfg()
         settings = {
-            key: found.get(key) or PREPROCESSING[key] for key in ("mean", "std", "interpolation", "resize_mode")
+            key: found.get(key) or getattr(default, key) for key in ("mean", "std", "interpolation", "resize_mode")
         }
         text = json.dumps({"model_cfg": model, "preprocess_cfg": settings}, indent=2) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")

@@ -1,14 +1,12 @@
 """timm vision transformers: `timm:NAME`, `timm:NAME:FILE`, folders in its hub layout, and live objects.
 
 Weights from files load under the names of the module; the prefix that distributed training leaves is dropped.
-Images are prepared without torchvision's transforms, which come to the same.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,11 +20,9 @@ from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import RowRanges, TokenLayout, find_layers, find_loose
 from ..base import Batch, Family, Model, Stored, read_config
-from . import NO_SHARDS, load_library
-from .images import Preprocessing, ResizeMode
+from . import NO_SHARDS, load_library, pixel_encoder
 
 PREFIX = "timm:"
-MODES: Mapping[str, ResizeMode] = {"center": "shortest", "border": "longest", "squash": "squash"}
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,7 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         folder=folder,
         kind="image",
         classes=_classes(module) if classifies else (),
-        encode=_preprocessing(module),
+        encode=pixel_encoder(_evaluation_transform(module)),
         features=features,
         logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
         layout=lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
@@ -195,23 +191,14 @@ def _classes(module: Any) -> tuple[str, ...]:
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
 
 
-def _preprocessing(module: Any) -> Preprocessing:
-    """The evaluation transform of timm, from the settings that the model carries."""
-    settings = load_library("timm.data", "timm").resolve_model_data_config(module)
-    height, width = module.patch_embed.img_size or settings["input_size"][1:]
-    part = settings["crop_pct"]
-    scaled = math.floor(height / part), math.floor(width / part)
-    mode = MODES.get(settings["crop_mode"], "shortest")
-    mean = tuple(settings["mean"])
-    return Preprocessing(
-        size=(height, width),
-        scaled=scaled,
-        mean=mean,
-        std=tuple(settings["std"]),
-        interpolation="bilinear" if mode == "shortest" and height != width else settings["interpolation"],
-        mode=mode,
-        fill=tuple(round(255 * value) for value in mean) if mode == "longest" else 0,
-    )
+def _evaluation_transform(module: Any) -> Callable[[Any], Tensor]:
+    """timm's evaluation transform, with the settings that the model carries."""
+    data = load_library("timm.data", "timm")
+    settings = data.resolve_model_data_config(module)
+    if module.patch_embed.img_size:  # as built, which may differ from the size of the pretrained weights
+        settings["input_size"] = (3, *module.patch_embed.img_size)
+    transform: Callable[[Any], Tensor] = data.create_transform(**settings)
+    return transform
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
