@@ -37,7 +37,7 @@ from tuneport.layers import TokenLayout
 from tuneport.models.base import describe_any
 from tuneport.models.families import quiet as _quiet
 from tuneport.models.heads import PROMPTS, choose_head, read_head
-from tuneport.models.open import describe_module, open_model, open_stored, outline_model, place_of
+from tuneport.models.open import describe_module, open_model, open_stored, outline_model, path_of
 from tuneport.pipeline.change import apply
 from tuneport.task_vectors.vector import TaskVector
 
@@ -518,9 +518,9 @@ class TestOptionalLibraries:
 
 def test_where_a_reference_lies(tmp_path: Path) -> None:
     (tmp_path / "w.pt").touch()
-    assert place_of(f"ViT-B-16:{tmp_path / 'w.pt'}") == tmp_path / "w.pt"
-    assert place_of(tmp_path) == tmp_path
-    assert place_of("ViT-B-16:laion2b_s34b_b88k") == Path("ViT-B-16:laion2b_s34b_b88k")
+    assert path_of(f"ViT-B-16:{tmp_path / 'w.pt'}") == tmp_path / "w.pt"
+    assert path_of(tmp_path) == tmp_path
+    assert path_of("ViT-B-16:laion2b_s34b_b88k") == Path("ViT-B-16:laion2b_s34b_b88k")
 
 
 def test_a_prefix_that_training_leaves(tmp_path: Path) -> None:

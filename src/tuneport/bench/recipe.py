@@ -22,7 +22,7 @@ from ..errors import DataError, TuneportError, first_of, unknown_name
 from ..io.hub import looks_like_hub_id
 from ..measure.accuracy import PROTOCOLS
 from ..methods import get_method
-from ..models.open import place_of
+from ..models.open import path_of
 from ..pipeline.transfer import check_scale
 from ..training.finetune import Schedule
 
@@ -394,7 +394,7 @@ def there(path: str, *, made: bool = False) -> bool:
 
     A model that is `made` where it is missing must exist: its path may look like a hub id.
     """
-    return (not made and (looks_like_hub_id(path) or ":" in path)) or os.path.exists(place_of(path))
+    return (not made and (looks_like_hub_id(path) or ":" in path)) or os.path.exists(path_of(path))
 
 
 def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:

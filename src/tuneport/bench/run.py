@@ -31,7 +31,7 @@ from ..io.output import check_new_folder, claimed, new_folder
 from ..methods import get_method
 from ..models.base import Model
 from ..models.heads import choose_head
-from ..models.open import open_model, pick_device, place_of
+from ..models.open import open_model, path_of, pick_device
 from ..pipeline.prepare import prepare
 from ..report.provenance import package_version
 from ..report.record import to_json
@@ -164,7 +164,7 @@ def _inputs(recipe: Recipe) -> Iterator[Path]:
     for part in recipe.comparisons.values():
         tables = (part.finetuned, part.reference, part.data)
         given = (part.source, part.target, *(path for table in tables for path in table.values()))
-        yield from (place_of(path) for path in given if path)
+        yield from (path_of(path) for path in given if path)
         yield from (Path(head) for head in part.heads.values() if Path(head).is_file())
 
 

@@ -24,12 +24,12 @@ def extract(
 ) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from ..io.output import check_new_file
-    from ..models.open import place_of
+    from ..models.open import path_of
     from ..pipeline import change
     from ..report.record import to_json
     from ..task_vectors.vector import save_task_vector
 
-    check_new_file(out, overwrite, inputs=[place_of(base), place_of(finetuned)])
+    check_new_file(out, overwrite, inputs=[path_of(base), path_of(finetuned)])
     vector = change.extract(base, finetuned, exclude=exclude or ())
     if exclude and (words := change.exclude_note(exclude, *map(change.names_of, (base, finetuned)))):
         note(words)
@@ -51,12 +51,12 @@ def apply(
 ) -> None:
     """Write base + scale * task vector as a model folder."""
     from ..io.output import check_new_folder
-    from ..models.open import place_of
+    from ..models.open import path_of
     from ..pipeline import change
     from ..report.record import to_json
     from ..task_vectors.vector import load_task_vector
 
-    check_new_folder(out, overwrite, inputs=[vector, place_of(base)])
+    check_new_folder(out, overwrite, inputs=[vector, path_of(base)])
     loaded = load_task_vector(vector)
     change.apply(vector, base, out, scale=scale, overwrite=overwrite)
     result = {"out": out, "tensors": len(loaded), "scale": scale}
@@ -141,13 +141,13 @@ def finetune(
 ) -> None:
     """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
     from ..io.output import check_new_folder
-    from ..models.open import place_of
+    from ..models.open import path_of
     from ..report.record import to_json
     from ..training.finetune import Schedule, prepare_training, run_training
 
     if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
         raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")
-    check_new_folder(out, overwrite, inputs=[place_of(path) for path in (model, data, head) if path])
+    check_new_folder(out, overwrite, inputs=[path_of(path) for path in (model, data, head) if path])
     slow = min(200, steps // 10) if warmup is None else warmup
     schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
     training = prepare_training(model, data, schedule, head=head, device=device, trust_remote_code=trust_remote_code)

@@ -96,7 +96,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     from ..io.output import check_new_file, check_new_folder, claimed
     from ..measure.accuracy import check_test_split, read_test_split
-    from ..models.open import place_of
+    from ..models.open import path_of
     from ..pipeline import transfer as pipeline
     from ..pipeline.result import check_adapter
     from ..report.record import to_json
@@ -105,7 +105,7 @@ def transfer(
     from ..task_vectors.low_rank import check_truncation
 
     check_new = check_new_file if as_ == "task-vector" else check_new_folder
-    inputs = [place_of(path) for path in (source, finetuned, target, data, head) if path]
+    inputs = [path_of(path) for path in (source, finetuned, target, data, head) if path]
     with processes(device) as here:
         strength = pipeline.check_scale(scale, method)
         scored = isinstance(strength, str) or compare or evaluate

@@ -20,7 +20,7 @@ from ..io.output import check_new_folder, new_folder
 from ..io.tensors import LazyTensors, describe
 from ..io.validate import check_finite, check_unquantised
 from ..models.base import Model, ModelLike
-from ..models.open import describe_module, open_model, open_stored, place_of
+from ..models.open import describe_module, open_model, open_stored, path_of
 from ..report.provenance import files_identity, package_version, versions
 from ..report.record import write_record
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
@@ -181,7 +181,7 @@ def apply(
     check_unquantised(stored.tensors, vector)
     tensors = vector.apply_to(stored.tensors, scale)
     size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
-    check_new_folder(out, overwrite, needed_bytes=size, inputs=[place_of(base)])
+    check_new_folder(out, overwrite, needed_bytes=size, inputs=[path_of(base)])
     with new_folder(out, overwrite=overwrite) as folder:
         copy_companions(stored.folder, folder)
         stored.write(folder, tensors)

@@ -27,7 +27,7 @@ from ..measure.tokens import Match
 from ..methods import METHODS, Method, get_method
 from ..models.base import Model, ModelLike
 from ..models.heads import Head, choose_head
-from ..models.open import Opening, at_hand, dtype_on, pick_device, pick_dtype, slow_note
+from ..models.open import dtype_on, open_both, pick_device, pick_dtype, runnable, slow_note
 from ..pairing import DepthRule, LayerPair, nearest_block
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter
@@ -95,7 +95,14 @@ def prepare(
         named = data if task is None else named
 
     dtype, note = dtype_on(where, dtype, source, target)
-    models = Opening(where, pick_dtype(dtype), memory_budget, trust_remote_code).both(source, target)
+    models = open_both(
+        source,
+        target,
+        device=where,
+        dtype=pick_dtype(dtype),
+        memory_budget=memory_budget,
+        trust_remote_code=trust_remote_code,
+    )
     elsewhere = memory_budget is not None and where.type != "cpu"  # live modules run on the device too
     notes = [note, "" if elsewhere else slow_note(*models)]
     ours, theirs = models
@@ -241,7 +248,7 @@ def _with_heads(
         dataset = read_data(data, "train")  # says what is missing where there are no labels
     heads = []
     for model in models:
-        with at_hand(model, device):
+        with runnable(model, device):
             heads.append(choose_head(model, wanted, dataset))
     known = dataset
     if labels == "source":  # its labels are its head's classes
@@ -272,7 +279,7 @@ def _losses(
 
 
 def _features(model: Model, dataset: Dataset, device: torch.device) -> Tensor:
-    with at_hand(model, device):
+    with runnable(model, device):
         return features(model, dataset)
 
 

@@ -21,7 +21,7 @@ from ..io.output import check_new_file, check_new_folder, new_folder
 from ..job import Job
 from ..methods import LayerRecord
 from ..models.base import Model
-from ..models.open import place_of
+from ..models.open import path_of
 from ..pairing import Kept
 from ..report.card import model_card
 from ..report.page import report_page
@@ -104,7 +104,7 @@ class Result:
     def _inputs(self) -> list[Path]:
         """Where the models and the data of the transfer lie, as far as that is known."""
         paths = [self.record.get(key, {}).get("path") for key in ("source", "finetuned", "target", "data")]
-        known = [place_of(path) for path in paths if path]
+        known = [path_of(path) for path in paths if path]
         return known if self.target.folder is None else [*known, self.target.folder]
 
     def _packed(self, rank: int | None, energy: float | None) -> Packed:
