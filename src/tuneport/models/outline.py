@@ -7,13 +7,13 @@ weights are not there at all.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..errors import CheckpointError, brief, first_of
 from ..io.tensors import LazyTensors, TensorSpec
@@ -25,41 +25,34 @@ _building = threading.RLock()  # defaults of torch belong to the whole process: 
 
 
 def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """Build a module of the folder's configuration; its parameters are placeholders without storage."""
+    """Build a module of the folder's configuration; its parameters are placeholders without storage.
+
+    Buffers keep their values, since no file holds them.
+    """
+    thread = threading.get_ident()
+
+    def to_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        del name
+        if (
+            parameter.is_meta or threading.get_ident() != thread
+        ):  # tied already, or of a module that another thread builds
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
     with _building:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
+        hook = register_module_parameter_registration_hook(to_meta)
         try:
             config = kind.config_class.from_pretrained(folder, local_files_only=True)
-            with _parameters_on_meta():
-                module: nn.Module = kind(config, **options)
+            module: nn.Module = kind(config, **options)
         except Exception as error:
             raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
         finally:
+            hook.remove()
             torch.set_default_dtype(before)
     replace_by_placeholders(module)
     return module.eval()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as soon as a module has them; buffers keep theirs, since no file holds them.
-
-    Of modules that other threads build meanwhile, nothing is lost.
-    """
-    register, own = nn.Module.register_parameter, threading.get_ident()
-
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta and threading.get_ident() == own:  # a tied one is known
-            flag = parameter.requires_grad
-            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=flag)
-
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def check_config(config: Any, path: Path) -> None:
