@@ -131,7 +131,9 @@ class TestTokenizers:
         rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "0"}, {"text": "b", "label": "1"}])
         paths = (folder, root / "bert-tuned", folder)
         in_one_line(
-            TuneportError, "bert has no tokenizer beside it: copy its files", lambda: prepare(*paths, rows, samples=2)
+            TuneportError,
+            "bert has no tokenizer in its folder: copy its files",
+            lambda: prepare(*paths, rows, samples=2),
         )
 
 

@@ -109,8 +109,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     """
     if model.token_logits is None:
         raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
-    if data.kind != model.kind:
-        raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    model.check_kind(data)
     _check_samples(data)
     objective = objective_of(data, [model])
     loss, right, tokens = 0.0, 0, 0
@@ -149,8 +148,7 @@ def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict
     _check_samples(data)
     if model.encode is None:
         raise TuneportError(model.unreadable)
-    if data.kind != model.kind:
-        raise DataError(f"{data.name} holds {data.kind}s, but {model.name} reads {model.kind}s.")
+    model.check_kind(data)
     if model.prompted:
         data = worded(data)
     for inputs, labels in batches(data, np.arange(len(data)), batch_size):

@@ -1,7 +1,6 @@
-"""What the rest of the house knows of a model, whatever library it comes from: a module, its files, its parts.
+"""Models and their families: what a transfer must know of a model, whatever library it comes from.
 
-A family fills in a Model; nobody else needs to know which library made it. Heads turn features into class
-scores without being part of what is transferred.
+A family fills in a Model; no other package needs to know which library made it.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, TuneportError
+from ..errors import CheckpointError, DataError, TuneportError
 from ..io.checkpoint import read_json, write_checkpoint
 from ..io.tensors import LazyTensors, describe
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
@@ -25,26 +24,58 @@ from .tokenizer import Reader
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], None]
+TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
+
+
+class DatasetLike(Protocol):
+    """The fields of a data set that this package reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def prompts(self) -> tuple[str, ...]: ...
+    @property
+    def label_texts(self) -> tuple[str, ...]: ...
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Weights as from_pretrained expects them: `model.safetensors`, or shards and their index."""
+    """Write weights as from_pretrained expects them: `model.safetensors`, or shards and their index."""
     write_checkpoint(folder, tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model with everything a transfer needs to know of it.
+    """A model with everything a transfer needs to know of it. A field is None if the model has no such thing.
 
-    `tensors` reads the stored weights by their name in the files; `file_names` leads there from the names of
-    `module.named_parameters()`. `encode` turns raw samples into the module's inputs, `features` and `logits`
-    run it, `text_head` builds class embeddings with the model's own text tower; each is None where the
-    model has no such thing. A text model has a `reader`; one that writes has `token_logits` of a batch and its
-    labels, and `generates` says how: causal or seq2seq; one that is `prompted` reads samples inside the task's prompt;
-    `vocabulary_head` is its last layer where that is not tied, and stands in `outside` too. `width` is that of the
-    features. `write` puts tensors into a new folder in the library's own layout, with the configuration where nothing
-    beside the weights carries it; `library` is what the hub calls that library, None where the module is of none. An
-    `offloaded` model's weights stay in its files; its module's parameters are placeholders without storage.
+    Args:
+        name: what the user calls the model; used in messages.
+        tensors: the stored weights by their names in the files, read on access.
+        file_names: names of `module.named_parameters()` -> names in the files.
+        layers: the layers that a transfer can move.
+        loose: the tensors outside layers that it can move: norms, biases, embeddings.
+        folder: the model's folder, for files that are copied along.
+        kind: "image" or "text", what the model reads.
+        classes: class names of its classification layer.
+        encode: raw samples -> the module's inputs.
+        features: runs the module and returns one vector per sample, of size `width`.
+        logits: runs the module and returns the scores of its classification layer.
+        layout: the places of the tokens of a batch of images.
+        reader: the tokenizer of a text model.
+        token_logits: scores of the next tokens, of a batch and its labels, if the model generates text.
+        generates: "causal" or "seq2seq", if it generates text.
+        prompted: whether it reads samples inside the task's prompt.
+        vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.
+        text_head: builds class embeddings with the model's own text tower.
+        logit_scale: factor of the cosines between features and class embeddings.
+        outside: parameters that stay as they are -> the reason.
+        write: writes tensors to a new folder in the layout of the library, with the configuration if no other
+            file of the folder holds it.
+        library: the hub's name of the library.
+        offloaded: the weights stay in the files, and the parameters of `module` are placeholders without storage.
     """
 
     name: str
@@ -75,9 +106,11 @@ class Model:
 
     @property
     def unreadable(self) -> str:
-        """Why the model cannot read raw samples, where it has no `encode`, and what to do."""
+        """The error text for a model without `encode`."""
         if self.kind == "text" and self.folder is not None:
-            return f"{self.name} has no tokenizer beside it: copy its files (tokenizer.json) from the original model."
+            return (
+                f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original model."
+            )
         return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
 
     @property
@@ -85,7 +118,7 @@ class Model:
         return next(self.module.parameters()).device
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What `encode` has made, on the model's device, and pixels in the dtype of its first layer."""
+        """An encoded batch on the model's device, with pixels in the dtype of its first layer."""
         dtype = self.module.get_parameter(self.layers[0].weight).dtype if self.layers else None
         return {
             key: value.to(self.device, dtype if value.is_floating_point() else None) for key, value in batch.items()
@@ -95,6 +128,11 @@ class Model:
         """The parameters by their live names: those of the module, or those in the files if the model is offloaded."""
         return self.stored_parameters() if self.offloaded else dict(self.module.named_parameters())
 
+    def stored_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by their live names, with the values and dtypes of the files."""
+        names = {live: stored for live, stored in self.file_names.items() if stored in self.tensors}
+        return LazyTensors(names, lambda n: self.tensors[names[n]], lambda n: describe(self.tensors, names[n]))
+
     def require_in_memory(self, what: str, instead: str) -> None:
         """Raise if the model is offloaded: `what` needs it whole in memory, and `instead` says what to do."""
         if self.offloaded:
@@ -102,17 +140,17 @@ class Model:
                 f"{what} needs whole models in memory, and {self.name} is larger than `memory_budget`: {instead}."
             )
 
-    def stored_parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by their live names as they are in the files, whatever the module runs in."""
-        names = {live: stored for live, stored in self.file_names.items() if stored in self.tensors}
-        return LazyTensors(names, lambda n: self.tensors[names[n]], lambda n: describe(self.tensors, names[n]))
+    def check_kind(self, data: DatasetLike) -> None:
+        """Raise if the data hold images and the model reads texts, or the other way round."""
+        if data.kind != self.kind:
+            raise DataError(f"{data.name} holds {data.kind}s, but {self.name} reads {self.kind}s.")
 
     def matches(self, name: str, patterns: Sequence[str]) -> bool:
-        """Whether a parameter, by its live name or by that in the files, fits one of the patterns."""
+        """Whether the live name of a parameter, or its name in the files, matches one of the patterns."""
         return any(fnmatchcase(known, glob) for known in (name, self.file_names.get(name, name)) for glob in patterns)
 
     def with_module(self, module: nn.Module) -> Model:
-        """The same model with other weights in memory."""
+        """The same model with other weights, in memory."""
         return replace(self, module=module, offloaded=False)
 
 
@@ -121,7 +159,7 @@ ModelLike = Model | nn.Module | str | Path  # what a user may give as a model
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A model's files before it is built: tensors read when asked for, and how its library keeps them."""
+    """The files of a model that is not built: tensors read on access, and the writer of its library's layout."""
 
     tensors: Mapping[str, Tensor]
     folder: Path | None = None
@@ -129,7 +167,7 @@ class Stored:
 
 
 class Family(ABC):
-    """A model library: what it can open and what it knows of live modules."""
+    """A model library: the references that it can open and the live modules that it knows."""
 
     name: str
 
@@ -141,15 +179,15 @@ class Family(ABC):
     def open(
         self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
     ) -> Model:
-        """Load the model in evaluation mode, to run in `dtype`; its `tensors` stay as they are in the files."""
+        """Load the model in evaluation mode, to run in `dtype`; its `tensors` keep the dtypes of the files."""
 
     def stored(self, reference: str) -> Stored:
-        """The model's files; families that can tell without building the model do so lazily."""
+        """The model's files. Override it if the family can find them without building the model."""
         model = self.open(reference, device=torch.device("cpu"), trust_remote_code=False)
         return Stored(model.tensors, model.folder, model.write)
 
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
-        """The model without its numbers, which stay in its files; without `weights` there need not be any."""
+        """Open the model offloaded; without `weights` its weight files need not exist."""
         del dtype, weights
         raise CheckpointError(
             f"{reference} cannot be built without its weights: only transformers' folders can. Leave out --shapes-only."
@@ -157,7 +195,7 @@ class Family(ABC):
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:
-        """Whether a live module is one of this family's."""
+        """Whether a live module belongs to this family."""
 
     @abstractmethod
     def describe(self, module: nn.Module) -> Model:
@@ -167,14 +205,20 @@ class Family(ABC):
 def describe_any(module: nn.Module) -> Model:
     """The Model of a module that no family knows: layers by type and name, nothing about its inputs."""
     layers = find_layers(module)
-    tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     names = {name: name for name, _ in module.named_parameters()}
     loose = find_loose(module, layers)
-    return Model(type(module).__name__, module, tensors, names, layers, loose, write=writer_with_config(module))
+    return Model(
+        type(module).__name__, module, live_tensors(module), names, layers, loose, write=writer_with_config(module)
+    )
+
+
+def live_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a live module, detached."""
+    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
 def writer_with_config(module: nn.Module) -> Write:
-    """Weights, and the configuration of a live module that carries one as transformers' do."""
+    """A writer of weights, and of the module's configuration if it has one of transformers' kind."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return write_weights
@@ -187,23 +231,20 @@ def writer_with_config(module: nn.Module) -> Write:
 
 
 def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[LooseTensor], reason: str) -> dict[str, str]:
-    """The parameters that are neither in a layer nor loose, with the reason why not."""
+    """The parameters that are neither in a layer nor loose, each with the reason."""
     inside = {part.name for part in loose} | {layer.weight for layer in layers} | {layer.bias for layer in layers}
     return {name: reason for name, _ in module.named_parameters() if name not in inside}
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In float32 at least: what a model in half precision says is reckoned with in more."""
+    """The tensor in float32 at least, for computations on the outputs of half-precision models."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A JSON configuration, or an empty one where there is none that can be read."""
+    """A JSON configuration, or an empty one if it is missing or cannot be read."""
     try:
         content = read_json(path, "a configuration")
     except CheckpointError:
         return {}
     return content if isinstance(content, dict) else {}
-
-
-TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, DataError, brief, first_of
 from ..io.checkpoint import open_checkpoint, read_json
-from .base import Batch, Model, widened
+from .base import Batch, DatasetLike, Model, widened
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -104,20 +104,7 @@ def read_head(path: Path, name: str) -> Head:
     return Head(name, tuple(str(c) for c in classes), embeds, float(scale))
 
 
-class NamedClasses(Protocol):
-    """The fields of a data set that `choose_head` reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    @property
-    def prompts(self) -> tuple[str, ...]: ...
-    @property
-    def label_texts(self) -> tuple[str, ...]: ...
-
-
-def choose_head(model: Model, wanted: str | None, dataset: NamedClasses) -> Head:
+def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     """Choose the head that scores `dataset`: `wanted`, else the model's classifier, its text tower or a stored head.
 
     `wanted` is the name of a file `heads/NAME.safetensors` in the model's folder, a head file, or a JSON file that

@@ -223,8 +223,7 @@ def _asked(data: str | Path | Dataset, models: tuple[Model, Model], wanted: str 
     for model in models:
         if model.encode is None:
             raise TuneportError(model.unreadable)
-        if model.kind != dataset.kind:
-            raise DataError(f"{dataset.name} holds {dataset.kind}s, but {model.name} reads {model.kind}s.")
+        model.check_kind(dataset)
     return _Asked(dataset, objective_of(dataset, models, wanted))
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data, split_reference
-from ..errors import DataError, TuneportError
+from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, claimed, new_folder
@@ -247,8 +247,7 @@ def prepare_training(
     validation = task.read(place, "validation") if task is not None else None
     chosen = choose_head(opened, head, train)
     align_labels(train, chosen.classes)
-    if train.kind != opened.kind:
-        raise DataError(f"{train.name} holds {train.kind}s, but {opened.name} reads {opened.kind}s.")
+    opened.check_kind(train)
     about = data_identity(place, train, np.arange(len(train)), (chosen,))
     about.pop("indices")  # all of them
     record = {

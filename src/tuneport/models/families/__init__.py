@@ -1,9 +1,11 @@
-"""Model libraries: the only modules that import transformers, open_clip or timm."""
+"""Model libraries: the only modules that import transformers, open_clip or timm. Here is what they share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, TuneportError, brief
+from ...errors import CheckpointError, TuneportError, brief, first_of
+from ...io.checkpoint import Checkpoint, open_checkpoint
 
 NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a reference to a model means: the name to build it by, its weight file, and its settings or folder."""
+
+    build: str
+    weights: Path | None = None
+    pretrained: str | None = None
+    folder: Path | None = None
+
+    def open_weights(self) -> Checkpoint:
+        """The weights under the names of the module, without the prefixes that training leaves."""
+        assert self.weights is not None
+        return open_checkpoint(self.weights).without_prefix("_orig_mod.").without_prefix("module.")
 
 
 def load_library(module: str, extra: str) -> Any:
@@ -49,6 +68,36 @@ def pixel_encoder(transform: Callable[[Any], Tensor]) -> Callable[[Sequence[Any]
     return lambda images: {"pixel_values": torch.stack([transform(image.convert("RGB")) for image in images])}
 
 
+def unknown_model(reference: str, library: str, name: str, known: Sequence[str]) -> CheckpointError:
+    """The error for a name that a library does not know, with the nearest names that it does."""
+    near = get_close_matches(name, known, n=5, cutoff=0.5)
+    hint = f" Did you mean {first_of(near)}?" if near else ""
+    return CheckpointError(f"{reference} is no folder, and {library} knows no {name}.{hint}")
+
+
+def not_fetched(reference: str, library: str, name: str, error: Exception) -> CheckpointError:
+    """The error for weights that a library can neither find in its cache nor download."""
+    return CheckpointError(
+        f"the weights of {reference} are not in {library}'s cache and cannot be fetched ({brief(error)}). "
+        f"Fetch them where there is a network, or give {name}:FILE."
+    )
+
+
+def check_loadable(reason: str | None, reference: str) -> None:
+    """Raise if `reason` says why tuneport cannot use a model."""
+    if reason is not None:
+        raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
+
+
+def check_tensors(wrong: Sequence[str], count: int, reference: str, stored: Checkpoint, library: str) -> None:
+    """Raise if some of a module's `count` tensors are missing in its weight file or have another shape there."""
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {count} tensors of {reference} are missing or misshapen in {stored.path}: "
+            f"{first_of(wrong)}. The weights belong to another model, or are not {library}'s model.state_dict()."
+        )
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Loading without transformers' bars and hints; its settings are put back."""
@@ -63,9 +112,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
 def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:

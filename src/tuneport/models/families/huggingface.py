@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, TuneportError, brief, first_of
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_json
 from ...io.validate import check_finite
-from ..base import Family, Model, Stored, write_weights, writer_with_config
+from ..base import Family, Model, Stored, live_tensors, write_weights, writer_with_config
 from ..outline import check_config, outline_of, oversized, unread
 from . import quiet, torchvision_hint
 from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
@@ -71,9 +71,8 @@ class HuggingFace(Family):
         return config is not None and (name in ARCHITECTURES or known_text)
 
     def describe(self, module: nn.Module) -> Model:
-        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         names = _file_names(module)
-        stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+        stored = {names[name]: tensor for name, tensor in live_tensors(module).items() if name in names}
         return self._model(module, type(module).__name__, stored, names, None, False)
 
     def _model(

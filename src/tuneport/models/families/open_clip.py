@@ -11,8 +11,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, brief, first_of
-from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, Model, Stored, TextHead, Write, outside_of, read_config
+from ..base import Family, Model, Stored, TextHead, Write, live_tensors, outside_of, read_config
 from ..heads import class_embeddings, temperature_of
-from . import NO_SHARDS, load_library, pixel_encoder
+from . import (
+    NO_SHARDS,
+    Location,
+    check_loadable,
+    check_tensors,
+    load_library,
+    not_fetched,
+    pixel_encoder,
+    unknown_model,
+)
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -41,16 +48,6 @@ WEIGHTS = (
 TOWER = ("visual.",)
 RESIZED = ("positional_embedding", "logit_scale", "logit_bias")  # open_clip fits these to the model as it loads
 BPE_WORDS = 49408  # words of CLIP's own tokenizer, which comes with the library
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a reference leads to: the name to build the model by, its weights, and where its settings come from."""
-
-    build: str
-    weights: Path
-    pretrained: str | None = None
-    folder: Path | None = None
 
 
 class OpenClip(Family):
@@ -69,7 +66,7 @@ class OpenClip(Family):
     ) -> Model:
         del trust_remote_code  # open_clip runs no code from checkpoints
         library, place = _library(), _find(reference)
-        stored = _stored(place)
+        stored = place.open_weights()
         with _quiet():
             try:
                 module = library.create_model(
@@ -77,9 +74,7 @@ class OpenClip(Family):
                 )
             except Exception as error:
                 raise CheckpointError(f"open_clip cannot build {reference}: {brief(error)}.") from error
-            reason = _unknown(module)
-            if reason is not None:
-                raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
+            check_loadable(_unknown(module), reference)
             names = _file_names(module, stored, reference)
             check_finite(stored)
             try:
@@ -93,27 +88,26 @@ class OpenClip(Family):
 
     def stored(self, reference: str) -> Stored:
         place = _find(reference)
-        return Stored(_stored(place), place.folder, _writer(place))
+        return Stored(place.open_weights(), place.folder, _writer(place))
 
     def knows(self, module: nn.Module) -> bool:
         ours = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
         return ours and hasattr(module, "visual") and _unknown(module) is None
 
     def describe(self, module: nn.Module) -> Model:
-        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         names = {name: name for name, _ in module.named_parameters()}
         parts: Any = module
         tokenizer = None
         if parts.vocab_size == BPE_WORDS:
             tokenizer = lambda: _library().SimpleTokenizer(context_length=parts.context_length)  # noqa: E731
-        return _model(module, type(module).__name__, tensors, names, None, tokenizer, _writer(None))
+        return _model(module, type(module).__name__, live_tensors(module), names, None, tokenizer, _writer(None))
 
 
 def _library() -> Any:
     return load_library("open_clip", "open-clip")
 
 
-def _find(reference: str) -> _Place:
+def _find(reference: str) -> Location:
     """Where the weights are. A tag's are fetched by open_clip itself, from its cache or the network."""
     folder = Path(reference)
     if folder.is_dir():
@@ -122,16 +116,14 @@ def _find(reference: str) -> _Place:
             raise CheckpointError(f"{folder} has an {CONFIG} but no weights: expected one of {', '.join(WEIGHTS)}.")
         if "model_cfg" not in read_config(folder / CONFIG):
             raise CheckpointError(f"{folder / CONFIG} is not a model configuration: no model_cfg in it.")
-        return _Place(f"local-dir:{folder}", found[0], folder=folder)
+        return Location(f"local-dir:{folder}", found[0], folder=folder)
     library = _library()
     name, _, wanted = reference.partition(":")
     if library.get_model_config(name) is None:
-        near = get_close_matches(name, library.list_models(), n=5, cutoff=0.5)
-        hint = f" Did you mean {first_of(near)}?" if near else ""
-        raise CheckpointError(f"there is no model at {reference}: no such folder, and open_clip knows no {name}.{hint}")
+        raise unknown_model(reference, "open_clip", name, library.list_models())
     file = Path(wanted).expanduser()
     if file.is_file():
-        return _Place(name, file, str(file))
+        return Location(name, file, str(file))
     settings = library.get_pretrained_cfg(name, wanted)
     if not settings:
         tags = first_of(library.list_pretrained_tags_by_model(name), 20) or "none"
@@ -140,16 +132,9 @@ def _find(reference: str) -> _Place:
         )
     with _quiet():
         try:
-            return _Place(name, Path(library.download_pretrained(settings)), wanted)
+            return Location(name, Path(library.download_pretrained(settings)), wanted)
         except Exception as error:
-            raise CheckpointError(
-                f"the weights of {reference} are not in open_clip's cache and cannot be fetched "
-                f"({brief(error)}). Fetch them where there is a network, or give {name}:FILE."
-            ) from error
-
-
-def _stored(place: _Place) -> Checkpoint:
-    return open_checkpoint(place.weights).without_prefix("_orig_mod.").without_prefix("module.")
+            raise not_fetched(reference, "open_clip", name, error) from error
 
 
 def _unknown(module: Any) -> str | None:
@@ -172,11 +157,7 @@ def _file_names(module: nn.Module, stored: Checkpoint, reference: str) -> dict[s
             wrong.append(name)
         elif found is not None and stored.shape(found) != tuple(parameter.shape) and not name.endswith(RESIZED):
             wrong.append(f"{name} {stored.shape(found)} vs {tuple(parameter.shape)}")
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} of {len(names)} tensors of {reference} are missing or misshapen in {stored.path}: "
-            f"{first_of(wrong)}. The weights belong to another model, or are not open_clip's model.state_dict()."
-        )
+    check_tensors(wrong, len(names), reference, stored, "open_clip")
     return names
 
 
@@ -242,7 +223,7 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
     return head
 
 
-def _writer(place: _Place | None) -> Write:
+def _writer(place: Location | None) -> Write:
     """open_clip's hub layout: one weight file and, unless it was copied along, the configuration."""
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:

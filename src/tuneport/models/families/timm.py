@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, brief, first_of
-from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from ...errors import CheckpointError, brief
+from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import RowRanges, TokenLayout, find_layers, find_loose
-from ..base import Batch, Family, Model, Stored, read_config
-from . import NO_SHARDS, load_library, pixel_encoder
+from ..base import Batch, Family, Model, Stored, live_tensors, read_config
+from . import (
+    NO_SHARDS,
+    Location,
+    check_loadable,
+    check_tensors,
+    load_library,
+    not_fetched,
+    pixel_encoder,
+    unknown_model,
+)
 
 PREFIX = "timm:"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a reference leads to: the name to build the model by, and its files where it has any."""
-
-    build: str
-    weights: Path | None = None
-    folder: Path | None = None
 
 
 class Timm(Family):
@@ -48,12 +46,10 @@ class Timm(Family):
     ) -> Model:
         del trust_remote_code  # timm runs no code from checkpoints
         library, place = _library(), _find(reference)
-        stored = _stored(place)
+        stored = place.open_weights() if place.weights is not None else None
         module = _build(library, place, stored, reference)
-        reason = _unknown(module)
-        if reason is not None:
-            raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
-        tensors: Mapping[str, Tensor] = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        check_loadable(_unknown(module), reference)
+        tensors: Mapping[str, Tensor] = live_tensors(module)
         if stored is not None:
             _load(module, stored, reference)
             tensors = stored
@@ -62,10 +58,9 @@ class Timm(Family):
 
     def stored(self, reference: str) -> Stored:
         place = _find(reference)
-        stored = _stored(place)
-        if stored is None or place.folder is None:
+        if place.folder is None:
             return super().stored(reference)
-        return Stored(stored, place.folder, _write)
+        return Stored(place.open_weights(), place.folder, _write)
 
     def knows(self, module: nn.Module) -> bool:
         ours = any(
@@ -75,37 +70,28 @@ class Timm(Family):
         return ours and _unknown(module) is None
 
     def describe(self, module: nn.Module) -> Model:
-        tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        return _model(module, type(module).__name__, tensors, None)
+        return _model(module, type(module).__name__, live_tensors(module), None)
 
 
 def _library() -> Any:
     return load_library("timm", "timm")
 
 
-def _find(reference: str) -> _Place:
+def _find(reference: str) -> Location:
     folder = Path(reference)
     if folder.is_dir():
-        return _Place(f"local-dir:{folder}", folder, folder)
+        return Location(f"local-dir:{folder}", folder, folder=folder)
     library = _library()
     name, mark, wanted = reference.removeprefix(PREFIX).partition(":")
     if not library.is_model(name):
-        near = get_close_matches(name, library.list_models(), n=5, cutoff=0.5)
-        hint = f" Did you mean {first_of(near)}?" if near else ""
-        raise CheckpointError(f"{reference} names no model: timm knows no {name}.{hint}")
+        raise unknown_model(reference, "timm", name, library.list_models())
     file = Path(wanted).expanduser()
     if mark and not file.is_file():
         raise CheckpointError(f"{reference} names no model: there is no file {wanted}.")
-    return _Place(name, file if mark else None)
+    return Location(name, file if mark else None)
 
 
-def _stored(place: _Place) -> Checkpoint | None:
-    if place.weights is None:
-        return None
-    return open_checkpoint(place.weights).without_prefix("_orig_mod.").without_prefix("module.")
-
-
-def _build(library: Any, place: _Place, stored: Checkpoint | None, reference: str) -> Any:
+def _build(library: Any, place: Location, stored: Checkpoint | None, reference: str) -> Any:
     """The module; with the weights of timm's cache or the network where there are no files."""
     options: dict[str, Any] = {}
     if stored is not None and place.folder is None:  # a fine-tune has as many classes as its file says
@@ -114,10 +100,7 @@ def _build(library: Any, place: _Place, stored: Checkpoint | None, reference: st
         return library.create_model(place.build, pretrained=stored is None, **options)
     except Exception as error:
         if stored is None:
-            raise CheckpointError(
-                f"the weights of {reference} are not in timm's cache and cannot be fetched ({brief(error)}). "
-                f"Fetch them where there is a network, or give {reference}:FILE."
-            ) from error
+            raise not_fetched(reference, "timm", reference, error) from error
         raise CheckpointError(f"timm cannot build {reference}: {brief(error)}.") from error
 
 
@@ -128,11 +111,7 @@ def _load(module: nn.Module, stored: Checkpoint, reference: str) -> None:
         for name, tensor in state.items()
         if name not in stored or stored.shape(name) != tuple(tensor.shape)
     ]
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} of {len(state)} tensors of {reference} are missing or misshapen in {stored.path}: "
-            f"{first_of(wrong)}. The weights belong to another model, or are not timm's model.state_dict()."
-        )
+    check_tensors(wrong, len(state), reference, stored, "timm")
     module.load_state_dict({name: stored[name] for name in state})
 
 
