@@ -25,7 +25,7 @@ from tuneport.layers import find_layers
 from tuneport.measure.batches import PairedBatch, nested_to
 from tuneport.measure.capture import measure_pairs
 from tuneport.models.base import Model
-from tuneport.models.offload import Placement, block_paths, placed, shelved, sizes
+from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
 from tuneport.pipeline.outlook import plan_devices, prepare_shapes
@@ -308,7 +308,7 @@ def test_live_bytes_count_what_is_held_once() -> None:
         del view
         assert live.now == 4000
         two.add_(1)
-        kept = shelved(two)
+        kept = to_temporary_file(two)
     assert live.peak < 13_000
     assert torch.equal(kept, two)
 
@@ -318,8 +318,8 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(TuneportError, match=r"no room for 3.91 KiB of the result.*TMPDIR"):
-        shelved(torch.zeros(1000))
+    with pytest.raises(TuneportError, match=r"no space for 3.91 KiB of the result.*TMPDIR"):
+        to_temporary_file(torch.zeros(1000))
 
 
 def test_batches_of_any_nest_move() -> None:

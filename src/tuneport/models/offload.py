@@ -1,9 +1,8 @@
-"""Models larger than the memory they run in: a block's weights come when it runs and go when it has run.
+"""Offloading: run models that are larger than memory, with each block's weights loaded only while it runs.
 
-The weights stay at home (RAM under a GPU, the model's own files under RAM). Autograd would hold on to the weights that
-a backward pass needs, so a block keeps nothing but its inputs in the forward pass and runs once more, with its weights,
-when its gradients are due. The numbers do not change. Inside `placed` a module must not be used in other ways than
-by running it; outside it is as it was.
+The weights stay in RAM (for a GPU) or in the model's files (for RAM). Autograd would keep the weights that a backward
+pass needs, so a block saves only its inputs in the forward pass and runs again, with its weights, when its gradients
+are computed. The results are the same to the bit. Inside `placed`, a module may only be run; afterwards it is restored.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PINNED_FROM = 2**20  # bytes from which a tensor is worth pinning
 
 
 class Watcher(Protocol):
-    """Whoever looks at a model while it runs; `paused` while a block runs for its outputs only."""
+    """Observes a model while it runs; `paused` while a block runs only for its outputs."""
 
     paused: bool
 
@@ -44,7 +43,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher see what runs inside, and again what is run anew for its gradients."""
+    """Context in which a watcher sees the modules that run, also when blocks run again for their gradients."""
     token = _watcher.set(watcher)
     try:
         with watcher:
@@ -55,10 +54,10 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where one model's numbers are while it runs.
+    """Where the weights of one model are while it runs.
 
-    `blocks` are the paths of modules that run anew for their gradients; the weights of the `fetched` ones are on the
-    `device` only while they run. `home` reads parameters by name where the module does not hold them itself.
+    `blocks` are the paths of modules that run again for their gradients; the weights of the `fetched` ones are on the
+    `device` only while they run. `home` reads the parameters of an offloaded model by name.
     """
 
     device: torch.device
@@ -66,8 +65,8 @@ class Placement:
     fetched: frozenset[str] = frozenset()
     home: Mapping[str, Tensor] | None = None
 
-    def without_numbers(self) -> Placement:
-        """The same for a copy of the module that has shapes only."""
+    def on_meta(self) -> Placement:
+        """The same placement for a copy of the module on the meta device."""
         return replace(self, device=torch.device("meta"), home=None)
 
 
@@ -83,18 +82,18 @@ def replace_by_placeholders(module: nn.Module) -> None:
 
 
 def block_paths(layers: Iterable[Layer]) -> tuple[str, ...]:
-    """The paths of the modules that a model repeats, in their order."""
+    """The paths of the blocks that a model repeats, in order."""
     places = [(layer.stack, layer.block) for layer in layers if layer.block is not None]
     return tuple(dict.fromkeys(f"{stack}.{block}" if stack else str(block) for stack, block in places))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The bytes of distinct tensors."""
+    """The bytes of the tensors, each counted once."""
     return sum(t.numel() * t.element_size() for t in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def sizes(module: nn.Module, paths: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """The bytes of what is in no block, and of the parameters of each block that nothing outside it shares."""
+    """The bytes of everything outside the blocks, and of the parameters that belong to each block alone."""
     inside = {path: list(module.get_submodule(path).parameters()) for path in paths}
     shared = _shared(module, paths)
     blocks = {path: bytes_of(p for p in own if id(p) not in shared) for path, own in inside.items()}
@@ -104,7 +103,7 @@ def sizes(module: nn.Module, paths: Sequence[str]) -> tuple[int, dict[str, int]]
 
 
 def _shared(module: nn.Module, paths: Iterable[str]) -> set[int]:
-    """Parameters that more than one of the blocks, or the rest of the model, use."""
+    """The ids of parameters used by more than one block or by the rest of the model."""
     paths = tuple(paths)
     users: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -115,7 +114,7 @@ def _shared(module: nn.Module, paths: Iterable[str]) -> set[int]:
 
 @contextmanager
 def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
-    """Have a module run on the placement's device within the memory that it says."""
+    """Context in which a module runs as its placement says; without one, as it is."""
     if placement is None:
         yield
         return
@@ -126,13 +125,13 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
         return parameter.data if home is None else home[names[id(parameter)]].to(parameter.dtype)
 
     shared = _shared(module, placement.blocks)
-    come_and_go = {
+    fetched = {
         path: [p for p in module.get_submodule(path).parameters() if id(p) not in shared] for path in placement.fetched
     }
-    away = {id(parameter) for own in come_and_go.values() for parameter in own}
+    loaded_later = {id(parameter) for own in fetched.values() for parameter in own}
     with ExitStack() as stack:
         for parameter in module.parameters():
-            if id(parameter) not in away:
+            if id(parameter) not in loaded_later:
                 stack.enter_context(_moved(parameter, read(parameter).to(placement.device)))
         for buffer in module.buffers():
             stack.enter_context(_moved(buffer, buffer.data.to(placement.device)))
@@ -140,15 +139,15 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
             stack.enter_context(_without_caches(module))
         for path in placement.blocks:
             part = module.get_submodule(path)
-            own = come_and_go.get(path, [])
-            stack.enter_context(
-                _runs_anew(part, _Block(part, part.forward, own, read, placement.device, home is not None))
-            )
+            own = fetched.get(path, [])
+            block = _Block(part, part.forward, own, read, placement.device, home is not None)
+            stack.enter_context(_forward_replaced(part, block))
         yield
 
 
 @contextmanager
 def _moved(tensor: Tensor, data: Tensor) -> Iterator[None]:
+    """Context in which a tensor has other data."""
     before = tensor.data
     tensor.data = data
     try:
@@ -159,7 +158,7 @@ def _moved(tensor: Tensor, data: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(module: nn.Module) -> Iterator[None]:
-    """A cache of keys and values would grow when a block runs a second time."""
+    """Switch off key-value caches, which would grow when a block runs a second time."""
     configs = {id(c): c for c in (getattr(part, "config", None) for part in module.modules()) if c is not None}
     using = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in using:
@@ -172,8 +171,8 @@ def _without_caches(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _runs_anew(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Put another function in the place of a module's forward."""
+def _forward_replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `run` replaces a module's forward."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = run
     try:
@@ -187,34 +186,33 @@ def _runs_anew(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A module's forward that brings its weights along."""
+    """The forward of a module that loads its weights first and recomputes its outputs for their gradients."""
 
     module: nn.Module
     forward: Callable[..., Any]
     parameters: Sequence[Tensor]
     read: Callable[[Tensor], Tensor]
     device: torch.device
-    fresh: bool  # whether what is read is nobody else's
+    fresh: bool  # `read` returns new tensors, which need no copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher = _watcher.get()
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors, inputs = _split((args, kwargs))
         watches = watcher is not None and watcher.watches(self.module)
         if not torch.is_grad_enabled() or not (watches or any(tensor.requires_grad for tensor in tensors)):
-            with self.at_work():
+            with self.weights_loaded():
                 return self.forward(*args, **kwargs)
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        call = _Call(self, watcher if watches else None, others, places, structure, _autocast(self.device))
-        anchor = torch.zeros((), requires_grad=watches)  # a watched block has gradients whatever comes in
-        results = _Anew.apply(call, anchor, *tensors)
+        call = _Call(self, watcher if watches else None, inputs, _autocast(self.device))
+        anchor = torch.zeros(
+            (), requires_grad=watches
+        )  # so that a watched block gets gradients even if no input requires them
+        results = _Recompute.apply(call, anchor, *tensors)
         assert call.outputs is not None
         return call.outputs.filled(results if isinstance(results, tuple) else (results,))
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """With the weights on the device."""
+    def weights_loaded(self) -> Iterator[None]:
+        """Context in which the weights are on the device."""
         with ExitStack() as stack:
             for parameter in self.parameters:
                 data = self.read(parameter).to(self.device, non_blocking=True, copy=not self.fresh)
@@ -224,43 +222,49 @@ class _Block:
 
 
 @dataclass(frozen=True, eq=False)
-class _Nest:
-    """A nest of values with its tensors taken out."""
+class _Structure:
+    """Nested values (a pytree) without their tensors."""
 
     others: list[Any]
     places: list[int]
     structure: Any
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """The nested values with these tensors in place."""
         leaves = list(self.others)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-class _Call:
-    """One run of a block: what it was given beside tensors, and how to run it again."""
+def _split(values: Any) -> tuple[list[Tensor], _Structure]:
+    """The tensors in nested values, and the rest."""
+    leaves, structure = pytree.tree_flatten(values)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [leaves[place] for place in places], _Structure(others, places, structure)
 
-    def __init__(
-        self, block: _Block, watcher: Watcher | None, others: list[Any], places: list[int], structure: Any, cast: Any
-    ) -> None:
-        self.block, self.watcher, self.cast = block, watcher, cast
-        self.inputs = _Nest(others, places, structure)
-        self.outputs: _Nest | None = None
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a block, with its arguments other than tensors, so that it can run again."""
+
+    block: _Block
+    watcher: Watcher | None
+    inputs: _Structure
+    autocast: Callable[[], Any]
+    outputs: _Structure | None = None
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors among the outputs."""
+        """Run the block and return the tensors among its outputs."""
         args, kwargs = self.inputs.filled(tensors)
-        leaves, structure = pytree.tree_flatten(self.block.forward(*args, **kwargs))
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        found = [leaves[place] for place in places]
-        if self.outputs is None:
-            self.outputs = _Nest([None if isinstance(leaf, Tensor) else leaf for leaf in leaves], places, structure)
+        found, outputs = _split(self.block.forward(*args, **kwargs))
+        self.outputs = self.outputs or outputs
         return found
 
 
-class _Anew(torch.autograd.Function):
-    """Run a block and keep its inputs only; for its gradients run it again."""
+class _Recompute(torch.autograd.Function):
+    """Run a block, save only its inputs, and run it again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -272,7 +276,7 @@ class _Anew(torch.autograd.Function):
         try:
             if watcher is not None:
                 watcher.paused = True
-            with call.block.at_work():
+            with call.block.weights_loaded():
                 found = call.run(tensors)
         finally:
             if watcher is not None:
@@ -287,9 +291,9 @@ class _Anew(torch.autograd.Function):
         tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed, strict=True)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(call.block.at_work())
+            stack.enter_context(call.block.weights_loaded())
             with ExitStack() as running:
-                running.enter_context(call.cast())
+                running.enter_context(call.autocast())
                 if call.watcher is not None:
                     running.enter_context(call.watcher)
                 found = call.run(tensors)
@@ -305,7 +309,7 @@ class _Anew(torch.autograd.Function):
 
 
 def _autocast(device: torch.device) -> Callable[[], Any]:
-    """The autocast that holds now, to be entered again."""
+    """A function that enters the current autocast state again."""
     kind = device.type if device.type != "meta" else "cpu"
     enabled = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind)
@@ -314,7 +318,7 @@ def _autocast(device: torch.device) -> Callable[[], Any]:
 
 @contextmanager
 def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
-    """Let the GPU read the weights that stay in RAM at full speed; where it cannot, it reads them more slowly."""
+    """Context in which weights that stay in RAM are page-locked, for fast copies to the GPU; failures are ignored."""
     if placement is None or placement.device.type != "cuda" or placement.home is not None:
         yield
         return
@@ -338,15 +342,15 @@ def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
 
 
 def _forget_error(device: torch.device) -> None:
-    """A refusal of the driver would otherwise be raised by whatever runs next."""
+    """Clear the driver's error, which the next CUDA call would raise otherwise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1).item()
 
 
-def shelved(tensor: Tensor) -> Tensor:
-    """The tensor in a file of its own, gone when the tensor is; the system keeps in RAM what it has room for.
+def to_temporary_file(tensor: Tensor) -> Tensor:
+    """Move a tensor to a memory-mapped temporary file, deleted with the tensor.
 
-    The file gets all its room first: a disk that is full when memory mapped to it is written kills the process.
+    The file is allocated first, because writing to a memory-mapped file on a full disk kills the process.
     """
     with tempfile.NamedTemporaryFile(prefix="tuneport-") as file:
         if hasattr(os, "posix_fallocate"):
@@ -354,8 +358,8 @@ def shelved(tensor: Tensor) -> Tensor:
                 os.posix_fallocate(file.fileno(), 0, max(tensor.nbytes, 1))
             except OSError as error:
                 raise TuneportError(
-                    f"no room for {format_bytes(tensor.nbytes)} of the result in {tempfile.gettempdir()} "
-                    f"({error.strerror}): make room, or set TMPDIR to a folder on another disk."
+                    f"{tempfile.gettempdir()} has no space for {format_bytes(tensor.nbytes)} of the result "
+                    f"({error.strerror}): free some, or set TMPDIR to a folder on another disk."
                 ) from error
-        there = torch.from_file(file.name, shared=True, size=max(tensor.numel(), 1), dtype=tensor.dtype)
-    return there[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        mapped = torch.from_file(file.name, shared=True, size=max(tensor.numel(), 1), dtype=tensor.dtype)
+    return mapped[: tensor.numel()].view(tensor.shape).copy_(tensor)

@@ -18,7 +18,7 @@ from ..errors import TuneportError
 from ..job import Job, runs_on
 from ..maps.statistics import Statistics
 from ..methods import Transfer
-from ..models.offload import pinned, shelved
+from ..models.offload import pinned, to_temporary_file
 from ..runtime.distributed import moved_by_all, ranks
 from ..runtime.passes import Passes, in_blocks, in_groups
 from ..runtime.resume import Work, fingerprint
@@ -102,7 +102,8 @@ def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Sta
 def _shelved(moved: Transfer) -> Transfer:
     """The same with its dense entries in files of their own."""
     entries = {
-        name: shelved(entry) if isinstance(entry, Tensor) else entry for name, entry in moved.task_vector.items()
+        name: to_temporary_file(entry) if isinstance(entry, Tensor) else entry
+        for name, entry in moved.task_vector.items()
     }
     return replace(moved, task_vector=TaskVector(entries))
 

@@ -165,7 +165,7 @@ def _run(
     with ExitStack() as stack:
         stack.enter_context(meta_errors())
         for module, placement in zip(modules, placements or (None, None), strict=True):
-            stack.enter_context(placed(module, placement.without_numbers() if placement is not None else None))
+            stack.enter_context(placed(module, placement.on_meta() if placement is not None else None))
         stack.enter_context(WithoutNumbers())
         stack.enter_context(live)
         found = measure_pairs(
