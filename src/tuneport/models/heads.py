@@ -27,10 +27,7 @@ PROMPTS = (
 
 
 def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
-    """One embedding per class (classes, dim): the mean over the prompts of what `embed` makes of the texts.
-
-    Without prompts of the task's own, the general ones are taken.
-    """
+    """One embedding per class (classes, dim): the mean of the embedded prompts, by default those of PROMPTS."""
     rows = []
     for name in classes:
         with torch.no_grad():
@@ -40,24 +37,22 @@ def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Call
 
 
 def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -> float:
-    """The factor of a zero-shot head's cosines, from the files: the module may have rounded it, or hold no numbers."""
+    """The factor of a zero-shot head's cosines, read from the files: the module may have rounded it or be offloaded."""
     return float(widened(stored.get(name, parameter).detach()).exp())
 
 
 def config_classes(config: Any) -> tuple[str, ...]:
-    """The names of a classification layer's classes; the default LABEL_0, LABEL_1 are mere numbers."""
+    """The class names of a classification layer; transformers' defaults LABEL_0, LABEL_1 become 0, 1."""
     try:
         labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"config.json names its classes by something else than numbers: {brief(error)}."
-        ) from error
+        raise CheckpointError(f"id2label in config.json has keys that are not numbers: {brief(error)}.") from error
     return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """How features become class scores: frozen class embeddings, or the model's own classification layer (None)."""
+    """Turns features into class scores: by frozen class embeddings, or by the model's classification layer (None)."""
 
     name: str
     classes: tuple[str, ...]
@@ -67,7 +62,7 @@ class Head:
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
         """Class scores (N, classes): `scale * cosine(features, class embedding)`, or the module's own logits.
 
-        They are float32 at least, whatever the module runs in.
+        They are in float32 at least.
         """
         if self.class_embeds is None:
             assert model.logits is not None
@@ -138,7 +133,7 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
 
 
 def _described_head(model: Model, path: Path) -> Head:
-    """A head from words: {"class": "description", ...}, or several descriptions in a list, which are averaged."""
+    """A head from descriptions: {"class": "description", ...}; those of several descriptions are averaged."""
     if model.text_head is None:
         raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
     content = read_json(path, "a list of class descriptions")
@@ -157,7 +152,7 @@ def _described_head(model: Model, path: Path) -> Head:
 
 
 def _fitting(model: Model, head: Head) -> Head:
-    """Check a head's width against the model's features without running it, where the family tells."""
+    """Check the width of a head against that of the model's features."""
     assert head.class_embeds is not None
     if model.width is not None and model.width != head.class_embeds.shape[1]:
         raise DataError(

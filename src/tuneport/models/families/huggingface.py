@@ -1,8 +1,7 @@
 """Hugging Face models: local folders and live `transformers` objects, vision and text.
 
-Weights load through the class that the folder's config.json names; code from checkpoints is never run unless
-`trust_remote_code` is passed on. Live parameter names differ from file names in some families, so the way
-back is taken from transformers itself.
+Weights load through the class that the folder's config.json names; code from checkpoints runs only with
+`trust_remote_code`. Live parameter names differ from file names in some classes; transformers itself gives the mapping.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class HuggingFace(Family):
 
 
 def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
-    """The class that a folder's config.json names, and whether it is one of text."""
+    """The class that a folder's config.json names, and whether it is a text model."""
     import transformers
 
     config = _config(folder)
@@ -133,16 +132,16 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
 
 
 def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype) -> tuple[nn.Module, dict[str, str]]:
-    """A module with placeholders for parameters, and the names of its parameters in the files."""
+    """A module whose parameters are placeholders, and their names in the files."""
     import transformers
 
     kind, is_text = _class_of(folder, stored)
     base = transformers.AutoModel._model_mapping.get(kind.config_class, kind) if is_text else kind
-    ways: list[tuple[Any, dict[str, Any]]] = [(kind, {})]
+    candidates: list[tuple[Any, dict[str, Any]]] = [(kind, {})]
     if stored is not None and is_text:  # as in _load
-        ways += [(base, {}), (base, {"add_pooling_layer": False})]
+        candidates += [(base, {}), (base, {"add_pooling_layer": False})]
     wrong: list[str] = []
-    for each, options in ways:
+    for each, options in candidates:
         try:
             module = outline_of(each, folder, dtype, **options)
         except CheckpointError:
@@ -161,10 +160,7 @@ def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype) -> tup
         if not left:
             return module, names
         wrong = wrong or left
-    raise CheckpointError(
-        f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
-        "Its config.json and its weights do not belong together."
-    )
+    raise _mismatch(kind, folder, wrong)
 
 
 def _load(
@@ -184,18 +180,22 @@ def _load(
                 break
     wrong = [*missing, *misshapen]
     if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
-            "Its config.json and its weights do not belong together."
-        )
+        raise _mismatch(kind, folder, wrong)
     model: nn.Module = module
     return model.to(device).eval()
+
+
+def _mismatch(kind: Any, folder: Path, wrong: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
+        "Its config.json and its weights do not belong together."
+    )
 
 
 def _build(
     kind: Any, folder: Path, trust_remote_code: bool, dtype: torch.dtype, **options: Any
 ) -> tuple[Any, list[str], list[str]]:
-    """A module with the folder's weights, the tensors that are missing there, and those that are misshapen."""
+    """A module with the folder's weights, the names of missing tensors, and those with another shape."""
     try:
         module, info = kind.from_pretrained(
             folder,
@@ -206,24 +206,22 @@ def _build(
             ignore_mismatched_sizes=True,  # reported, with their names
             **options,
         )
-    except TypeError as error:
-        if options:
+    except Exception as error:
+        if isinstance(error, TypeError) and options:  # the class does not take them
             return None, [str(error)], []
         raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {brief(error)}.") from error
-    except Exception as error:
-        raise CheckpointError(f"transformers cannot load {folder} as {kind.__name__}: {brief(error)}.") from error
-    misshapen = (f"{name} {tuple(there)} vs {tuple(here)}" for name, there, here in info["mismatched_keys"])
+    misshapen = (f"{name} {tuple(stored)} vs {tuple(live)}" for name, stored, live in info["mismatched_keys"])
     return module, sorted(info["missing_keys"]), sorted(misshapen)
 
 
 def _check_plain(config: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a quantised model, before its library asks for what else it would need to load it."""
+    """Refuse a quantised model before transformers asks for the library that could load it."""
     found = config.get("quantization_config")
     if found:
-        by = f" by {found['quant_method']}" if isinstance(found, dict) and found.get("quant_method") else ""
+        method = found.get("quant_method") if isinstance(found, dict) else None
         raise CheckpointError(
-            f"{folder} is quantised{by}, as quantization_config in its config.json says, and tuneport cannot subtract "
-            "or change quantised weights. Give the model in float32, bfloat16 or float16."
+            f"{folder} is quantised (quantization_config{f': {method}' if method else ''}), and tuneport cannot change "
+            "quantised weights. Give the model in float32, bfloat16 or float16."
         )
 
 
@@ -235,7 +233,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check_numbers(config: Any, path: Path, stored: Checkpoint) -> None:
-    """Refuse sizes that the weights rule out before anything is built from them.
+    """Refuse sizes that contradict the weights, before anything is built from them.
 
     No width, vocabulary or number of classes exceeds the number of weights, and each block has a tensor.
     """
@@ -249,7 +247,7 @@ def _check_numbers(config: Any, path: Path, stored: Checkpoint) -> None:
 
 
 def _check_size(kind: Any, folder: Path, stored: Checkpoint) -> None:
-    """Build the model without memory, and refuse one that is far larger than the weights beside it."""
+    """Build the model on the meta device, and refuse one that is far larger than its weights."""
     weights = sum(math.prod(stored.shape(name)) for name in stored)
     try:
         with torch.device("meta"):
@@ -259,13 +257,13 @@ def _check_size(kind: Any, folder: Path, stored: Checkpoint) -> None:
         raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
     if described > 2 * weights + 10**7:
         raise CheckpointError(
-            f"{folder / 'config.json'} is refused: it describes {described} parameters, but the weights beside it hold "
+            f"{folder / 'config.json'} is refused: it describes {described} parameters, but its weights hold "
             f"{weights}. They do not belong together."
         )
 
 
 def _file_names(module: nn.Module) -> dict[str, str]:
-    """Live parameter name -> name in the files, as transformers itself would save it."""
+    """Live parameter name -> name in the files, as transformers would save it."""
     state = module.state_dict()
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -279,7 +277,7 @@ def _file_names(module: nn.Module) -> dict[str, str]:
 
 
 def _traced(module: Any, names: dict[str, str], stored: Checkpoint) -> dict[str, str]:
-    """The same names where the files keep a bare model as the inside of one with a head: `bert.` before each."""
+    """The names with the prefix of the base model (`bert.`) if the files hold a bare model under that prefix."""
     inside = {name: f"{module.base_model_prefix}.{file}" for name, file in names.items()}
     bare = not any(file in stored for file in names.values())
     return inside if bare and all(file in stored for file in inside.values()) else names

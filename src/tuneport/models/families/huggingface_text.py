@@ -1,8 +1,8 @@
-"""What must be known of transformers' text classes: encoders, decoders, encoder-decoders, and their heads.
+"""transformers' text classes: encoders, decoders, encoder-decoders, and their heads.
 
-A class is known by its model type and by the end of its name (BertModel, BertForSequenceClassification, ...).
-Fused projections are told by the name of their module. Embeddings and heads over the vocabulary are loose tensors;
-mixtures of experts are refused, since experts of two models have no common order.
+A class is recognised by its model type and the end of its name (BertModel, BertForSequenceClassification, ...),
+fused projections by the name of their module. Embeddings and heads over the vocabulary are loose tensors. Mixtures of
+experts are refused, since the experts of two models have no common order.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ CLASSIFIER = "ForSequenceClassification"
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
-LONGEST = 512  # tokens, where the model itself would take more
-POOLING = {  # in the words of sentence-transformers
+LONGEST = 512  # tokens, even if the model accepts more
+POOLING = {  # the keys of sentence-transformers
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean": "mean",
     "pooling_mode_cls_token": "first",
     "pooling_mode_cls": "first",
     "pooling_mode_lasttoken": "last",
 }
-SENTENCE_SCALE = 20.0  # of cosines, as sentence encoders are trained
+SENTENCE_SCALE = 20.0  # factor of cosines in the training of sentence encoders
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How the name of a transformers class is read."""
+    """The parts of a transformers class name."""
 
     kind: str
     head: str
 
 
 def text_class(name: str, model_type: str) -> Parts | None:
-    """What a class of that name and model type is; None where it is not known."""
+    """The parts of a class name, or None if tuneport does not know the class."""
     head = next((head for head in HEADS if name.endswith(head)), None)
     if head is None or model_type not in TEXT_KINDS or (head in WRITERS and TEXT_KINDS[model_type] == ENCODER):
         return None
@@ -76,7 +76,7 @@ def text_class(name: str, model_type: str) -> Parts | None:
 
 
 def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str) -> None:
-    """Stop at a mixture of experts, with the names of its tensors."""
+    """Raise for a mixture of experts, naming some of its tensors."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     number = next((config[key] for key in counts if isinstance(config.get(key), int) and config[key] > 1), None)
     if number is None:
@@ -86,13 +86,13 @@ def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str
     ]
     raise CheckpointError(
         f"{where} is a mixture of {number} experts ({first_of(experts, 3) or 'none of them found in its files'}): "
-        "experts of two models have no common order, so that they cannot be paired. Port a dense model, or pass live "
-        "modules with pairs= of your own."
+        "experts of two models have no common order and cannot be paired. Port a dense model, or pass live modules and "
+        "pairs=."
     )
 
 
 def complete_text(model: Model, trust_remote_code: bool) -> Model:
-    """A text model with all that is known of it."""
+    """The model with its layers, its tokenizer and the functions that run it."""
     module: Any = model.module
     config = module.config
     parts = text_class(type(module).__name__, config.model_type)
@@ -134,8 +134,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
 
 
 def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str]) -> Tensor:
-    """Class embeddings: the encoder's own, of the class names or descriptions as they stand, or in the prompts."""
-    assert model.encode is not None
+    """Class embeddings: the encoder's features of the class names or descriptions, put into the prompts if any."""
 
     def embed(texts: list[str]) -> Tensor:
         assert model.encode is not None
@@ -147,7 +146,7 @@ def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str])
 
 
 def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
-    """Name prefixes of layers and loose tensors: everything but heads over the vocabulary."""
+    """The name prefixes of everything but heads over the vocabulary."""
     if parts.head in ("Model", "TextModel", "EncoderModel", CLASSIFIER):
         return ()
     if parts.kind == SEQ2SEQ:
@@ -156,7 +155,7 @@ def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
 
 
 def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:
-    """The layer that scores the tokens, unless it is the embedding once more."""
+    """The layer that scores the tokens, unless it is tied to the embedding."""
     head = {id(parameter): suffix for suffix, parameter in module.get_output_embeddings().named_parameters()}
     return tuple(
         LooseTensor(name, tuple(parameter.shape), f"vocabulary head.{head[id(parameter)]}", "vocabulary head")
@@ -173,7 +172,7 @@ def _layers(module: nn.Module, config: Any, within: tuple[str, ...]) -> tuple[La
 
 
 def _fused(module: nn.Module, heads: int, groups: int) -> dict[str, dict[str, RowRanges]]:
-    """Which rows of a fused projection belong to which layer."""
+    """The rows of each layer in fused projections."""
     found: dict[str, dict[str, RowRanges]] = {}
     for path, part in module.named_modules():
         weight = getattr(part, "weight", None)
@@ -209,7 +208,7 @@ def _in_order(roles: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, RowRa
 def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    if config.pad_token_id is None:  # classifiers look for the last token that is no padding
+    if config.pad_token_id is None:  # classifiers look for the last token before the padding
         config.pad_token_id = tokenizer.pad_token_id
     accepted = inspect.signature(type(module).forward).parameters
     names = tuple(name for name in tokenizer.model_input_names if name in accepted)
@@ -218,7 +217,7 @@ def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
 
 
 def _longest(tokenizer: Any, config: Any) -> int:
-    """How many tokens a text may have."""
+    """The most tokens of a text."""
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST
     limits = {"max_position_embeddings": positions, "model_max_length of the tokenizer": tokenizer.model_max_length}
     for name, limit in limits.items():
@@ -230,19 +229,19 @@ def _longest(tokenizer: Any, config: Any) -> int:
 
 
 def _pooling(model: Model, parts: Parts) -> str:
-    """How token states become one vector: as the folder says (sentence-transformers), else the mean or the last."""
-    said = model.folder / "1_Pooling" / "config.json" if model.folder is not None else None
-    if said is None or not said.is_file():
+    """How token states become one vector: by the folder's 1_Pooling, else the mean or (decoders) the last one."""
+    path = model.folder / "1_Pooling" / "config.json" if model.folder is not None else None
+    if path is None or not path.is_file():
         return "last" if parts.kind == DECODER else "mean"
-    config = read_json(said, "a pooling configuration")
+    config = read_json(path, "a pooling configuration")
     if not isinstance(config, dict):
-        raise CheckpointError(f"{said} is not a pooling configuration: expected a JSON object.")
+        raise CheckpointError(f"{path} is not a pooling configuration: expected a JSON object.")
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [f"pooling_mode_{config['pooling_mode']}"] if isinstance(config.get("pooling_mode"), str) else modes
     known = [POOLING[mode] for mode in modes if mode in POOLING]
     if len(known) != 1 or len(modes) != 1:
         raise CheckpointError(
-            f"{said} asks for {first_of(modes) or 'no pooling'}; tuneport knows one of {', '.join(POOLING)}."
+            f"{path} asks for {first_of(modes) or 'no pooling'}; tuneport knows one of {', '.join(POOLING)}."
         )
     return known[0]
 
@@ -267,7 +266,7 @@ def _pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
 
 def _token_logits(kind: str) -> Any:
-    """Scores of the next token, and which label each stands for: (N, T, vocabulary) against labels (N, T)."""
+    """The function that gives scores of tokens (N, T, vocabulary) for labels (N, T)."""
 
     def causal(module: Any, batch: Batch, labels: Tensor) -> Tensor:
         del labels

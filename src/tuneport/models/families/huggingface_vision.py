@@ -1,4 +1,4 @@
-"""What must be known of transformers' vision classes: towers, image classifiers, and text towers for their heads."""
+"""transformers' vision classes: image towers, image classifiers, and text towers for their heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their pa
 
 @dataclass(frozen=True)
 class Architecture:
-    """What names cannot tell about one transformers class."""
+    """What is particular to one transformers class."""
 
     features: Run
     special_tokens: int
@@ -56,7 +56,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def complete_vision(model: Model, trust_remote_code: bool) -> Model:
-    """A model of a class in ARCHITECTURES with all that is known of it."""
+    """The model with its layers, its image processor and the functions that run it."""
     module: Any = model.module
     folder, architecture = model.folder, ARCHITECTURES[type(module).__name__]
     config: Any = module.config
@@ -86,10 +86,10 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
 
 
 def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-    """Images to `pixel_values` through the folder's own preprocessor_config.json."""
+    """The `encode` of a model: its folder's image processor (preprocessor_config.json)."""
     if not (folder / "preprocessor_config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no preprocessor_config.json, so images cannot be prepared. Copy it from the original model."
+            f"{folder} has no preprocessor_config.json, needed to prepare images. Copy it from the original model."
         )
     read_json(folder / "preprocessor_config.json", "a preprocessor configuration")
     with quiet():
@@ -119,7 +119,7 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
 
 
 def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
-    """Class names to class embeddings: prompts through the model's own text tower, averaged."""
+    """The `text_head` of a model: class names in prompts through its text tower."""
 
     def embed(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
         tokenizer = open_tokenizer(folder, trust_remote_code, "a text tower")
