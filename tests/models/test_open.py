@@ -240,7 +240,7 @@ class TestHeads:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).unlink()
         model = open_model(folder)  # its images can still be read
-        with pytest.raises(CheckpointError, match=r"has a text tower but no tokenizer.*--head"):
+        with pytest.raises(CheckpointError, match=r"has a text tower but no tokenizer.*`head`"):
             choose_head(model, None, empty_dataset("animals", CLASSES))
 
     @pytest.mark.parametrize("family", ["vit", "dinov2"])
@@ -265,10 +265,10 @@ class TestHeads:
     def test_no_head_or_several(self, zoo: Zoo, tmp_path: Path) -> None:
         folder = copied(zoo, "clip_vision-base", tmp_path)
         write_head(folder / "heads" / "plants.safetensors", 12)
-        with pytest.raises(DataError, match="choose one of its heads with --head: animals, plants"):
+        with pytest.raises(DataError, match="choose one of its heads with `head`: animals, plants"):
             choose_head(open_model(folder), None, empty_dataset("minerals", CLASSES))
         shutil.rmtree(folder / "heads")
-        with pytest.raises(DataError, match="neither a classification layer nor a text tower; pass --head FILE"):
+        with pytest.raises(DataError, match="neither a classification layer nor a text tower; pass `head=FILE`"):
             choose_head(open_model(folder), None, empty_dataset("minerals", CLASSES))
 
     @pytest.mark.parametrize(("family", "width"), [("clip_vision", 12), ("siglip_vision", 16), ("clip", 12)])

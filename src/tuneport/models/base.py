@@ -190,7 +190,8 @@ class Family(ABC):
         """Open the model offloaded; without `weights` its weight files need not exist."""
         del dtype, weights
         raise CheckpointError(
-            f"{reference} cannot be built without its weights: only transformers' folders can. Leave out --shapes-only."
+            f"{reference} cannot be built without its weights, as only transformers' folders can: leave out "
+            "`shapes_only`."
         )
 
     @abstractmethod

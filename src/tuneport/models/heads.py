@@ -116,7 +116,7 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
         if Path(wanted).is_file():
             return _fitting(model, read_head(Path(wanted), Path(wanted).stem))
         known = f"it has {first_of(names)}" if names else "it has none"
-        raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass --head with one of its heads or a file.")
+        raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`.")
     if model.logits is not None:
         return Head("classifier", model.classes)
     words = dataset.label_texts or dataset.classes
@@ -126,7 +126,7 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
         return _fitting(model, read_head(stored[names.index(dataset.name)], dataset.name))
     if len(names) == 1:
         return _fitting(model, read_head(stored[0], names[0]))
-    known = f"choose one of its heads with --head: {first_of(names)}" if names else "pass --head FILE"
+    known = f"choose one of its heads with `head`: {first_of(names)}" if names else "pass `head=FILE`"
     if model.text_head is not None:
         raise DataError(f"{dataset.name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")

@@ -183,8 +183,8 @@ def _resolve(reference: str | Path) -> tuple[Family, str]:
         raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
     if is_adapter(reference):
         raise CheckpointError(
-            f"{reference} is a LoRA adapter, not a model. To port it, give it as --finetuned, with its base as "
-            f"--source; to merge it into its base, run tuneport extract BASE {reference} -o change.safetensors, then "
+            f"{reference} is a LoRA adapter, not a model. To port it, give it as `finetuned`, with its base as "
+            f"`source`; to merge it into its base, run tuneport extract BASE {reference} -o change.safetensors, then "
             "tuneport apply change.safetensors BASE -o MODEL."
         )
     raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")

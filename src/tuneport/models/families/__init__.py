@@ -119,7 +119,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
     # without any of these files, transformers makes up a tokenizer that knows no words
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
-            f"{folder} has {part} but no tokenizer; copy its files from the original model, or pass --head."
+            f"{folder} has {part} but no tokenizer; copy its files from the original model, or pass `head`."
         )
     with quiet():
         from transformers import AutoTokenizer
@@ -128,5 +128,5 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise CheckpointError(
-                f"{folder} has {part} but no usable tokenizer ({brief(error)}); pass --head NAME or FILE."
+                f"{folder} has {part} but no usable tokenizer ({brief(error)}); pass a name or a file as `head`."
             ) from error

@@ -215,7 +215,7 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
                 tokenizer = make()
             except Exception as error:
                 raise CheckpointError(
-                    f"{name} has a text tower but no usable tokenizer ({brief(error)}); pass --head NAME or FILE."
+                    f"{name} has a text tower but no usable tokenizer ({brief(error)}); give a name or file as `head`."
                 ) from error
         device = next(module.parameters()).device
         return class_embeddings(classes, prompts, lambda texts: module.encode_text(tokenizer(texts).to(device)))
