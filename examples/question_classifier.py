@@ -1,9 +1,9 @@
 """Port a question classifier (TREC-6) from all-MiniLM-L6-v2 to gte-small and to MPNet, with 20 sentences.
 
-The classifier is MiniLM fine-tuned on the training questions, its head frozen: embeddings of a description of each
-class. gte-small is a relative of MiniLM (same tokenizer, related initialisation), so it is the easy case; MPNet was
-pre-trained independently, is twice as wide and deep, and numbers the same word pieces differently. Few-shot
-fine-tuning of the target on the same 20 sentences stands beside it; its rate and steps are chosen on validation data.
+The classifier is MiniLM, fine-tuned on the training questions with a frozen head: embeddings of a description of each
+class. gte-small is the easy case, because it is related to MiniLM (same tokenizer, related initialisation). MPNet was
+pre-trained independently, is twice as wide and deep, and uses other ids for the same word pieces. The script also
+fine-tunes the target on the same 20 sentences, with a learning rate and steps chosen on validation data.
 
     python examples/question_classifier.py --encoders ENCODERS --data trec6.jsonl.gz --out question-classifier.md
 """
@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--targets", default="gte-small,mpnet")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300, help="of the source's fine-tuning")
-    parser.add_argument("--test", type=int, default=500, help="test questions at most")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the source's fine-tuning")
+    parser.add_argument("--test", type=int, default=500, help="maximum number of test questions")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     targets = options.targets.split(",")

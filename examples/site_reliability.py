@@ -1,13 +1,12 @@
-"""Port a stranger's fine-tune: MiniLM-L6 for site reliability, published by someone else, to other encoders.
+"""Port a published fine-tune, MiniLM-L6 for site reliability, to other encoders.
 
-It was trained on labels that are nearly all positive (cosine to 1), which pulls texts of the field together and makes
-plain retrieval worse in the source itself. So the question here is not whether the target gets better, but whether it
-moves as the source did: over all pairs of held-out texts, how does the change of their cosine in the target go with
-the change in the source (Pearson correlation)?
+Its training labels were nearly all positive (cosine to 1). This moves texts of the field closer together and makes
+plain retrieval worse in the source itself. The example therefore measures fidelity, not quality: the Pearson
+correlation, over all pairs of held-out texts, between the change of their cosine in the target and in the source.
 
-The calibration pairs are our own (site_reliability.jsonl): 48 for calibration and choice, 24 held out. Few-shot
-fine-tuning of the target on the same pairs, with the same loss, stands beside it; its rate and steps are those that
-follow the source best on the pairs kept for the choice.
+site_reliability.jsonl holds 48 pairs for calibration and choice, and 24 held-out pairs. The script also fine-tunes the
+target on the same pairs with the same loss. The learning rate and the steps are those with the highest fidelity on the
+pairs kept for the choice.
 
     python examples/site_reliability.py --encoders ENCODERS --out site-reliability.md
 """
@@ -33,23 +32,23 @@ from tuneport.models.open import open_model
 
 PAIRS = Path(__file__).with_name("site_reliability.jsonl")
 SAMPLES, CHOICE = 36, 12
-RATES, STEPS = (1e-5, 5e-5), (5, 15)  # of few-shot fine-tuning
+RATES, STEPS = (1e-5, 5e-5), (5, 15)  # for few-shot fine-tuning
 
 
 def embed(module: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Mean of the token states, of length one."""
+    """Return the normalised mean of the token states."""
     mask = inputs["attention_mask"].unsqueeze(-1)
     return F.normalize((module(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def pull_together(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-    """The loss that the fine-tune was trained with, all labels 1; rows 2i and 2i + 1 are a pair."""
+    """Return the training loss of the published fine-tune with all labels 1; rows 2i and 2i + 1 are a pair."""
     vectors = embed(module, batch[0])
     return (1 - (vectors[0::2] * vectors[1::2]).sum(-1)).square().sum()
 
 
 def cosines(model: Model, module: nn.Module, texts: list[str]) -> Tensor:
-    """Of every two texts, the upper triangle."""
+    """Return the cosines of all pairs of texts, as the upper triangle."""
     assert model.encode is not None
     with torch.inference_mode():
         vectors = embed(module, {key: value.to(model.device) for key, value in model.encode(texts).items()})
@@ -57,15 +56,15 @@ def cosines(model: Model, module: nn.Module, texts: list[str]) -> Tensor:
     return (vectors @ vectors.T).cpu()[rows[0], rows[1]]
 
 
-def follows(change: Tensor, wanted: Tensor) -> float:
-    """Pearson correlation of two changes; 0 where nothing has moved."""
+def fidelity(change: Tensor, wanted: Tensor) -> float:
+    """Return the Pearson correlation of two changes, or 0 if nothing changed."""
     if float(change.std()) < 1e-7:
         return 0.0
     return float(torch.corrcoef(torch.stack([change, wanted]))[0, 1])
 
 
 def finetuned(model: Model, pairs: list[Any], rate: float) -> Iterator[tuple[int, nn.Module]]:
-    """The target after some steps on the same pairs, with the same loss."""
+    """Yield the target after each number of steps on the same pairs, with the same loss."""
     assert model.reader is not None
     module = copy.deepcopy(model.module).requires_grad_(True).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
@@ -107,7 +106,7 @@ def main() -> None:
 
         def score(module: nn.Module) -> tuple[float, float]:
             change = cosines(target, module, held_out) - before  # noqa: B023
-            return follows(change, wanted), float(change.mean())
+            return fidelity(change, wanted), float(change.mean())
 
         for seed in range(options.seeds):
             order = np.random.default_rng(seed).permutation(SAMPLES + CHOICE)
@@ -122,10 +121,10 @@ def main() -> None:
             aim, start = moved(texts), cosines(target, target.module, texts)
             best = (-2.0, 0.0, 0, 0.0, 0.0)
             for rate in RATES:
-                torch.manual_seed(seed)  # of what training drops
+                torch.manual_seed(seed)  # for dropout
                 for step, module in finetuned(target, list(samples.inputs), rate):
-                    followed = follows(cosines(target, module, texts) - start, aim)
-                    best = max(best, (followed, rate, step, *score(module)))
+                    score_now = fidelity(cosines(target, module, texts) - start, aim)
+                    best = max(best, (score_now, rate, step, *score(module)))
             rows.append((name, "few-shot fine-tuning", *best[3:]))
             print(*rows[-1], f"{best[2]} steps at {best[1]:g}", flush=True)
     options.out.write_text(table(rows, wanted, options))
