@@ -118,7 +118,7 @@ def main() -> None:
             flops,
             rates,
             runs=len(passes.groups),
-            anew=anew,
+            recomputed=anew,
             fetched=passes.fetched_bytes,
             returned=returned if passes.placements else 0,
         )

@@ -194,10 +194,6 @@ def plan(
         typer.Option("--shapes-only", help="Read config.json only, no weights and no data: text models of any size."),
     ] = False,
     length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(help="With --shapes-only: how fast the machine is, such as passes=4e14; else measured."),
-    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -251,9 +247,10 @@ def _print_plan(outlook: dict[str, Any]) -> None:
 def _plan_shapes(options: dict[str, Any]) -> None:
     """Plans for several devices, from the options of `plan` by name."""
     from ..io.sizes import parse_bytes
-    from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes, rates_for
+    from ..models.open import pick_device, pick_dtype
+    from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes
     from ..report.record import to_json
-    from ..runtime.speed import parse_rates
+    from ..runtime.speed import probe
 
     budget = options["memory_budget"]
     names = ("method", "length", "batch_size", "max_tokens", "dtype")
@@ -265,7 +262,7 @@ def _plan_shapes(options: dict[str, Any]) -> None:
         device="cuda" if options["device"] == "auto" else options["device"],
         **{name: options[name] for name in names},
     )
-    rates = rates_for(job, parse_rates(options["rate"] or []))
+    rates = probe(pick_device("auto"), pick_dtype(options["dtype"]), options["batch_size"] * options["length"])
     lines = plan_devices(job, rates)
     if options["json"]:
         emit(to_json({"options": job.record["options"], "rates": vars(rates), "plans": lines}))

@@ -1,14 +1,12 @@
 """What a transfer would do and cost, before it runs.
 
-From shapes alone: FLOPs are those of `cost`, and seconds follow from one small product, so they are a rough guide. Only
-a memory budget for models in place makes one small batch run through them (`budget`).
+The models run on the meta device only: FLOPs come from `runtime.cost`, bytes from `runtime.forecast`, and seconds
+from a short probe of this machine (`runtime.speed`), so they are a rough guide.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,14 @@ import torch
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
-from ..job import Job
+from ..job import Job, runs_on
 from ..measure.batches import PairedBatch
 from ..measure.objectives import forward_only, token_loss
 from ..methods import get_method
 from ..models.offload import bytes_of
-from ..models.open import outline_model, pick_device, pick_dtype
+from ..models.open import outline_model, pick_dtype
 from ..runtime.budget import Sums, plan_passes
-from ..runtime.cost import cost_of, flops_of
+from ..runtime.cost import Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import foretell
 from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
@@ -34,15 +32,15 @@ from .plan import left_behind, not_transported_by, plan_of
 def expected(job: Job) -> dict[str, Any]:
     """What a job would do and cost: the pairing, what stays, bytes of statistics, FLOPs, and seconds on this machine.
 
-    FLOPs are those of `cost_of`; seconds divide them by the speed of a small matrix product, so they are a rough
-    guide.
+    FLOPs are those of `cost_of`. If the models cannot be counted, they are the paper's estimate.
     """
-    cost = cost_of(job)
-    counted, paper = cost["counted"], cost["paper"]
-    passes = counted["forward"] + counted["backward"] if counted else paper["passes"]
-    alignment = counted["total"] - passes if counted else paper["alignment"]
-    runs_in = next(job.target.module.parameters()).dtype
-    seconds = passes / _speed(job, runs_in) + alignment / _speed(job, torch.float64)
+    once = batch_cost(job)
+    cost = cost_of(job, once=once)
+    paper = cost["paper"]
+    flops = flops_of(job, job.samples, once) if cost["counted"] else None
+    flops = flops or Flops(forward=paper["passes"], transport=paper["alignment"])
+    rates = probe(runs_on(job), next(job.target.module.parameters()).dtype)
+    passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
     return {
         "method": job.record["method"],
         "samples": job.samples,
@@ -59,26 +57,38 @@ def expected(job: Job) -> dict[str, Any]:
         "left_behind": [asdict(item) for item in left_behind(job)],
         "expected": {
             "statistics_bytes": cost["statistics_bytes"],
-            "flops": passes,
-            "alignment_flops": alignment,
-            "seconds": round(seconds, 1),
+            "flops": flops.forward + flops.backward,
+            "alignment_flops": flops.statistics + flops.dense + flops.thin + flops.transport,
+            "seconds": round(_seconds(job, flops, rates, passes)["total"], 1),
             "cost": cost,
-            **_within(job),
+            **({} if passes is None else _within(job, passes)),
         },
     }
 
 
-def _within(job: Job) -> dict[str, Any]:
-    """The division that a memory budget asks for, where there is one."""
-    if job.memory_budget is None:
-        return {}
-    found = plan_passes(job, job.memory_budget)
+def _seconds(job: Job, flops: Flops, rates: Rates, passes: Passes | None, devices: int = 1) -> dict[str, float]:
+    """Seconds by stage, with the passes that each of the devices makes."""
+    if passes is None or passes.placements is None:
+        return seconds_of(flops, rates, runs=1 if passes is None else len(passes.groups), devices=devices)
+    return seconds_of(
+        flops,
+        rates,
+        runs=len(passes.groups),
+        recomputed=any(placement.blocks for placement in passes.placements),
+        fetched=devices * passes.fetched_bytes,
+        returned=passes.home_bytes - _models_bytes(job),
+        devices=devices,
+    )
+
+
+def _within(job: Job, passes: Passes) -> dict[str, Any]:
+    """The division that the memory budget needs."""
     return {
-        "peak_bytes": found.peak_bytes,
-        "groups": [len(group) for group in found.groups],
+        "peak_bytes": passes.peak_bytes,
+        "groups": [len(group) for group in passes.groups],
         "home": "files" if job.target.offloaded else "RAM",
-        "home_bytes": found.home_bytes,
-        "fetched_bytes": found.fetched_bytes,
+        "home_bytes": passes.home_bytes,
+        "fetched_bytes": passes.fetched_bytes,
     }
 
 
@@ -93,22 +103,9 @@ def _moved(job: Job) -> TaskVector:
     return TaskVector({name: torch.empty(0) for name in names})
 
 
-def _speed(job: Job, dtype: torch.dtype) -> float:
-    """FLOP per second of a product of two 512 x 512 matrices on the target's device, after one to warm up."""
-    matrix = torch.ones(512, 512, dtype=dtype, device=job.target.device)
-    for _ in range(2):
-        started = time.perf_counter()
-        float((matrix @ matrix)[0, 0])
-    return 2 * 512**3 / (time.perf_counter() - started)
-
-
 DEVICES = (1, 2, 4, 8)
-
-
-COLUMNS = ("devices", "runs over the data", "peak of a device", "at home", "fetched by a device", "seconds")
-
-
-MOST = 2**24  # texts, and tokens in a batch, that a plan is made for
+COLUMNS = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device", "seconds")
+MOST = 2**24  # the largest number of texts, and of tokens in a batch, in a plan
 
 
 def prepare_shapes(
@@ -124,32 +121,43 @@ def prepare_shapes(
     device: str = "cuda",
     dtype: str = "float32",
 ) -> Job:
-    """A Job of two text models of which only the config.json is read; it can be planned and not run.
+    """A Job of two text models from their config.json alone; it can be planned but not run.
 
-    The `device` is the one that is planned for, whether this machine has it or not.
+    Args:
+        source: folder or hub id of the old base.
+        target: folder or hub id of the new base.
+        method: name of the method.
+        samples: number of texts.
+        length: tokens per text.
+        batch_size: texts per batch.
+        max_tokens: limit on the tokens that enter the statistics.
+        memory_budget: bytes of one device.
+        device: the device of the plan; this machine need not have it.
+        dtype: dtype of both models.
     """
     if min(samples, length, batch_size) < 1 or max(samples, batch_size * length) > MOST:
         raise TuneportError(
             f"{samples} texts of {length} tokens in batches of {batch_size}: plan for one text or more, and for {MOST} "
             "texts and tokens in a batch at most."
         )
-    ours, theirs = (outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target))
-    for model in (ours, theirs):
+    models = [outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target)]
+    for model in models:
         if model.kind != "text" or model.generates == "seq2seq":
-            raise TuneportError(f"{model.name}: only encoders and decoders of text are planned from shapes alone.")
-    names = {layer.weight: layer.weight_shape for layer in ours.layers}
-    names |= {layer.bias: (layer.out_features,) for layer in ours.layers if layer.bias is not None and not layer.rows}
+            raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
+    names = {layer.weight: layer.weight_shape for layer in models[0].layers}
+    biased = [layer for layer in models[0].layers if layer.bias is not None and not layer.rows]
+    names |= {layer.bias: (layer.out_features,) for layer in biased if layer.bias is not None}
     vector = TaskVector({name: torch.empty(shape, device="meta") for name, shape in names.items()})
     chosen = get_method(method)
-    plan = plan_of(ours, theirs, vector)
+    plan = plan_of(models[0], models[1], vector)
     chosen.check(plan)
     count = -(-samples // batch_size)
     batch = PairedBatch(_texts(batch_size, length), _texts(batch_size, length), size=batch_size)
-    losses = [token_loss(m) if m.generates == "causal" else forward_only(m) for m in (ours, theirs)]
+    losses = [token_loss(m) if m.generates == "causal" else forward_only(m) for m in models]
     options = {"samples": samples, "length": length, "batch_size": batch_size, "max_tokens": max_tokens, "dtype": dtype}
     return Job(
-        ours,
-        theirs,
+        models[0],
+        models[1],
         vector,
         plan,
         chosen,
@@ -169,19 +177,10 @@ def _texts(size: int, length: int) -> tuple[dict[str, torch.Tensor], torch.Tenso
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids
 
 
-def rates_for(job: Job, told: Mapping[str, float]) -> Rates:
-    """The rates that were told, and those of this machine where some were not."""
-    if set(told) == {item.name for item in fields(Rates)}:
-        return Rates(**told).with_(told)
-    first = next(iter(job.batches))
-    dtype = next(job.source.module.parameters()).dtype
-    return probe(pick_device("auto"), dtype, first.source[1].numel()).with_(told)
-
-
 def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> list[dict[str, Any]]:
-    """For each number of devices: runs over the data, bytes on one device and at home, and seconds by stage.
+    """For each number of devices: runs over the data, bytes on one device and off it, and seconds by stage.
 
-    Where the budget is too small, the line says why.
+    If the budget is too small, the line has the `error`.
     """
     if job.memory_budget is None:
         raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
@@ -196,20 +195,15 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
         except TuneportError as error:
             lines.append({"devices": count, "error": str(error)})
             continue
-        anew = bool(passes.placements and any(placement.blocks for placement in passes.placements))
-        returned = passes.home_bytes - _models_bytes(job) if passes.placements else 0
-        found = seconds_of(flops, rates, runs=len(passes.groups), anew=anew, returned=returned, devices=count)
-        found["fetch"] = passes.fetched_bytes / rates.link
-        found["total"] = sum(seconds for stage, seconds in found.items() if stage != "total")
-        line = {"devices": count, **line_of(passes, part), "seconds": found}
-        # a device solves its share of the blocks, from the tokens of all
+        line = {"devices": count, **_line(passes, part), "seconds": _seconds(job, flops, rates, passes, count)}
+        # a device solves its share of the blocks, from the tokens of all devices
         solving = max(sums.held(group) // count + sums.solving(group) for group in passes.groups)
         lines.append({**line, "peak_bytes": max(line["peak_bytes"], solving)})
     return lines
 
 
-def line_of(passes: Passes, job: Job) -> dict[str, Any]:
-    """What a plan says of memory, as plain numbers."""
+def _line(passes: Passes, job: Job) -> dict[str, Any]:
+    """The memory of a plan, as plain numbers."""
     kept = [
         sorted(set(placement.blocks) - placement.fetched) if placement.blocks else None
         for placement in passes.placements or ()
@@ -225,7 +219,7 @@ def line_of(passes: Passes, job: Job) -> dict[str, Any]:
 
 
 def _part(job: Job, count: int) -> Job:
-    """One device's part of a job."""
+    """The part of a job that one device measures."""
     batches = list(job.batches)[: -(-len(list(job.batches)) // count)]
     samples = min(job.samples, len(batches) * batches[0].size)
     tokens = None if job.max_tokens is None else -(-job.max_tokens * samples // job.samples)
@@ -237,7 +231,7 @@ def _models_bytes(job: Job) -> int:
 
 
 def describe_line(line: dict[str, Any]) -> list[str]:
-    """A line of `plan_devices` in words."""
+    """A line of `plan_devices` as a row of `COLUMNS`."""
     if "error" in line:
         return [str(line["devices"]), line["error"], "", "", "", ""]
     return [

@@ -77,7 +77,7 @@ class BatchCost:
     matched: Mapping[tuple[str, str], int]
 
 
-def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
+def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None) -> dict[str, Any]:
     """The FLOPs of a job on `samples` samples (default: those it has drawn), as plain numbers.
 
     `paper` follows the appendix on cost: 2 P FLOPs forward and 4 P backward per token and model, and
@@ -86,11 +86,11 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
     if the models need data to run. A search for the scale is not counted.
     """
     samples = job.samples if samples is None else samples
-    once = _batch_cost(job) if job.method.signals and samples else None
+    once = once or (batch_cost(job) if samples else None)
     scale = samples / once.samples if once is not None else 0.0
     tokens = [round(count * scale) for count in once.tokens] if once is not None else _likely_tokens(job, samples)
     sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
-    counted = _counted(job, once, samples)
+    counted = flops_of(job, samples, once) if once is not None or not job.method.signals else None
     return {
         "parameters": dict(zip(("source", "target"), sizes, strict=True)),
         "tokens": dict(zip(("source", "target"), tokens, strict=True)),
@@ -100,12 +100,9 @@ def cost_of(job: Job, samples: int | None = None) -> dict[str, Any]:
     }
 
 
-def flops_of(job: Job, samples: int) -> Flops | None:
+def flops_of(job: Job, samples: int, once: BatchCost | None = None) -> Flops | None:
     """The FLOPs of a job on `samples` samples by kind; None if the models need data to run."""
-    return _counted(job, _batch_cost(job) if job.method.signals else None, samples)
-
-
-def _counted(job: Job, once: BatchCost | None, samples: int) -> Flops | None:
+    once = once or batch_cost(job)
     transport = sum(_transport(job, pair) for pair in job.plan.pairs)
     if once is None:
         return None if job.method.signals else Flops(transport=transport)
@@ -182,8 +179,9 @@ def _transport(job: Job, pair: LayerPair) -> int:
     return 2 * out_B * out_A * in_A + 2 * out_B * in_A * in_B
 
 
-def _batch_cost(job: Job) -> BatchCost | None:
-    batch = first_batch(job)
+def batch_cost(job: Job) -> BatchCost | None:
+    """Count one batch; None if nothing is measured, or if the models need data to run."""
+    batch = first_batch(job) if job.method.signals else None
     if batch is None or job.source_loss is None or job.target_loss is None:
         return None
     try:

@@ -1,19 +1,18 @@
-"""How fast a machine is at each kind of work, by a short probe or as told, and the seconds that a transfer takes on it.
+"""The speed of this machine by kind of work, from a short probe, and the seconds that a transfer takes on it.
 
-The probe runs a product in the models' dtype and in float64, Procrustes problems side by side as a transfer does, and a
-copy to the device: a second or two. Seconds are sums of work over rate; nothing overlaps. Several devices share
-samples and maps evenly, each with a link of its own.
+The probe runs a product in the models' dtype and in float64, Procrustes problems batched as in a transfer, and a copy
+to the device: a second or two. Seconds are sums of work over rate; nothing overlaps. Several devices share samples and
+maps evenly, each with its own link.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from ..errors import TuneportError
 from ..maps.covariance import CrossCovariance
 from ..maps.procrustes import procrustes_together
 from .cost import SVD, Flops, thin_flops
@@ -21,8 +20,8 @@ from .cost import SVD, Flops, thin_flops
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP per second of model passes, of float64 `products` (sums and transport), of `dense` and `thin` maps (in the
-    FLOPs of `flops_of`), and bytes per second of the `link` from where the models are at home and of the way `back`.
+    """FLOP per second of model passes, of float64 `products` (statistics and transport), of `dense` and `thin` maps (in
+    the FLOPs of `flops_of`), and bytes per second of the `link` from host memory to the device and of the way `back`.
     """
 
     passes: float
@@ -32,27 +31,9 @@ class Rates:
     link: float
     back: float
 
-    def with_(self, told: Mapping[str, float]) -> Rates:
-        """The same with the rates that were told."""
-        unknown = [name for name in told if name not in asdict(self)]
-        if unknown or any(not rate > 0 for rate in told.values()):
-            raise TuneportError(f"rates are {', '.join(asdict(self))}, each above zero; got {dict(told)}.")
-        return replace(self, **told)
-
-
-def parse_rates(texts: list[str]) -> dict[str, float]:
-    """
-    >>> parse_rates(["passes=4e14", "link=5e10"])
-    {'passes': 400000000000000.0, 'link': 50000000000.0}
-    """
-    try:
-        return {name: float(rate) for name, _, rate in (text.partition("=") for text in texts)}
-    except ValueError:
-        raise TuneportError(f"a rate is NAME=NUMBER, such as passes=4e14, got {' '.join(texts)!r}.") from None
-
 
 def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates:
-    """Measure the rates of this machine, with products as tall as a batch has tokens."""
+    """Measure the rates of this machine; a product has as many rows as a batch has `tokens`."""
     width = 4096 if device.type == "cuda" else 512
     rows = min(tokens, width) if device.type == "cuda" else width
     generator = torch.Generator(device).manual_seed(0)
@@ -78,12 +59,12 @@ def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates
 
 
 def _links(device: torch.device) -> tuple[float, float]:
-    """Bytes per second into the device from pinned memory, and out of it into new memory."""
+    """Bytes per second from pinned memory to the device, and back into new memory."""
     size = 2**28 if device.type == "cuda" else 2**25
-    home = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty_like(home, device=device)
-    into = size / _seconds(lambda: there.copy_(home, non_blocking=True), device, 4)
-    return into, size / _seconds(lambda: there.to("cpu", copy=True), device, 2)
+    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty_like(on_host, device=device)
+    link = size / _seconds(lambda: on_device.copy_(on_host, non_blocking=True), device, 4)
+    return link, size / _seconds(lambda: on_device.to("cpu", copy=True), device, 2)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
@@ -106,16 +87,23 @@ def seconds_of(
     rates: Rates,
     *,
     runs: int = 1,
-    anew: bool = False,
+    recomputed: bool = False,
     fetched: float = 0.0,
     returned: float = 0.0,
     devices: int = 1,
 ) -> dict[str, float]:
-    """Seconds by stage on so many devices: `runs` over the data, blocks run `anew`, bytes `fetched` and `returned`.
+    """Seconds by stage, and their total.
 
-    Every run takes all passes; that later groups need shorter backward passes is left out.
+    Args:
+        flops: the work of one run over the samples.
+        rates: the speed of one device.
+        runs: runs over the samples; each counts as a whole backward pass, also where later groups need less.
+        recomputed: whether blocks run a second time for their gradients.
+        fetched: bytes that come to all devices together.
+        returned: bytes of results that go back.
+        devices: devices that share the work.
     """
-    passes = runs * (flops.forward * (2 if anew else 1) + flops.backward)
+    passes = runs * (flops.forward * (2 if recomputed else 1) + flops.backward)
     found = {
         "passes": passes / rates.passes / devices,
         "fetch": fetched / rates.link / devices,
