@@ -60,7 +60,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name, entry in result.task_vector.items():
         digest.update(name.encode() + entry.contiguous().numpy().tobytes())
-    shelved = sum(entry.numel() * 4 for entry in result.task_vector.values()) if passes.shelved else 0
+    shelved = sum(entry.numel() * 4 for entry in result.task_vector.values()) if passes.result_in_files else 0
     return {
         "budget": options.budget,
         "runs": len(passes.groups),

@@ -1,4 +1,4 @@
-"""What the planner foretells of transfers that were measured on a GPU, from configurations alone.
+"""Forecasts of transfers that were measured on a GPU, from configurations alone.
 
     python benchmarks/speed/forecast.py --measured benchmarks/results/speed --out OUT
 
@@ -29,9 +29,9 @@ def main() -> None:
     options = parser.parse_args()
     from tuneport.models.offload import Placement, bytes_of
     from tuneport.pipeline.outlook import prepare_shapes
-    from tuneport.runtime.budget import Sums, result_bytes
+    from tuneport.runtime.budget import result_bytes
     from tuneport.runtime.cost import flops_of
-    from tuneport.runtime.forecast import foretell
+    from tuneport.runtime.forecast import Forecast
     from tuneport.runtime.speed import Rates, seconds_of
 
     device = torch.device("cuda")  # planned for, not needed
@@ -43,8 +43,7 @@ def main() -> None:
         job = prepare_shapes(
             Path(folder, "llama"), Path(folder, "qwen"), batch_size=4, max_tokens=1024, dtype="bfloat16"
         )
-    forecast = foretell(job)
-    sums, pairs = Sums(job, forecast.sums, forecast.size), job.plan.pairs
+    forecast, pairs = Forecast.of(job), job.plan.pairs
     live = forecast.peak(pairs, (Placement(device), Placement(device)))
     flops = flops_of(job, job.samples)
     assert flops is not None
@@ -58,14 +57,14 @@ def main() -> None:
     rows, data = [], {}
     for name, (change, result) in changes.items():
         found = json.loads((options.measured / f"llama-8b-{name}-1024-cuda.json").read_text())
-        peak = models + change + sums.held(pairs) + max(live, result + sums.solving(pairs))
+        peak = models + change + forecast.statistics_bytes(pairs) + max(live, result + forecast.solving_bytes(pairs))
         rows.append([f"peak, {name}, GiB", peak / 2**30, found["peak_bytes"] / 2**30, found["peak_bytes"] / peak])
         measuring = seconds["passes"] + seconds["sums"]
         for stage, expected in (("measure", measuring), ("solve", seconds["solve"])):
             spent = found["seconds"][stage]
             rows.append([f"{stage}, {name}, s", expected, spent, spent / expected])
         data[name] = {"peak_bytes": peak, "seconds": seconds, "measured": found}
-    head = ["", "foretold", "measured", "measured / foretold"]
+    head = ["", "forecast", "measured", "measured / forecast"]
     title = "Llama-3-8B to Qwen3-8B shapes, bfloat16, N = 100 x 256 tokens, 1024 tokens for maps\n\n"
     publish("forecast-8b", options.out, title + table(head, rows), data, torch.device("cpu"))
 

@@ -74,7 +74,7 @@ def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, floa
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.maps.procrustes import MapSolver
     from tuneport.pipeline.statistics import measure_job, problem_of
-    from tuneport.runtime.passes import in_groups
+    from tuneport.runtime.passes import jobs_of
 
     spent = [0.0]
 
@@ -97,7 +97,7 @@ def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, floa
     started = now(device)
     MapSolver.solve = timed
     try:
-        results = [moved(group) for group in in_groups(job, passes)]  # all are held, as a transfer holds them
+        results = [moved(group) for group in jobs_of(job, passes)]  # all are held, as a transfer holds them
     finally:
         MapSolver.solve = solve
     total = now(device) - started

@@ -18,7 +18,7 @@ from tuneport.maps import polar as solver
 from tuneport.maps.certificate import certify
 from tuneport.maps.completion import complete, complete_thin, rectangular_identity
 from tuneport.maps.polar import ROUTES, Polar, polar, polar_of_factors, polar_together, thin_factors
-from tuneport.runtime import budget
+from tuneport.runtime.forecast import solving_bytes
 
 CUT = 1e-9
 SHAPES = [(96, 96), (80, 130), (130, 80)]
@@ -346,7 +346,7 @@ def test_a_plan_reckons_with_what_is_held_while_maps_are_solved(
     rows: int, columns: int, many: int, spectrum: str
 ) -> None:
     matrices = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for _ in range(many)]
-    _, work = budget._solving((rows, columns), 10**6, torch.device("cuda"))
+    _, work = solving_bytes((rows, columns), 10**6, torch.device("cuda"))
     with Live() as live:
         found = polar_together(matrices, CUT, fill=True)
     assert all(one.certificate.holds for one in found)

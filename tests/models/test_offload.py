@@ -37,7 +37,7 @@ from tuneport.pipeline.transfer import run
 from tuneport.runtime.budget import plan_passes
 from tuneport.runtime.cost import Flops, flops_of
 from tuneport.runtime.forecast import LiveBytes
-from tuneport.runtime.passes import in_groups
+from tuneport.runtime.passes import jobs_of
 from tuneport.runtime.speed import Rates, probe, seconds_of
 from tuneport.task_vectors.vector import TaskVector
 
@@ -196,7 +196,7 @@ def test_blocks_and_groups_give_the_same_bits_and_the_expected_peak(folders: dic
     budget = 5 * 10**6
     found, passes, live = result(folders, budget)
     assert len(passes.groups) > 1
-    assert passes.shelved
+    assert passes.result_in_files
     assert all(placement.fetched for placement in passes.placements)
     assert passes.home_bytes >= models
     assert passes.fetched_bytes > models
@@ -240,7 +240,7 @@ def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
         folders["llama"], change_of(decoder("llama")), folders["qwen"], texts(), memory_budget=10**6, **options
     )
     with pytest.raises(
-        TuneportError, match=r"what is outside the blocks takes .* and the largest layer .* Give at least"
+        TuneportError, match=r"the tensors outside the blocks take .*, and the largest layer .* Give at least"
     ):
         plan_passes(job, 300_000)
     with pytest.raises(TuneportError, match=r"a scale is chosen on whole models"):
@@ -284,7 +284,7 @@ def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[s
     assert any(placement.fetched != frozenset(placement.blocks) for placement in some.placements or ())
     assert all(not placement.blocks for placement in every.placements or ())
     assert least.fetched_bytes > some.fetched_bytes > every.fetched_bytes
-    assert [len(group.plan.pairs) for group in in_groups(job, some)] == [len(job.plan.pairs)]
+    assert [len(group.plan.pairs) for group in jobs_of(job, some)] == [len(job.plan.pairs)]
 
 
 def test_methods_that_measure_nothing_leave_large_models_in_their_files(folders: dict[str, Path]) -> None:

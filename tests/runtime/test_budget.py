@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
@@ -15,6 +17,7 @@ from tuneport.pipeline.scale import halves
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
 from tuneport.runtime.budget import plan_passes
+from tuneport.runtime.forecast import LiveBytes
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Job:
@@ -26,10 +29,9 @@ def job(method: str = "bico", budget: int | None = None, **options) -> Job:
         target,
         batches(count=48, batch=16),
         method=method,
-        loss=loss,
         pairs=plan(source, target).pairs,
         memory_budget=budget,
-        **options,
+        **{"loss": loss, **options},
     )
 
 
@@ -52,15 +54,40 @@ def test_groups_give_the_same_bits(scale, method: str) -> None:
     assert divided.record["passes"]["forward"] == len(groups) * whole.record["passes"]["forward"]
 
 
+@pytest.mark.parametrize("method", ["bico", "theseus"])
+def test_the_peak_is_the_expected_one(method: str) -> None:
+    """Of the bytes of tensors, counted while the job runs; models and result were there before."""
+    found = job(method)
+    expected = plan_passes(found, None)
+    models = sum(4 * p.numel() for m in (found.source, found.target) for p in m.module.parameters())
+    live = LiveBytes()
+    with live:
+        run(found)
+    assert abs((live.peak + models) / expected.peak_bytes - 1) < 0.1
+
+
+def test_models_that_read_values_are_planned_by_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    def curious(module: nn.Module, batch: Any) -> Tensor:
+        return loss(module, batch) / float(batch[0].square().mean())
+
+    usual, odd = plan_passes(job(), None), plan_passes(job(loss=curious), None)
+    assert odd.fixed_bytes == usual.fixed_bytes
+    assert abs(odd.peak_bytes / usual.peak_bytes - 1) < 0.1
+    ran = []
+    monkeypatch.setattr("builders.toy.ToyViT.forward", lambda *_: ran.append(1))
+    plan_passes(job("naive"), None)
+    assert not ran, "a method without signals runs no model"
+
+
 def test_a_token_limit_lowers_what_is_expected() -> None:
     assert plan_passes(job(max_tokens=2), None).peak_bytes < plan_passes(job(), None).peak_bytes
 
 
 def test_a_budget_below_one_layer_is_refused_with_the_least_that_will_do() -> None:
-    with pytest.raises(TuneportError, match=r"a memory budget of 9.77 KiB is too small: the models and the result"):
+    with pytest.raises(TuneportError, match=r"memory_budget 9.77 KiB is too small: the models and the result take"):
         plan_passes(job(), 10_000)
     once = replace(job(), batches=iter(batches()))
-    with pytest.raises(TuneportError, match=r"needs batches that can be gone through again: pass a list"):
+    with pytest.raises(TuneportError, match=r"needs batches that can be read more than once: pass a list"):
         plan_passes(once, 10**9)
 
 

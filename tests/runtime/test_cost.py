@@ -16,7 +16,7 @@ from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.pipeline.transfer import port, transfer
 from tuneport.runtime.cost import cost_of
-from tuneport.runtime.forecast import NeedsValuesError, foretell, meta_errors
+from tuneport.runtime.forecast import Forecast, NeedsValuesError, meta_errors
 from tuneport.task_vectors.low_rank import LowRank
 from tuneport.task_vectors.vector import TaskVector
 
@@ -154,7 +154,7 @@ def test_batches_in_named_tuples() -> None:
     plain, named = (cost_of(job, 64)["counted"] for job in jobs)
     assert named is not None
     assert named == plain
-    assert isinstance(foretell(jobs[1]).batch.source, Batch)
+    assert isinstance(Forecast.of(jobs[1]).batch.source, Batch)
 
 
 def test_the_paper_needs_no_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from ..maps.statistics import Statistics
 from ..methods import Transfer
 from ..models.offload import pinned, to_temporary_file
 from ..runtime.distributed import moved_by_all, ranks
-from ..runtime.passes import Passes, in_blocks, in_groups
+from ..runtime.passes import Passes, jobs_by_block, jobs_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Progress, ScaleRule
@@ -88,10 +88,10 @@ def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Sta
     moved, counted = [], Statistics()
     ours, theirs = (passes.placements if passes is not None else None) or (None, None)
     with pinned(job.source.module, ours), pinned(job.target.module, theirs):
-        for index, group in enumerate(groups := in_groups(job, passes)):
+        for index, group in enumerate(groups := jobs_of(job, passes)):
             statistics = meter.measure(group, _stage("all", index, groups))
-            if passes is not None and passes.shelved and ranks().size == 1:
-                moved += [_shelved(_solve(block, statistics)) for block in in_blocks(group)]
+            if passes is not None and passes.result_in_files and ranks().size == 1:
+                moved += [_shelved(_solve(block, statistics)) for block in jobs_by_block(group)]
             else:
                 moved.append(_solve(group, statistics))
             counted = _count(counted, statistics)
@@ -112,7 +112,7 @@ def _move_auto(
     rule: ScaleRule, sides: tuple[Job, Job], passes: Passes | None, meter: _Meter
 ) -> tuple[Transfer, ScaleChoice, Statistics]:
     """As `_move`, with the scale chosen by the two halves of the samples."""
-    groups = [in_groups(side, passes) for side in sides]
+    groups = [jobs_of(side, passes) for side in sides]
     names, held_out = ("first", "second", "whole"), sides[0] is not sides[1]
     moved: dict[str, list[Transfer]] = {name: [] for name in names}
     counted = Statistics()

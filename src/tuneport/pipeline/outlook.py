@@ -20,9 +20,9 @@ from ..measure.objectives import forward_only, token_loss
 from ..methods import get_method
 from ..models.offload import bytes_of
 from ..models.open import outline_model, pick_dtype
-from ..runtime.budget import Sums, plan_passes
+from ..runtime.budget import plan_passes
 from ..runtime.cost import Flops, batch_cost, cost_of, flops_of
-from ..runtime.forecast import foretell
+from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
 from ..task_vectors.vector import TaskVector
@@ -186,8 +186,7 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
         raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
     flops = flops_of(job, job.samples)
     assert flops is not None
-    forecast = foretell(job)
-    sums = Sums(job, forecast.sums, forecast.size)
+    forecast = Forecast.of(job)
     lines: list[dict[str, Any]] = []
     for count in devices:
         try:
@@ -197,7 +196,9 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
             continue
         line = {"devices": count, **_line(passes, part), "seconds": _seconds(job, flops, rates, passes, count)}
         # a device solves its share of the blocks, from the tokens of all devices
-        solving = max(sums.held(group) // count + sums.solving(group) for group in passes.groups)
+        solving = max(
+            forecast.statistics_bytes(group) // count + forecast.solving_bytes(group) for group in passes.groups
+        )
         lines.append({**line, "peak_bytes": max(line["peak_bytes"], solving)})
     return lines
 

@@ -30,7 +30,7 @@ from ..measure.signals import (
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
 from ..types import Loss
-from .forecast import NeedsValuesError, WithoutNumbers, first_batch, meta_errors, shapes_of, to_meta
+from .forecast import NeedsValuesError, TrueOnMeta, meta_errors, shapes_of, to_meta, typical_batch
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
@@ -181,7 +181,7 @@ def _transport(job: Job, pair: LayerPair) -> int:
 
 def batch_cost(job: Job) -> BatchCost | None:
     """Count one batch; None if nothing is measured, or if the models need data to run."""
-    batch = first_batch(job) if job.method.signals else None
+    batch = typical_batch(job) if job.method.signals else None
     if batch is None or job.source_loss is None or job.target_loss is None:
         return None
     try:
@@ -225,7 +225,7 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
             signals.append({})
             continue
         counter = _PassCounter()
-        with WithoutNumbers(), counter:
+        with TrueOnMeta(), counter:
             seen = watch(shapes_of(module), layers, to_meta(inputs), counter.split(loss), wanted, size)
         signals.append(seen)
         forward_flops += counter.forward

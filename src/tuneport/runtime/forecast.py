@@ -1,8 +1,8 @@
-"""The memory of measuring, foretold: the very code that measures, run on tensors that have shapes and no numbers.
+"""Peak memory of measuring and solving, predicted by a run on the meta device.
 
-One batch goes through copies of both models on the meta device while the bytes of all tensors alive are counted. It
-takes a second or two for models of any size, needs neither weights nor a device, and knows what attention, losses and
-recomputed blocks hold at their worst. What a kernel takes inside itself is not seen.
+One batch goes through copies of both models on the meta device, in the code that measures, while the bytes of all live
+tensors are counted. This takes a second or two for models of any size, needs neither weights nor a device, and includes
+the peaks of attention, losses and recomputed blocks. Memory that a kernel allocates inside itself is not counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -22,9 +22,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
-from ..job import Job, PairedBatches
+from ..job import Job, PairedBatches, at_home, runs_on
 from ..maps.covariance import work_bytes
-from ..measure.batches import PairedBatch, change_tensors, count_samples
+from ..maps.polar import together_bytes
+from ..maps.procrustes import held_bytes
+from ..measure.batches import PairedBatch, change_tensors, count_samples, parts_of, samples_at_once
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -51,7 +53,7 @@ def meta_errors() -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that are made inside and still held."""
+    """Counts the bytes of the storages that are allocated inside and still held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         del types
         given = {id(leaf.untyped_storage()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.from_file.default:  # the system has it in RAM only while there is room
+        if func is torch.ops.aten.from_file.default:  # a mapped file: the system can evict it
             return result
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
@@ -87,131 +89,220 @@ class LiveBytes(TorchDispatchMode):
 
 
 class ShapeSum:
-    """Stands in the place of a cross-covariance: what it would be made of, none of its memory."""
+    """Stands for a CrossCovariance in a forecast: shape, tokens and dtype, no values."""
 
-    def __init__(self, source_width: int, target_width: int, dense: Callable[[ShapeSum], bool]) -> None:
+    def __init__(self, source_width: int, target_width: int, is_dense: Callable[[ShapeSum], bool]) -> None:
         self.shape = (source_width, target_width)
         self.tokens = 0
         self.signal_dtype = torch.float64
         self.source_energy = self.target_energy = torch.zeros((), device="cpu")
-        self._dense = dense
+        self._is_dense = is_dense
 
     def update(self, source: Tensor, target: Tensor) -> None:
         self.tokens += len(target)
         self.signal_dtype = max((source.dtype, target.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-        if self._dense(self):
+        if self._is_dense(self):  # the memory that the sum needs while it adds a batch
             size = work_bytes(len(target), self.shape, self.signal_dtype, target.device)
             _ = torch.empty(size, dtype=torch.uint8, device=target.device)
 
 
+Sums = Mapping[tuple[str, str], ShapeSum]
+
+
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """What one batch of a job is like: `sums` of all its tokens by (target layer, signal), and `size` samples."""
+    """Memory model of groups of layers, extrapolated from one batch.
+
+    `sums` holds the tokens of `batch`, which has `size` samples, by (target layer, signal); `at_once` samples of the
+    job's `samples` run together. Without `on_meta` the batch runs through the models themselves.
+    """
 
     job: Job
-    batch: PairedBatch
+    batch: PairedBatch | None
     size: int
+    at_once: int
     samples: int
-    sums: Mapping[tuple[str, str], ShapeSum]
-    _known: dict[Any, int] = field(default_factory=dict, repr=False)
+    on_meta: bool = True
+    sums: Sums = field(default_factory=dict)
+    _peaks: dict[Any, int] = field(default_factory=dict, repr=False)
 
-    def peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement]) -> int:
-        """The most bytes of signals, graphs and fetched weights while these pairs are measured on one batch."""
-        key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements))
-        if key not in self._known:
-            self._known[key] = _run(self.job, self.batch, self.size, self.samples, pairs, placements)[1]
-        return self._known[key]
+    @classmethod
+    def of(cls, job: Job, *, on_meta: bool = True) -> Forecast:
+        """Run one batch of a job on the meta device; or one sample through its models, for those that need values."""
+        if not job.method.signals:
+            return cls(job, None, 1, 1, 1)
+        batch = typical_batch(job)
+        if batch is None:
+            raise TuneportError("memory_budget needs batches that can be read more than once: pass a list.")
+        # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
+        batch, at_once = next(parts_of(batch, None if at_home(job) else samples_at_once(job.target.device)))
+        batch, size = (batch, at_once) if on_meta else next(parts_of(batch, 1))
+        samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else size)
+        match = batch.match or job.match or match_tokens(None, None)
+        if on_meta:
+            batch = replace(batch, source=to_meta(batch.source), target=to_meta(batch.target), match=_by_shape(match))
+        found = cls(job, replace(batch, size=size, match=batch.match or match), size, at_once, samples, on_meta)
+        sums, _ = found._run(job.plan.pairs, None, None)
+        return replace(found, sums=sums)
 
     def of_part(self, job: Job) -> Forecast:
-        """The same for a job with some of the batches and as large a share of the tokens."""
+        """The forecast for a job with some of the batches and the same share of the tokens."""
         return replace(self, job=job, samples=job.samples or self.samples)
 
+    def peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement] | None = None) -> int:
+        """The most bytes of signals, graphs and fetched weights while these pairs are measured on one batch."""
+        if self.batch is None:
+            return 0
+        key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements or ()))
+        if key not in self._peaks:
+            limit = None if self.job.max_tokens is None else TokenLimit(self.job.max_tokens, self.samples)
+            self._peaks[key] = self._run(pairs, placements, limit)[1] * self.at_once // self.size
+        return self._peaks[key]
 
-def foretell(job: Job) -> Forecast:
-    """Run a job's first batch on shapes alone."""
-    first = first_batch(job)
-    if first is None:
-        raise TuneportError("a memory budget needs batches that can be gone through again: pass a list.")
-    size = count_samples([first])
-    samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else size)
-    batch = replace(first, source=to_meta(first.source), target=to_meta(first.target), size=size)
-    batch = replace(batch, match=_by_shape(first.match or job.match or match_tokens(None, None)))
-    sums, _ = _run(replace(job, max_tokens=None), batch, size, samples, job.plan.pairs, None)
-    return Forecast(job, batch, size, samples, sums)
+    def statistics_bytes(self, pairs: Iterable[LayerPair]) -> int:
+        """The statistics of these pairs after all tokens."""
+        return sum(self._sum_bytes(found) for _, found in self._of(pairs))
 
-
-def _run(
-    job: Job,
-    batch: PairedBatch,
-    size: int,
-    samples: int,
-    pairs: Sequence[LayerPair],
-    placements: tuple[Placement, Placement] | None,
-) -> tuple[dict[tuple[str, str], ShapeSum], int]:
-    assert job.source_loss is not None
-    assert job.target_loss is not None
-    modules = [shapes_of(model.module) for model in (job.source, job.target)]
-    limit = None if job.max_tokens is None else TokenLimit(job.max_tokens, samples)
-
-    def dense(found: ShapeSum) -> bool:
-        rows = found.tokens * samples // size * sum(found.shape) * found.signal_dtype.itemsize
-        return 2 * rows > 8 * found.shape[0] * found.shape[1]
-
-    def make(pair: LayerPair, signal: str, ours: int, theirs: int, device: torch.device) -> ShapeSum:
-        del pair, signal, device
-        return ShapeSum(ours, theirs, dense)
-
-    live = LiveBytes()
-    with ExitStack() as stack:
-        stack.enter_context(meta_errors())
-        for module, placement in zip(modules, placements or (None, None), strict=True):
-            stack.enter_context(placed(module, placement.on_meta() if placement is not None else None))
-        stack.enter_context(WithoutNumbers())
-        stack.enter_context(live)
-        found = measure_pairs(
-            modules[0],
-            modules[1],
-            pairs,
-            [batch],
-            signals=job.method.signals,
-            source_loss=job.source_loss,
-            target_loss=job.target_loss,
-            limit=limit,
-            make_sum=make,
+    def signal_bytes(self, pairs: Iterable[LayerPair]) -> int:
+        """The source's signals of one batch, which are kept for the target."""
+        sums = [found for _, found in self._of(pairs)]
+        return sum(
+            found.tokens * self.at_once // self.size * found.shape[0] * found.signal_dtype.itemsize for found in sums
         )
-    return dict(found.covariances), live.peak
+
+    def solving_bytes(self, pairs: Sequence[LayerPair]) -> int:
+        """Maps, the work on them, and one update between source and target coordinates."""
+        maps: dict[tuple[str, int | None], int] = {}
+        works: dict[tuple[int, int], list[int]] = {}
+        blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
+        device = runs_on(self.job)
+        for layer, found in self._of(pairs):
+            mapped, working = solving_bytes(found.shape, self._tokens(found), device)
+            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
+            works.setdefault(found.shape, []).append(working)
+        moving = max((_moving_bytes(pair) for pair in pairs), default=0)
+        together, held = (size(device, self.job.memory_budget) for size in (together_bytes, held_bytes))
+        at_once = {
+            shape: 1 if device.type == "cpu" else min(len(each), max(together // (8 * shape[0] * shape[1]), 1))
+            for shape, each in works.items()
+        }
+        work = max((at_once[shape] * max(each) for shape, each in works.items()), default=0)
+        return min(sum(maps.values()), held + max(maps.values(), default=0)) + max(work, moving)
+
+    def _of(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[str, ShapeSum]]:
+        """Each sum of these pairs once, with the first target layer that has it."""
+        names = {pair.target.name for pair in pairs}
+        seen: set[int] = set()
+        for (layer, _), found in self.sums.items():
+            if layer in names and id(found) not in seen:
+                seen.add(id(found))
+                yield layer, found
+
+    def _tokens(self, found: ShapeSum) -> int:
+        """The tokens of all samples that enter a sum."""
+        tokens = found.tokens * self.samples // self.size
+        return min(tokens, self.job.max_tokens or tokens)
+
+    def _sum_bytes(self, found: ShapeSum) -> int:
+        """The bytes of a sum after all tokens, by the rule of CrossCovariance."""
+        rows = self._tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
+        dense = 8 * found.shape[0] * found.shape[1]
+        return rows if 2 * rows <= dense else dense
+
+    def _run(
+        self,
+        pairs: Sequence[LayerPair],
+        placements: tuple[Placement, Placement] | None,
+        limit: TokenLimit | None,
+    ) -> tuple[Sums, int]:
+        """Measure these pairs on the batch; the sums, and the peak of live bytes."""
+        job = self.job
+        assert job.source_loss is not None
+        assert job.target_loss is not None
+        modules = [job.source.module, job.target.module]
+        if self.on_meta:
+            modules = [shapes_of(module) for module in modules]
+
+        def is_dense(found: ShapeSum) -> bool:
+            rows = found.tokens * self.samples // self.size * sum(found.shape) * found.signal_dtype.itemsize
+            return 2 * rows > 8 * found.shape[0] * found.shape[1]
+
+        def make_sum(pair: LayerPair, signal: str, source: int, target: int, device: torch.device) -> ShapeSum:
+            del pair, signal, device
+            return ShapeSum(source, target, is_dense)
+
+        live = LiveBytes()
+        with ExitStack() as stack:
+            if self.on_meta:
+                stack.enter_context(meta_errors())
+                for module, placement in zip(modules, placements or (None, None), strict=True):
+                    stack.enter_context(placed(module, placement.on_meta() if placement is not None else None))
+                stack.enter_context(TrueOnMeta())
+            stack.enter_context(live)
+            found = measure_pairs(
+                modules[0],
+                modules[1],
+                pairs,
+                [self.batch],
+                signals=job.method.signals,
+                source_loss=job.source_loss,
+                target_loss=job.target_loss,
+                limit=limit,
+                make_sum=make_sum,
+            )
+        return dict(found.covariances), live.peak
+
+
+def solving_bytes(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple[int, int]:
+    """Bytes of one map, and of the work on it: by eigenvectors on a CPU, by an iteration for any rank on a GPU."""
+    short, long = sorted(shape)
+    if 3 * tokens <= short:
+        return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
+    work = 2 * long + 5 * short if device.type == "cpu" else 5 * long + 8 * short
+    return 8 * short * (short + long), 8 * short * work
+
+
+def _moving_bytes(pair: LayerPair) -> int:
+    """Bytes of a dense update in source, mixed and target coordinates, in float64."""
+    (d_out, d_in), (e_out, e_in) = ((layer.out_features, layer.in_features) for layer in (pair.source, pair.target))
+    return 8 * (d_out * d_in + e_out * d_in + e_out * e_in)
 
 
 def _by_shape(match: Match) -> Match:
-    """A match that tells only how many tokens meet."""
+    """A match that gives the number of paired tokens, without their values."""
     known: dict[Any, int] = {}
 
-    def matched(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-        shapes = tuple(ours.shape[:2]), tuple(theirs.shape[:2])
+    def matched(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        shapes = tuple(source.shape[:2]), tuple(target.shape[:2])
         if shapes not in known:
             known[shapes] = len(match(*(torch.zeros(*shape, 1) for shape in shapes))[1])
-        if known[shapes] == ours.shape[0] * ours.shape[1] == theirs.shape[0] * theirs.shape[1]:
-            return ours.flatten(0, 1), theirs.flatten(0, 1)
-        return ours.new_empty(known[shapes], ours.shape[-1]), theirs.new_empty(known[shapes], theirs.shape[-1])
+        if known[shapes] == source.shape[0] * source.shape[1] == target.shape[0] * target.shape[1]:
+            return source.flatten(0, 1), target.flatten(0, 1)
+        return source.new_empty(known[shapes], source.shape[-1]), target.new_empty(known[shapes], target.shape[-1])
 
     return matched
 
 
-def first_batch(job: Job) -> PairedBatch | None:
-    """The first batch; none where reading it would use it up. Texts differ in length: it stands for the others."""
+def typical_batch(job: Job) -> PairedBatch | None:
+    """The largest batch of a list, otherwise the first; None if the batches can be read only once.
+
+    Texts differ in length: this batch stands for the others.
+    """
     batches = job.batches
     if isinstance(batches, PairedBatches):
         batches = replace(batches, indices=batches.indices[: batches.size])
+    elif isinstance(batches, (list, tuple)):
+        batches = [max(batches, key=lambda batch: count_samples([batch]))] if batches else []
     elif iter(batches) is batches:
         return None
     first = next(iter(batches), None)
     return first if first is None or isinstance(first, PairedBatch) else PairedBatch(first, first)
 
 
-class WithoutNumbers(TorchDispatchMode):
-    """Says yes to a question about the numbers of a meta tensor.
+class TrueOnMeta(TorchDispatchMode):
+    """Answer data-dependent bool checks on meta tensors with True.
 
-    transformers asks whether no token is padding and whether texts are not packed into one row, to leave out a mask.
+    transformers checks that no token is padding and that no texts are packed into one row, to leave out a mask.
     """
 
     def __torch_dispatch__(
@@ -225,15 +316,15 @@ class WithoutNumbers(TorchDispatchMode):
 
 
 def shapes_of(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have shapes and no numbers; nothing is copied."""
+    """A copy of a module with its parameters and buffers on the meta device; no values are copied."""
     tensors = chain(module.parameters(), module.buffers())
-    stand_ins: dict[int, Any] = {}
+    replaced: dict[int, Any] = {}
     for tensor in tensors:
         empty = torch.empty_like(tensor, device="meta")
-        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, stand_ins)
+        replaced[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, replaced)
 
 
 def to_meta(value: Any) -> Any:
-    """A batch with shapes and no numbers."""
+    """A batch with its tensors on the meta device."""
     return change_tensors(value, lambda tensor: tensor.to("meta"))

@@ -1,11 +1,8 @@
-"""How a transfer is divided into runs over the calibration data, and what its parts take.
-
-What sums, kept signals, maps and results take follows from shapes and from the tokens of one batch.
-"""
+"""Groups of layers, each measured in one run over the calibration data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -18,12 +15,12 @@ from ..pairing import LayerPair
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Groups of pairs, one run over the calibration data for each, and the bytes that they take.
+    """Groups of pairs, one run over the calibration data each, and their memory.
 
-    `fixed_bytes` are the models and the result, as far as they are in this memory; `group_bytes` what each group takes
-    besides; the peak is the largest of these sums. `placements` say where both models are while they run, where
-    that is not where they were given; `home_bytes` is what stays at home, `fetched_bytes` what comes from there
-    in all runs together, and `shelved` whether the result goes to a file of its own, block by block.
+    `fixed_bytes` is the part of models and result that is on the device all the time, `group_bytes` what each group
+    needs in addition. `placements` is set if the models are not on the device they run on; then `home_bytes` is what
+    stays off the device, `fetched_bytes` what is fetched in all runs together. With `result_in_files` the result is
+    written to temporary files, block by block.
     """
 
     groups: tuple[tuple[LayerPair, ...], ...]
@@ -32,32 +29,46 @@ class Passes:
     placements: tuple[Placement, Placement] | None = None
     home_bytes: int = 0
     fetched_bytes: int = 0
-    shelved: bool = False
+    result_in_files: bool = False
 
     @property
     def peak_bytes(self) -> int:
         return self.fixed_bytes + max(self.group_bytes, default=0)
 
 
-def in_blocks(job: Job) -> list[Job]:
-    """A job for each block of the target; tensors outside layers go with the first."""
-    blocks = blocks_of(job.plan.pairs)
+def jobs_of(job: Job, passes: Passes | None) -> list[Job]:
+    """A job for each group."""
+    if passes is None:
+        return [job]
+    job = replace(job, placements=passes.placements)
+    return [job] if len(passes.groups) < 2 else _jobs(job, passes.groups)
+
+
+def jobs_by_block(job: Job) -> list[Job]:
+    """A job for each block of the target."""
+    return _jobs(job, blocks_of(job.plan.pairs))
+
+
+def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
+    """A job for each group of pairs; tensors outside layers are part of the first."""
     plans = [
-        replace(job.plan, pairs=tuple(pairs), loose=job.plan.loose if pairs is blocks[0] else ()) for pairs in blocks
+        replace(job.plan, pairs=tuple(pairs), loose=() if index else job.plan.loose)
+        for index, pairs in enumerate(groups)
     ]
     return [replace(job, plan=plan) for plan in plans]
 
 
 def check_by_layer(job: Job, needed: int) -> None:
+    """Refuse to divide a method that moves all layers at once."""
     if not job.method.by_layer:
         raise TuneportError(
-            f"method {job.record.get('method')} moves all layers at once: give it {format_bytes(needed)}, or use "
-            "a method that moves them one by one, such as bico."
+            f"method {job.record.get('method')} moves all layers at once: give a memory_budget of "
+            f"{format_bytes(needed)}, or use a method that moves layers one by one, such as bico."
         )
 
 
 def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool]) -> list[list[LayerPair]]:
-    """Pairs in groups that fit, as long as they can be: whole blocks, or weights where a block does not fit."""
+    """Pairs in groups that fit, as large as possible: whole blocks, or single weights if a block does not fit."""
     groups: list[list[LayerPair]] = []
     for block in blocks_of(pairs):
         for unit in [block] if fits(block) else _by_weight(block):
@@ -69,7 +80,7 @@ def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool])
 
 
 def units(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
-    """The smallest groups that there are."""
+    """The smallest possible groups."""
     return [unit for block in blocks_of(pairs) for unit in _by_weight(block)]
 
 
@@ -78,23 +89,9 @@ def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     return [list(group) for _, group in groupby(pairs, key=lambda p: (p.target.stack, p.target.block))]
 
 
-def in_groups(job: Job, passes: Passes | None) -> list[Job]:
-    """A job for each group; tensors outside layers go with the first."""
-    if passes is None:
-        return [job]
-    job = replace(job, placements=passes.placements)
-    if len(passes.groups) < 2:
-        return [job]
-    plans = [
-        replace(job.plan, pairs=pairs, loose=job.plan.loose if pairs is passes.groups[0] else ())
-        for pairs in passes.groups
-    ]
-    return [replace(job, plan=plan) for plan in plans]
-
-
 def _by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
-    """The parts of a fused weight stay together."""
-    units: dict[str, list[LayerPair]] = {}
+    """Pairs by target weight: the parts of a fused weight stay together."""
+    found: dict[str, list[LayerPair]] = {}
     for pair in pairs:
-        units.setdefault(pair.target.weight, []).append(pair)
-    return list(units.values())
+        found.setdefault(pair.target.weight, []).append(pair)
+    return list(found.values())
