@@ -84,7 +84,9 @@ def test_a_token_limit_lowers_what_is_expected() -> None:
 
 
 def test_a_budget_below_one_layer_is_refused_with_the_least_that_will_do() -> None:
-    with pytest.raises(TuneportError, match=r"memory_budget 9.77 KiB is too small: the models and the result take"):
+    with pytest.raises(
+        TuneportError, match=r"a `memory_budget` of 9.77 KiB is too small: the models and the result take"
+    ):
         plan_passes(job(), 10_000)
     once = replace(job(), batches=iter(batches()))
     with pytest.raises(TuneportError, match=r"needs batches that can be read more than once: pass a list"):

@@ -19,7 +19,7 @@ from ..job import Job, runs_on
 from ..maps.statistics import Statistics
 from ..methods import Transfer
 from ..models.offload import pinned, to_temporary_file
-from ..runtime.distributed import moved_by_all, ranks
+from ..runtime.distributed import gather_transfer, ranks
 from ..runtime.passes import Passes, jobs_by_block, jobs_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
@@ -80,7 +80,7 @@ class _Meter:
 
 def _solve(job: Job, statistics: Statistics) -> Transfer:
     problem = problem_of(job, statistics)
-    return moved_by_all(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
+    return gather_transfer(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
 
 
 def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Statistics]:

@@ -20,7 +20,7 @@ from ..measure.signals import INPUT
 from ..measure.tokens import TokenLimit
 from ..methods import Problem
 from ..models.offload import placed
-from ..runtime.distributed import reduced, share_of
+from ..runtime.distributed import reduce_statistics, share_of
 from ..runtime.resume import Work
 from ..types import Progress
 
@@ -64,7 +64,7 @@ def measure_job(
     more = views_of(job) if job.method.rehearses and INPUT in wanted else None
     if more is not None:
         statistics = statistics.extend(_measured(more, frozenset({INPUT})))
-    return reduced(statistics, job.plan)
+    return reduce_statistics(statistics, job.plan)
 
 
 def _measured(

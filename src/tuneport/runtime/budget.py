@@ -125,9 +125,9 @@ class _InPlace:
         assert self._budget is not None
         least = (fixed + largest + max(limit - spare, 0)) / self._limit * self._budget
         raise TuneportError(
-            f"memory_budget {format_bytes(self._budget)} is too small: {self.fixed} {format_bytes(fixed)}, and the "
-            f"largest layer {format_bytes(largest)}. Give at least {format_bytes(least)}, a smaller batch_size, or "
-            "fewer max_tokens."
+            f"a `memory_budget` of {format_bytes(self._budget)} is too small: {self.fixed} {format_bytes(fixed)}, and "
+            f"the largest layer {format_bytes(largest)}. Give at least {format_bytes(least)}, a smaller `batch_size`, "
+            "or fewer `max_tokens`."
         )
 
     def _group_bytes(self, groups: Sequence[Sequence[LayerPair]], placements: Placements | None) -> tuple[int, ...]:

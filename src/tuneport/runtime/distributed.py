@@ -1,8 +1,8 @@
-"""One transfer on several processes, as `torchrun` starts them: samples are split, sums reduced, maps shared out.
+"""One transfer on several processes that `torchrun` starts.
 
-Each process measures its part of the calibration batches; the sums of a block go to the process that owns it, which
-solves its maps and moves its layers; then every process has the whole result. The answer does not depend on the number
-of processes beyond rounding, and is the same to the bit for the same number. With one process nothing happens here.
+Each process measures its part of the calibration batches. The sums of a block are reduced to the process that owns it,
+which solves its maps and moves its layers; then every process receives the whole result. The number of processes
+changes the result by rounding only; the same number gives the same bits. With one process nothing happens here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,12 +24,14 @@ from ..maps.statistics import Statistics, WeightGradient
 from ..measure.batches import count_samples
 from ..methods import Problem, Transfer
 from ..pairing import Plan
-from ..task_vectors.vector import TaskVector
+from ..task_vectors.low_rank import LowRank
+from ..task_vectors.vector import Entry, TaskVector
+from .passes import blocks_of
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all."""
+    """The rank of this process and the number of processes."""
 
     rank: int = 0
     size: int = 1
@@ -42,7 +43,7 @@ class Ranks:
 
 @contextmanager
 def processes(device: str = "auto") -> Iterator[Ranks]:
-    """Join the processes that torchrun started (gloo on the CPU, nccl on GPUs), or be the only one."""
+    """Join the processes that torchrun started (gloo on the CPU, nccl on GPUs); without torchrun there is one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or dist.is_initialized():
         yield ranks()
@@ -58,14 +59,14 @@ def processes(device: str = "auto") -> Iterator[Ranks]:
 
 
 def ranks() -> Ranks:
-    """Where this process stands now."""
+    """The rank of this process now."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
 def share_of(job: Job) -> tuple[Job, int]:
-    """This process's part of a job's batches, and the samples before it; batches are not cut."""
+    """The part of a job's batches that this process measures, in whole batches, and the number of samples before it."""
     here = ranks()
     if here.size == 1:
         return job, 0
@@ -83,13 +84,13 @@ def share_of(job: Job) -> tuple[Job, int]:
 def _slice(count: int, here: Ranks) -> tuple[int, int]:
     if count < here.size:
         raise TuneportError(
-            f"{count} calibration batches cannot be split over {here.size} processes: start fewer of them, or lower "
-            "--batch-size."
+            f"{count} calibration batches cannot be split over {here.size} processes: start fewer processes, or lower "
+            "`batch_size`."
         )
     return count * here.rank // here.size, count * (here.rank + 1) // here.size
 
 
-def reduced(statistics: Statistics, plan: Plan) -> Statistics:
+def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
     """The statistics over the samples of all processes, of the layers that this process owns."""
     here = ranks()
     if here.size == 1:
@@ -103,7 +104,7 @@ def reduced(statistics: Statistics, plan: Plan) -> Statistics:
     everyone: list[Any] = [None] * here.size
     dist.all_gather_object(everyone, (keys, statistics.samples, facts))
     if any(other[0] != keys for other in everyone):
-        raise TuneportError("the processes have measured different layers; give every process batches of one kind.")
+        raise TuneportError("the processes measured different layers: give every process batches of one kind.")
     sums = {}
     for index, (layer, covariance) in enumerate(distinct.values()):
         total = _reduced(covariance, owners[layer], [other[2][index] for other in everyone])
@@ -118,8 +119,8 @@ def reduced(statistics: Statistics, plan: Plan) -> Statistics:
     return Statistics(covariances, gradients, sum(other[1] for other in everyone), dict(statistics.passes))
 
 
-def moved_by_all(problem: Problem, transfer: Callable[[Problem], Transfer]) -> Transfer:
-    """Move the layers that this process owns, and collect what the others have moved."""
+def gather_transfer(problem: Problem, transfer: Callable[[Problem], Transfer]) -> Transfer:
+    """Move the layers that this process owns, and receive those that the other processes moved."""
     here = ranks()
     if here.size == 1:
         return transfer(problem)
@@ -128,9 +129,9 @@ def moved_by_all(problem: Problem, transfer: Callable[[Problem], Transfer]) -> T
     plan = replace(problem.plan, pairs=mine, loose=problem.plan.loose if here.first else ())
     answer = transfer(replace(problem, plan=plan))
     everyone: list[Any] = [None] * here.size
-    dist.all_gather_object(everyone, (dict(answer.task_vector), answer.records, answer.kept))
-    entries = {name: entry for part in everyone for name, entry in part[0].items()}
-    records = {record.target: record for part in everyone for record in part[1]}
+    dist.all_gather_object(everyone, (answer.records, answer.kept))
+    entries = gather_entries(answer.task_vector)
+    records = {record.target: record for part in everyone for record in part[0]}
     order = [pair.target for pair in problem.plan.pairs]
     names = dict.fromkeys(
         [name for layer in order for name in (layer.weight, layer.bias) if name in entries] + list(entries)
@@ -138,16 +139,46 @@ def moved_by_all(problem: Problem, transfer: Callable[[Problem], Transfer]) -> T
     return Transfer(
         TaskVector({name: entries[name] for name in names}),
         tuple(records[layer.name] for layer in order if layer.name in records),
-        tuple(item for part in everyone for item in part[2]),
+        tuple(item for part in everyone for item in part[1]),
     )
 
 
+def gather_entries(own: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of all processes, by rank. Tensors are sent one by one as bytes: no pickle, no second copy."""
+    here = ranks()
+    specs = {name: [(t.shape, t.dtype, t.device.type) for t in _tensors(entry)] for name, entry in own.items()}
+    everyone: list[Any] = [None] * here.size
+    dist.all_gather_object(everyone, specs)
+    entries: dict[str, Entry] = {}
+    for owner, names in enumerate(everyone):
+        for name, parts in names.items():
+            sent = _tensors(own[name]) if owner == here.rank else [None] * len(parts)
+            found = [_broadcast(tensor, *spec, owner) for tensor, spec in zip(sent, parts, strict=True)]
+            entries[name] = found[0] if len(found) == 1 else LowRank(found[0], found[1])
+    return entries
+
+
+def _tensors(entry: Entry) -> list[Tensor]:
+    return [entry.out_factor, entry.in_factor] if isinstance(entry, LowRank) else [entry]
+
+
+def _broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, device_type: str, owner: int) -> Tensor:
+    """The owner's tensor, on a device of the same type; all other processes pass None."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    if tensor is None:
+        buffer = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    else:
+        buffer = tensor.detach().to(device).contiguous().flatten().view(torch.uint8)
+    if buffer.numel():
+        dist.broadcast(buffer, owner)
+    return buffer.view(dtype).view(shape).to(device_type) if tensor is None else tensor
+
+
 def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
-    """The process that solves each layer: whole blocks in turn, so that what is shared stays together."""
-    blocks = groupby(plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block))
+    """The process that solves each layer: whole blocks in turn, since layers of a block share statistics."""
     owners: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for index, (_, pairs) in enumerate(blocks):
+    for index, pairs in enumerate(blocks_of(plan.pairs)):
         for pair in pairs:
             owners[pair.target.name] = weights.setdefault(pair.target.weight, index % here.size)
     return owners

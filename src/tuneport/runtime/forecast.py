@@ -47,8 +47,8 @@ def meta_errors() -> Iterator[None]:
             raise
         raise NeedsValuesError(
             "these models cannot be planned on the meta device: they or their loss read values of tensors "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Leave out memory_budget, or give one that holds "
-            "both models."
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Leave out `memory_budget`, or give one that "
+            "holds both models."
         ) from error
 
 
@@ -133,7 +133,7 @@ class Forecast:
             return cls(job, None, 1, 1, 1)
         batch = typical_batch(job)
         if batch is None:
-            raise TuneportError("memory_budget needs batches that can be read more than once: pass a list.")
+            raise TuneportError("a `memory_budget` needs batches that can be read more than once: pass a list.")
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
         batch, at_once = next(parts_of(batch, None if at_home(job) else samples_at_once(job.target.device)))
         batch, size = (batch, at_once) if on_meta else next(parts_of(batch, 1))

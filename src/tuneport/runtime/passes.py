@@ -62,7 +62,7 @@ def check_by_layer(job: Job, needed: int) -> None:
     """Refuse to divide a method that moves all layers at once."""
     if not job.method.by_layer:
         raise TuneportError(
-            f"method {job.record.get('method')} moves all layers at once: give a memory_budget of "
+            f"method {job.record.get('method')} moves all layers at once: give a `memory_budget` of "
             f"{format_bytes(needed)}, or use a method that moves layers one by one, such as bico."
         )
 
