@@ -1,4 +1,4 @@
-"""What a plan says is what a transfer does."""
+"""A plan agrees with the transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tuneport.pipeline.prepare import prepare
 
 
 class TestPlan:
-    def test_the_plan_is_what_the_transfer_does(self, zoo: Zoo) -> None:
+    def test_the_plan_agrees_with_the_transfer(self, zoo: Zoo) -> None:
         for source, target in (("vit", "vit"), ("clip", "clip_vision"), ("siglip_vision", "siglip_vision")):
             job: Job = prepare(
                 zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-target"], zoo.data, samples=SAMPLES
@@ -23,7 +23,7 @@ class TestPlan:
             assert outlook["expected"]["flops"] > 0
             assert outlook["expected"]["statistics_bytes"] > 0
 
-    def test_the_cost_by_hand(self, zoo: Zoo) -> None:
+    def test_the_cost_equals_a_count_by_hand(self, zoo: Zoo) -> None:
         layers = expected(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES))
         paper = layers["expected"]["cost"]["paper"]
         weights = {part: sum(p.numel() for p in load(zoo[f"vit-{part}"]).parameters()) for part in ("base", "target")}

@@ -1,4 +1,4 @@
-"""Memory budgets: what they divide, that nothing else changes, and how they are refused."""
+"""Memory budgets divide the layers into groups, change no result, and are refused if too small."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_models_that_read_values_are_planned_by_one_sample(monkeypatch: pytest.M
     assert not ran, "a method without signals runs no model"
 
 
-def test_a_token_limit_lowers_what_is_expected() -> None:
+def test_a_token_limit_lowers_the_expected_peak() -> None:
     assert plan_passes(job(max_tokens=2), None).peak_bytes < plan_passes(job(), None).peak_bytes
 
 
-def test_a_budget_below_one_layer_is_refused_with_the_least_that_will_do() -> None:
+def test_a_budget_below_one_layer_is_refused_with_the_least_sufficient_one() -> None:
     with pytest.raises(
         TuneportError, match=r"a `memory_budget` of 9.77 KiB is too small: the models and the result take"
     ):

@@ -1,4 +1,4 @@
-"""The FLOP count of a plan against what torch counts while the plan is carried out."""
+"""The FLOP count of a plan against the count of torch while the plan runs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
 
 @pytest.mark.parametrize("family", ["vit", "clip_vision", "dinov2"])
 @pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
-def test_the_count_is_what_torch_counts(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens are summed here: those without a signal, which a count cannot foresee, would be left out."""
+def test_the_count_equals_that_of_torch(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens are summed here: a transfer leaves out tokens without a signal, which a count cannot know."""
     monkeypatch.setattr("tuneport.maps.covariance._with_signal", lambda source, target: (source, target))
     job = eager(zoo, family, method=method)
     cost = cost_of(job)
@@ -54,10 +54,10 @@ def test_the_count_is_what_torch_counts(zoo: Zoo, family: str, method: str, monk
     with FlopCounterMode(display=False) as counter:
         job.method.transfer(problem_of(job, statistics))
     assert found["total"] == sum(value for key, value in found.items() if key != "total")
-    assert 0 < found["transport"] <= counter.get_total_flops(), "the rest is what torch counts of the solves"
+    assert 0 < found["transport"] <= counter.get_total_flops(), "torch counts some of the solves too"
 
 
-def test_a_forward_method_runs_nothing_back(zoo: Zoo) -> None:
+def test_a_forward_method_has_no_backward_pass(zoo: Zoo) -> None:
     found = cost_of(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES, method="theseus"))
     assert found["counted"]["backward"] == 0
     assert found["paper"]["passes"] == 2 * sum(
@@ -122,7 +122,7 @@ def test_low_rank_updates_cost_their_rank(zoo: Zoo) -> None:
     assert cost_of(low)["counted"]["transport"] == expected
 
 
-def test_models_that_look_at_numbers_are_left_uncounted() -> None:
+def test_models_that_read_values_are_not_counted() -> None:
     source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
 
     def loss(module: Any, batch: Any) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_models_that_look_at_numbers_are_left_uncounted() -> None:
     plain = prepare(source, toy.finetuned(source), target, batches, **{**options, "loss": toy.loss})
     assert cost_of(plain, 64)["counted"]["forward"] > 0
     once = prepare(source, toy.finetuned(source), target, iter(batches), **{**options, "loss": toy.loss})
-    assert cost_of(once, 64)["counted"] is None, "batches that are read once are left alone"
+    assert cost_of(once, 64)["counted"] is None, "batches that can be read once are not used up"
     assert len(list(once.batches)) == len(batches)
 
 
@@ -205,14 +205,14 @@ def test_models_keep_their_weights(zoo: Zoo) -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_the_record_holds_it_beside_the_time(zoo: Zoo, tmp_path: Any) -> None:
+def test_the_record_holds_cost_and_time(zoo: Zoo, tmp_path: Any) -> None:
     job = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
     record = port(job, tmp_path / "out")
     assert record["cost"] == cost_of(job)
     assert set(record["seconds_by_stage"]) == {"measure", "transport"}
 
 
-def test_layers_that_read_other_tensors_do_not_share_a_sum(zoo: Zoo) -> None:
+def test_layers_that_read_different_tensors_do_not_share_a_sum(zoo: Zoo) -> None:
     job = prepare(*zoo.trio("siglip_vision"), zoo.data, samples=SAMPLES)
     sums = {id(found): found.matrix.shape for found in measure_job(job).covariances.values()}
     assert cost_of(job)["statistics_bytes"] == sum(8 * rows * columns for rows, columns in sums.values())
@@ -225,7 +225,7 @@ def test_a_transfer_from_python_records_its_cost(zoo: Zoo, tmp_path: Any) -> Non
     assert "counted for this plan" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_loss_of_the_callers_own_is_not_run_to_count() -> None:
+def test_a_given_loss_is_not_run_to_count() -> None:
     source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
     calls = []
 
@@ -238,5 +238,5 @@ def test_a_loss_of_the_callers_own_is_not_run_to_count() -> None:
         source, toy.finetuned(source), target, batches, loss=loss, pairs=toy.plan(source, target).pairs
     ).record
     assert "cost" not in found
-    parts = sum(-(-len(images) // 8) for images, _ in batches)  # a CPU takes eight samples at once
+    parts = sum(-(-len(images) // 8) for images, _ in batches)  # a CPU runs eight samples at once
     assert calls == ["cpu"] * (2 * parts), "one pass of each model"

@@ -1,4 +1,4 @@
-"""Resuming: statistics come back bit by bit, and a run that was cut anywhere ends in the same files."""
+"""Resuming: statistics are restored to the bit, and an interrupted run ends in the same files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOLATILE = ("seconds", "seconds_by_stage", "out")
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nobody catches it."""
+    """Stands for SIGKILL: no handler catches it."""
 
 
 def some_statistics() -> Statistics:
@@ -49,19 +49,19 @@ def some_statistics() -> Statistics:
 
 
 class TestStatisticsOnDisk:
-    def test_every_number_comes_back(self, tmp_path: Path) -> None:
+    def test_every_number_is_restored(self, tmp_path: Path) -> None:
         before = some_statistics()
         save_statistics(tmp_path / "all.safetensors", before, {"seed": 0})
         after = load_statistics(tmp_path / "all.safetensors")
         assert list(after.covariances) == list(before.covariances)
-        for key, theirs in before.covariances.items():
-            ours = after.covariances[key]
+        for key, saved in before.covariances.items():
+            loaded = after.covariances[key]
             for part in ("matrix", "source_energy", "target_energy"):
-                one, other = getattr(ours, part), getattr(theirs, part)
+                one, other = getattr(loaded, part), getattr(saved, part)
                 assert one.dtype == other.dtype
                 assert torch.equal(one, other)
-            assert (ours.tokens, ours.signal_dtype) == (theirs.tokens, theirs.signal_dtype)
-        assert after.covariances["q", "input"] is after.covariances["k", "input"], "what was shared is shared"
+            assert (loaded.tokens, loaded.signal_dtype) == (saved.tokens, saved.signal_dtype)
+        assert after.covariances["q", "input"] is after.covariances["k", "input"], "a shared sum is shared again"
         assert after.covariances["q", "input"] is not after.covariances["q", "output"]
         for part in ("total", "votes", "bias_total", "bias_votes", "samples"):
             one, other = (getattr(found.weight_gradients["q"], part) for found in (after, before))
@@ -69,7 +69,7 @@ class TestStatisticsOnDisk:
         assert (after.samples, after.passes) == (12, {"forward": 3, "backward": 0})
         assert [file.name for file in tmp_path.iterdir()] == ["all.safetensors"]
 
-    def test_kept_tokens_come_back_in_their_batches(self, tmp_path: Path) -> None:
+    def test_kept_tokens_are_restored_in_their_batches(self, tmp_path: Path) -> None:
         before = CrossCovariance(40, 50)
         for seed in range(2):
             generator = torch.Generator().manual_seed(seed)
@@ -79,16 +79,16 @@ class TestStatisticsOnDisk:
         assert before.rows is not None
         assert after.rows is not None
         assert [[part.dtype for part in pair] for pair in after.rows] == [[torch.float32] * 2] * 2
-        for ours, theirs in zip(after.rows, before.rows, strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        for loaded, saved in zip(after.rows, before.rows, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
 
-    def test_damage_is_one_clear_line(self, tmp_path: Path) -> None:
+    def test_a_damaged_file_gives_one_error(self, tmp_path: Path) -> None:
         file = tmp_path / "all.safetensors"
         stated = {"format": "tuneport-statistics", "version": "1"}
         content = {"conditions": {}, "covariances": [{"tokens": 1}], "keys": [], "gradients": {}, "samples": 1}
         for metadata in ({}, stated, {**stated, "content": "[" * 10**5}, {**stated, "content": json.dumps(content)}):
             save_file({"x": torch.ones(1)}, file, metadata)
-            with pytest.raises(CheckpointError, match="Start over without --resume"):
+            with pytest.raises(CheckpointError, match="Start over without `resume`"):
                 load_statistics(file)
 
 
@@ -107,24 +107,24 @@ class TestWork:
             other.check()
         assert str(caught.value) == (
             f"{tmp_path / 'out'} cannot be resumed: options.seed was 0 and is 1. "
-            "Give the same inputs and options again, or start over without --resume."
+            "Give the same inputs and options, or start over without `resume`."
         )
         assert fingerprint(work.conditions) != fingerprint(other.conditions)
         work.remove()
         assert names(tmp_path) == []
         other.check()
 
-    def test_a_save_that_was_cut_off_is_not_read(self, tmp_path: Path) -> None:
+    def test_an_incomplete_save_is_not_read(self, tmp_path: Path) -> None:
         work = Work(tmp_path / "out", {"seed": 0}, every=0)
         work.folder.mkdir()
         (work.folder / ".all.tmp-05f11ab9.safetensors").write_bytes(b"half a header")
         assert not work.exists()
         work.check()
         work.keeper("all")(some_statistics())
-        assert names(work.folder) == ["all.safetensors"], "and the next save clears it"
+        assert names(work.folder) == ["all.safetensors"], "the next save removes it"
         work.check()
 
-    def test_saves_from_time_to_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_saving_takes_a_tenth_of_the_time_at_most(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now, saved = [0.0], []
 
         def save(*_: Any) -> None:
@@ -138,12 +138,12 @@ class TestWork:
             now[0] += 1
             keep(Statistics())
         assert saved[0] == 60
-        assert saved[1] == 60 + 20 + 200, "saving takes a tenth of the time at most"
+        assert saved[1] == 60 + 20 + 200
 
-    def test_a_link_in_its_place_is_not_followed(self, tmp_path: Path) -> None:
+    def test_a_symbolic_link_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / ".out.tuneport-work").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(CheckpointError, match="is a link and is not written to"):
+        with pytest.raises(CheckpointError, match="is a symbolic link, and tuneport does not write to it"):
             Work(tmp_path / "out", {}, every=0).keeper("all")(some_statistics())
         assert names(tmp_path / "elsewhere") == []
 
@@ -167,7 +167,7 @@ def assert_same_output(one: Path, other: Path) -> None:
 class TestPort:
     @pytest.mark.parametrize("after", [1, 3, 5, 6])
     @pytest.mark.parametrize("scale", [1.0, "auto"])
-    def test_a_cut_run_goes_on(self, zoo: Zoo, tmp_path: Path, after: int, scale: Any) -> None:
+    def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, after: int, scale: Any) -> None:
         options = {"scored": scale == "auto"}
         port(job_of(zoo, **options), tmp_path / "whole", scale=scale)
         seen = 0
@@ -190,7 +190,7 @@ class TestPort:
         assert names(tmp_path) == ["out", "whole"]
         assert_same_output(out, tmp_path / "whole")
 
-    def test_layers_that_were_divided_otherwise_are_measured_anew(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_other_groups_of_layers_are_measured_again(self, zoo: Zoo, tmp_path: Path) -> None:
         pairs = job_of(zoo).plan.pairs
         port(job_of(zoo), tmp_path / "whole")
 
@@ -228,7 +228,7 @@ class TestPort:
         port(job(), tmp_path / "out", resume=True)
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
-    def test_other_options_are_refused_and_starting_over_says_so(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_other_options_are_refused_and_a_new_start_gives_a_note(self, zoo: Zoo, tmp_path: Path) -> None:
         def cut(_: int, left: list[int] = [3]) -> None:  # noqa: B006
             left[0] -= 1
             if left[0] == 0:
@@ -251,7 +251,7 @@ class TestPort:
         assert names(tmp_path) == ["out"]
 
     @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])
-    def test_what_is_complete_is_not_done_again(
+    def test_a_complete_output_is_not_computed_again(
         self, zoo: Zoo, tmp_path: Path, kind: str, given: dict[str, Any]
     ) -> None:
         out = tmp_path / ("tau.safetensors" if kind == "task-vector" else "out")

@@ -1,8 +1,8 @@
-"""What an unfinished run has measured, kept beside its output so that the run can go on after it was killed.
+"""The statistics of an unfinished run, saved so that the run can continue after it was killed.
 
-The hidden folder `.OUT.tuneport-work` holds one safetensors file per stage of measuring, with the conditions of
-the run in its metadata. Rules kept here: a file is replaced whole; sums come back bit by bit, and what was
-shared is shared again; nothing is used that was measured under other conditions; a finished run leaves nothing.
+The hidden folder `.OUT.tuneport-work`, next to the output, holds one safetensors file per stage of measuring, with the
+conditions of the run in its metadata. A file is replaced whole. Sums are restored to the bit, and shared sums are
+shared again. Statistics measured under other conditions are refused. A finished run removes the folder.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..maps.statistics import Statistics, WeightGradient
 FORMAT = "tuneport-statistics"
 VERSION = "2"
 SAVE_EVERY = 60.0  # seconds
-_SHARE = 10  # saving takes at most one part in so many of the time
+_SHARE = 10  # saving takes at most one tenth of the time
 
 Conditions = Mapping[str, Any]
 
 
 def fingerprint(conditions: Conditions) -> str:
-    """SHA-256 of plain values, whatever the order of their keys.
+    """SHA-256 of plain values, independent of the order of keys.
 
     >>> fingerprint({"seed": 0, "samples": 8}) == fingerprint({"samples": 8, "seed": 0})
     True
@@ -46,10 +46,10 @@ def fingerprint(conditions: Conditions) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """The work folder of one output. `conditions` are all that shapes what is measured, as JSON values.
+    """The work folder of one output. `conditions` are the JSON values that determine the statistics.
 
     `every` is the least number of seconds between two saves; 0 saves after each batch. Use it only while the
-    output is claimed.
+    output is locked.
     """
 
     out: Path
@@ -61,30 +61,30 @@ class Work:
         return self.out.parent / f".{self.out.name}.tuneport-work"
 
     def exists(self) -> bool:
-        """Whether an earlier run has left something here."""
+        """Whether an earlier run saved statistics here."""
         return bool(self._saved())
 
     def check(self) -> None:
-        """Raise a CheckpointError unless what an earlier run has left was measured under these conditions."""
+        """Raise a CheckpointError if an earlier run measured under other conditions."""
         for file in self._saved():
-            theirs = _content(file)["conditions"]
-            if fingerprint(theirs) == fingerprint(self.conditions):
+            earlier = _content(file)["conditions"]
+            if fingerprint(earlier) == fingerprint(self.conditions):
                 continue
             changes = [
-                f"{key} was {_brief(old)} and is {_brief(new)}" for key, old, new in _changes(theirs, self.conditions)
+                f"{key} was {_brief(old)} and is {_brief(new)}" for key, old, new in _changes(earlier, self.conditions)
             ]
             raise CheckpointError(
-                f"{self.out} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options again, or "
-                "start over without --resume."
+                f"{self.out} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options, or start "
+                "over without `resume`."
             )
 
     def load(self, stage: str, device: torch.device) -> Statistics | None:
-        """What was measured of a stage, as exactly the numbers that were saved; None where nothing was."""
+        """The saved statistics of a stage; None if there are none."""
         file = self._file(stage)
         return load_statistics(file, device) if file.is_file() else None
 
     def keeper(self, stage: str) -> Callable[[Statistics], None]:
-        """A callback that takes the statistics after each batch and saves them from time to time."""
+        """A callback for the statistics after each batch, which saves them at most every `every` seconds."""
         saved = time.monotonic()
         pause = self.every
 
@@ -94,7 +94,9 @@ class Work:
             if started - saved < pause:
                 return
             if self.folder.is_symlink():
-                raise CheckpointError(f"{self.folder} is a link and is not written to. Remove it.")
+                raise CheckpointError(
+                    f"{self.folder} is a symbolic link, and tuneport does not write to it. Remove it."
+                )
             self.folder.mkdir(exist_ok=True)
             save_statistics(self._file(stage), statistics, self.conditions)
             saved = time.monotonic()
@@ -103,11 +105,11 @@ class Work:
         return keep
 
     def remove(self) -> None:
-        """Forget everything, as when the output is complete or a run starts over."""
+        """Remove the folder: the output is complete, or a run starts over."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _saved(self) -> list[Path]:
-        """The complete files; a hidden one is what a run that was killed while saving has left."""
+        """The complete files; a hidden file was left by a run that was killed while saving."""
         return sorted(self.folder.glob("[!.]*.safetensors"))
 
     def _file(self, stage: str) -> Path:
@@ -166,7 +168,7 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
         keyed = {(layer, signal): covariances[number] for layer, signal, number in content["keys"]}
         return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged. Start over without --resume.") from error
+        raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
 
 
 def _store(covariance: CrossCovariance, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -209,19 +211,21 @@ def _restored(
 def _content(path: Path) -> dict[str, Any]:
     metadata = open_checkpoint(path).metadata
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} does not hold statistics of this tuneport. Start over without --resume.")
+        raise CheckpointError(
+            f"{path} does not hold statistics of this version of tuneport. Start over without `resume`."
+        )
     try:
         content = json.loads(metadata["content"])
         if not isinstance(content["conditions"], dict):
             raise TypeError
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged. Start over without --resume.") from error
+        raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
     found: dict[str, Any] = content
     return found
 
 
 def _changes(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The places at which two nests of plain values differ."""
+    """The paths at which two nests of plain values differ, with both values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys((*old, *new)):
             yield from _changes(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
