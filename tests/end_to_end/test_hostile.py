@@ -135,7 +135,7 @@ class TestHeadsAndTaskVectors:
     def test_task_vectors_hold_differences_of_weights(self, tmp_path: Path, dtype: torch.dtype) -> None:
         path = tmp_path / "tau.safetensors"
         save_file({"w": torch.ones(2).to(dtype)}, path, {"format": "tuneport-task-vector", "version": "1"})
-        with pytest.raises(CheckpointError, match=r"are no differences of weights"):
+        with pytest.raises(CheckpointError, match=r"are not differences of weights"):
             load_task_vector(path)
 
     def test_nan_is_not_written(self, zoo: Zoo, tmp_path: Path) -> None:

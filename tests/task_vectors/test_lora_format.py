@@ -68,13 +68,13 @@ def test_pickled_and_live_adapters_read_the_same(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, r"is an adapter of type IA3; tuneport reads LORA"),
         ({"peft_type": "ADALORA"}, r"is an adapter of type ADALORA"),
         ({"peft_type": "LOHA"}, r"is an adapter of type LOHA"),
-        ({"alora_invocation_tokens": [1]}, r"uses aLoRA, which is active for some tokens only"),
+        ({"alora_invocation_tokens": [1]}, r"uses aLoRA, which applies only to some tokens"),
         (
             {"target_parameters": ["w"], "use_qalora": True},
             r"uses LoRA on bare parameters \(target_parameters\), QALoRA",
         ),
         ({"init_lora_weights": "pissa_niter_4"}, r"initialised by pissa_niter_4, which changes the base weights"),
-        ({"r": 4}, r"6 parts of the adapter .* \(factors \(3, 16\) and \(32, 3\), but its configuration says rank 4\)"),
+        ({"r": 4}, r"6 parts of the adapter .* \(factors \(3, 16\) and \(32, 3\), but its configuration has rank 4\)"),
     ],
 )
 def test_unsupported_adapters_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_errors_come_before_any_work(zoo: Zoo, lora: Path, tmp_path: Path, capsy
     out = ["--out", tmp_path / "out"]
     for words, message in (
         (["--rank", "3"], "--rank and --energy shape an adapter; they go with --as adapter"),
-        (["--as", "adapter", "--rank", "3", "--energy", "0.9"], "either a rank or an energy"),
+        (["--as", "adapter", "--rank", "3", "--energy", "0.9"], "either --rank or --energy"),
         (["--as", "adapter", "--energy", "1.5"], "above 0 and at most 1, got 1.5"),
     ):
         assert run("transfer", *inputs(zoo, lora), *out, *words) == 1

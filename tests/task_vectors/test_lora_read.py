@@ -198,7 +198,7 @@ def test_transposed_weights_are_recognised_by_shape(tmp_path: Path) -> None:
     assert adapter.config["fan_in_fan_out"] is True
     assert_same(task_vector_of(adapter, dict(base.named_parameters())), merged_change(model, base), 2e-6)
     misled = replace(adapter, config={**adapter.config, "fan_in_fan_out": False})
-    with pytest.raises(CheckpointError, match=r"^2 parts .*attn.c_proj \(a square weight: its files do not tell"):
+    with pytest.raises(CheckpointError, match=r"^2 parts .*attn.c_proj \(a square weight: the files do not say"):
         task_vector_of(misled, dict(base.named_parameters()))
     assert_same(read(tmp_path / "lora", base), merged_change(model, base), 2e-6)
 

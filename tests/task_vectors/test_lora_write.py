@@ -86,12 +86,12 @@ def test_tensors_that_an_adapter_cannot_hold_are_listed(tmp_path: Path) -> None:
     reasons = {
         item["tensor"]: item["reason"] for item in json.loads((out / "tuneport.json").read_text())["not_transported"]
     }
-    assert reasons["vision_model.embeddings.class_embedding"].startswith("a LoRA has no place for a parameter of ")
-    assert reasons["vision_model.post_layernorm.weight"] == "a LoRA has no place for a parameter of LayerNorm"
+    assert reasons["vision_model.embeddings.class_embedding"].startswith("a LoRA cannot hold a parameter of ")
+    assert reasons["vision_model.post_layernorm.weight"] == "a LoRA cannot hold a parameter of LayerNorm"
     assert "vision_model.encoder.layers.0.mlp.fc1.weight" not in reasons
     tied = gpt2()
     assert no_place(tied, ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"]) == {
-        "transformer.wte.weight": "its numbers are shared with lm_head.weight; an adapter would change only one of them"
+        "transformer.wte.weight": "it is tied to lm_head.weight; an adapter would change only one of them"
     }
     with pytest.raises(TuneportError, match="no update can be written as a LoRA"):
         pack(TaskVector({"transformer.ln_f.weight": torch.ones(16)}), tied, dict(tied.named_parameters()))

@@ -339,7 +339,7 @@ def test_loading_other_files_is_refused(tmp_path: Path) -> None:
     )
     save_file({"w": torch.zeros(2)}, path, metadata={"format": "pt"})
     assert error_of(CheckpointError, lambda: load_task_vector(path)) == (
-        f"{path} is not a task vector: its metadata say format 'pt', expected 'tuneport-task-vector'. "
+        f"{path} is not a task vector: its metadata have format 'pt', expected 'tuneport-task-vector'. "
         "Make one with tuneport extract."
     )
     save_file({"w": torch.zeros(2)}, path, metadata={"format": "tuneport-task-vector", "version": "2"})
@@ -355,7 +355,7 @@ def test_loading_other_files_is_refused(tmp_path: Path) -> None:
     ):
         save_file(tensors, path, metadata=right)
         assert error_of(CheckpointError, lambda: load_task_vector(path)) == (
-            f"{path} is damaged: w lack one of two matching factors."
+            f"{path} is damaged: w lack one of two factors of matching shapes."
         )
 
 

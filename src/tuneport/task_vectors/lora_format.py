@@ -1,7 +1,7 @@
-"""PEFT LoRA adapters as they are stored: a folder or a live model in, its configuration and tensors out, and back.
+"""PEFT LoRA adapters as they are stored: read the configuration and tensors of a folder or a live model, write a folder.
 
-The folder format is read and written directly (`adapter_config.json` and `adapter_model.safetensors`), so peft
-itself is not needed. What cannot be read exactly is refused with the reason.
+The folder format (`adapter_config.json` and `adapter_model.safetensors`) is read and written directly, so peft is not
+needed. An adapter that cannot be read exactly is refused with the reason.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 
-# Settings of peft's LoraConfig whose adapters are more, or other, than base + scaling * B A.
+# Settings of peft's LoraConfig whose adapters are not base + scaling * B A.
 UNREAD = {
     "target_parameters": "LoRA on bare parameters (target_parameters)",
     "trainable_token_indices": "trainable tokens",
     "layer_replication": "replicated layers",
-    "alora_invocation_tokens": "aLoRA, which is active for some tokens only",
+    "alora_invocation_tokens": "aLoRA, which applies only to some tokens",
     "arrow_config": "Arrow routing between adapters",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -36,10 +36,10 @@ UNREAD = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron's parallel layers",
 }
-# Initialisations that take something out of the base weights: B A is then not the whole change.
+# Initialisations that change the base weights: B A is then not the whole change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-# Seen in peft 0.21, see its pull request 3774: such a LoRA counts double. Zeros mean the same either way.
+# Seen in peft 0.21, see its pull request 3774. A LoRA of zeros is not affected.
 TWICE = "peft applies a LoRA on the output projection of torch's attention twice"
 
 
@@ -54,35 +54,35 @@ class Adapter:
 
 
 def is_adapter(thing: object) -> bool:
-    """Whether this is the path of an adapter folder, or a live model that carries adapters."""
+    """True for the path of an adapter folder and for a live model with adapters."""
     if isinstance(thing, (str, Path)):
         return (Path(thing) / CONFIG).is_file()
     return bool(getattr(thing, "peft_config", None)) and isinstance(thing, nn.Module)
 
 
 def open_adapter(thing: str | Path | nn.Module) -> Adapter:
-    """Open an adapter folder, or the active adapter of a live model; refuse what cannot be read exactly."""
+    """Open an adapter folder, or the active adapter of a live model; refuse one that cannot be read exactly."""
     adapter = _live_adapter(thing) if isinstance(thing, nn.Module) else _stored_adapter(Path(thing))
     kind = getattr(adapter.config.get("peft_type"), "value", adapter.config.get("peft_type"))
     if kind != "LORA":
         raise CheckpointError(
             f"{adapter.name} is an adapter of type {kind}; tuneport reads LORA. Merge it into its base."
         )
-    odd = [words for key, words in UNREAD.items() if adapter.config.get(key)]
-    if odd:
+    unread = [words for key, words in UNREAD.items() if adapter.config.get(key)]
+    if unread:
         raise CheckpointError(
-            f"{adapter.name} uses {first_of(odd)}, which tuneport does not read. Merge it into its base."
+            f"{adapter.name} uses {first_of(unread)}, which tuneport does not read. Merge it into its base."
         )
-    started = adapter.config.get("init_lora_weights")
-    if isinstance(started, str) and started.lower().startswith(CHANGES_BASE):
+    start = adapter.config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise CheckpointError(
-            f"{adapter.name} was initialised by {started}, which changes the base weights. Save it again with "
+            f"{adapter.name} was initialised by {start}, which changes the base weights. Save it again with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         )
-    coarse = [name for name in adapter.tensors if describe(adapter.tensors, name).dtype.itemsize < 2]
-    if coarse:
+    quantised = [name for name in adapter.tensors if describe(adapter.tensors, name).dtype.itemsize < 2]
+    if quantised:
         raise CheckpointError(
-            f"{len(coarse)} tensors of {adapter.name} are quantised: {first_of(coarse)}. Save it in float32."
+            f"{len(quantised)} tensors of {adapter.name} are quantised: {first_of(quantised)}. Save it in float32."
         )
     check_finite(adapter.tensors)
     return adapter
@@ -99,7 +99,7 @@ def _stored_adapter(folder: Path) -> Adapter:
 
 
 def _live_adapter(module: nn.Module) -> Adapter:
-    """The active adapter of a PeftModel, as peft would save it."""
+    """The active adapter of a PeftModel, as peft saves it."""
     from peft import get_peft_model_state_dict
 
     configs: Any = module.peft_config
@@ -109,13 +109,13 @@ def _live_adapter(module: nn.Module) -> Adapter:
         names = list(names[0])
     if len(names) != 1:
         raise TuneportError(f"{type(module).__name__} has {len(names)} active adapters; set one with set_adapter.")
-    tensors = get_peft_model_state_dict(module, adapter_name=names[0], save_embedding_layers=False)
-    stated = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    return Adapter(type(module).__name__, configs[names[0]].to_dict(), stated)
+    state = get_peft_model_state_dict(module, adapter_name=names[0], save_embedding_layers=False)
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    return Adapter(type(module).__name__, configs[names[0]].to_dict(), tensors)
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write the two files of an adapter; use it inside `new_folder`."""
+    """Write the two files of an adapter; it is not atomic: use it inside `new_folder`."""
     text = json.dumps(dict(adapter.config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     write_checkpoint(folder, adapter.tensors, stem="adapter_model", max_shard_size="1000TB")

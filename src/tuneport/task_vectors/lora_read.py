@@ -1,8 +1,8 @@
-"""What a LoRA changes in its base: an adapter in, a task vector out.
+"""Convert a LoRA adapter to a task vector.
 
-A LoRA changes a weight by `scaling * B A`, which is a LowRank entry as it stands; whatever else an adapter can hold
-(whole modules, biases, DoRA's magnitudes) becomes a dense entry. Adapters call modules by their live names. What does
-not fit the base is collected and said in one CheckpointError.
+A LoRA changes a weight by `scaling * B A`, which becomes a LowRank entry; the other contents of an adapter (whole
+modules, biases, DoRA's magnitudes) become dense entries. Adapters name modules as in the live model. Everything that
+does not fit the base is collected into one CheckpointError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|embedding_A|embedding_B
 
 
 def transposed_weights(module: nn.Module) -> frozenset[str]:
-    """Names of weights stored (in, out): those of GPT-2's Conv1D."""
+    """Names of weights stored as (in, out): those of GPT-2's Conv1D."""
     return frozenset(f"{path}.weight" for path, part in module.named_modules() if type(part).__name__ == "Conv1D")
 
 
@@ -39,10 +39,10 @@ def task_vector_of(
     other_names: Mapping[str, str] | None = None,
     transposed: Collection[str] | None = None,
 ) -> TaskVector:
-    """What an adapter changes in its base, under the names of `base`: low-rank where it is a plain LoRA.
+    """The task vector of an adapter, under the names of `base`: low-rank where the adapter is a plain LoRA.
 
-    `other_names` leads from further names that modules go by (such as those in the files) to names of `base`;
-    `transposed` says which weights are stored (in, out), and is told from shapes and `fan_in_fan_out` if not given.
+    `other_names` maps further names of tensors (such as those in the files) to names of `base`; `transposed` holds
+    the weights that are stored as (in, out), by default inferred from shapes and `fan_in_fan_out`.
     Raises one CheckpointError with everything that does not fit.
     """
     parts = _checked(adapter, base, _Names(base, other_names or {}), transposed)
@@ -77,19 +77,19 @@ def task_vector_of(
 
 
 def _lone_biases(vector: TaskVector, base: Mapping[str, Tensor]) -> TaskVector:
-    """Where a bias changed and its weight did not: a change of rank 0, so that the layer takes part."""
-    still: dict[str, Entry] = {}
+    """Rank-0 changes of the weights whose bias alone changed, so that their layers are transferred."""
+    unchanged: dict[str, Entry] = {}
     for name in vector:
         weight = f"{name.removesuffix('.bias')}.weight"
         if name.endswith(".bias") and weight in base and weight not in vector:
             shape = describe(base, weight).shape
             if len(shape) >= 2 and vector.changes(name):
-                still[weight] = LowRank(torch.zeros(shape[0], 0), torch.zeros(0, *shape[1:]))
-    return TaskVector(still)
+                unchanged[weight] = LowRank(torch.zeros(shape[0], 0), torch.zeros(0, *shape[1:]))
+    return TaskVector(unchanged)
 
 
 class _Factors(NamedTuple):
-    """How to make the change of one weight: the keys of its factors, in which order, and how strong."""
+    """How to compute the change of one weight: keys of its factors, scaling, rank, and whether it is (in, out)."""
 
     keys: Mapping[str, str]
     scaling: float
@@ -99,7 +99,7 @@ class _Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class _Parts:
-    """What an adapter holds, by names of the base: factors, added biases (key, scaling) and whole tensors (key)."""
+    """Contents of an adapter, by names of the base: factors, added biases (key, scaling) and whole tensors (key)."""
 
     factors: dict[str, _Factors]
     biases: dict[str, tuple[str, float]]
@@ -107,16 +107,16 @@ class _Parts:
 
 
 def _checked(adapter: Adapter, base: Mapping[str, Tensor], names: _Names, transposed: Collection[str] | None) -> _Parts:
-    """The parts of an adapter, all of which fit the base."""
+    """The parts of an adapter, checked against the base."""
     loras, whole, wrong = _sorted_keys(adapter, names)
-    turned = _how_stored(adapter, loras, base, transposed)
+    is_transposed = _transposition(adapter, loras, base, transposed)
     parts = _Parts({}, {}, whole)
     for weight, lora in loras.items():
         if _INNER in lora.keys.get("A", "") and "B" in lora.keys:
             if all(bool(adapter.tensors[lora.keys[side]].any()) for side in "AB"):
                 wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
             continue
-        found = _factors(adapter, lora, describe(base, weight).shape, turned(weight))
+        found = _factors(adapter, lora, describe(base, weight).shape, is_transposed(weight))
         if isinstance(found, str):
             wrong.append(f"{lora.path} ({found})")
             continue
@@ -131,26 +131,26 @@ def _checked(adapter: Adapter, base: Mapping[str, Tensor], names: _Names, transp
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
-            f"It was made for {adapter.config.get('base_model_name_or_path') or 'a base that it does not name'}."
+            f"Its base is {adapter.config.get('base_model_name_or_path') or 'not named in its configuration'}."
         )
     return parts
 
 
 def _whole_misfits(adapter: Adapter, base: Mapping[str, Tensor], parts: _Parts) -> list[str]:
-    """Whole tensors of another shape, and those beside factors that are not what the factors were trained on."""
+    """Whole tensors of another shape, and stored base weights of factors that differ from the base."""
     wrong = []
     for name, key in parts.whole.items():
-        here, there = describe(adapter.tensors, key).shape, describe(base, name).shape
-        if here != there:
-            wrong.append(f"{key} {here} vs {there}")
+        given, expected = describe(adapter.tensors, key).shape, describe(base, name).shape
+        if given != expected:
+            wrong.append(f"{key} {given} vs {expected}")
         elif name in parts.factors and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
-            wrong.append(f"{key} (not the base's own weight: the adapter was trained on another base)")
+            wrong.append(f"{key} (differs from the base's weight: the adapter was trained on another base)")
     return wrong
 
 
 @dataclass
 class _Lora:
-    """The tensors of one LoRA, by the name of the tensor that it changes."""
+    """One LoRA: the path of its module, and the keys of its tensors by side (A, B, magnitude, B.bias)."""
 
     path: str
     keys: dict[str, str] = field(default_factory=dict)
@@ -158,13 +158,13 @@ class _Lora:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of a base's tensors, and further ones that lead to them."""
+    """The names of a base's tensors, and further names that map to them."""
 
     base: Mapping[str, Tensor]
     other: Mapping[str, str]
 
     def find(self, *candidates: str) -> str | None:
-        """The name in the base of the first candidate that it has, under this or its other name."""
+        """The base's name of the first candidate that it has; None if it has none of them."""
         for name in candidates:
             known = name if name in self.base else self.other.get(name)
             if known is not None and known in self.base:
@@ -173,13 +173,13 @@ class _Names:
 
 
 def _sorted_keys(adapter: Adapter, names: _Names) -> tuple[dict[str, _Lora], dict[str, str], list[str]]:
-    """The adapter's tensors as LoRAs by weight, as whole tensors by name, and those that have no place."""
+    """The adapter's keys: LoRAs by weight, whole tensors by name, and keys that the base has no tensor for."""
     loras: dict[str, _Lora] = {}
     whole: dict[str, str] = {}
     wrong: list[str] = []
     for key in adapter.tensors:
         plain = key.removeprefix(PREFIX)
-        if ".original_module." in plain:  # the base's own copy beside a module that was saved whole
+        if ".original_module." in plain:  # the base's copy of a module that was saved whole
             continue
         found = _FACTOR.fullmatch(plain)
         path = re.sub(r"\.(base_layer|modules_to_save)(?=\.|$)", "", found["module"] if found else plain)
@@ -196,13 +196,13 @@ def _sorted_keys(adapter: Adapter, names: _Names) -> tuple[dict[str, _Lora], dic
     return loras, whole, list(dict.fromkeys(wrong))
 
 
-def _how_stored(
+def _transposition(
     adapter: Adapter, loras: Mapping[str, _Lora], base: Mapping[str, Tensor], transposed: Collection[str] | None
 ) -> Callable[[str], bool | None]:
-    """Whether a weight is stored (in, out): as given, else by its shape, else as `fan_in_fan_out` says.
+    """A function that says whether a weight is stored as (in, out): as given, else by shape, else by `fan_in_fan_out`.
 
-    None where that cannot be told: peft leaves in `fan_in_fan_out` what was right for the last module, so a square
-    weight is unclear as soon as another weight contradicts it.
+    It returns None where this is unknown: peft sets `fan_in_fan_out` for the last module only, so a square weight is
+    ambiguous if the shape of another weight contradicts the setting.
     """
     if transposed is not None:
         return lambda weight: weight in transposed
@@ -218,7 +218,7 @@ def _how_stored(
 
 
 def _factors(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: bool | None) -> _Factors | str:
-    """How to read one LoRA, or what is wrong with it."""
+    """How to read one LoRA, or an error text."""
     embedded = "embedding_A" in lora.keys or "embedding_B" in lora.keys
     kind = "embedding_" if embedded else ""
     if f"{kind}A" not in lora.keys or f"{kind}B" not in lora.keys:
@@ -234,21 +234,21 @@ def _factors(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
     if not math.isfinite(alpha):
         return f"its alpha in {CONFIG} is {alpha}"
     if len(A) < 2 or len(B) < 2 or A[0] != rank or B[1] != rank or rank < 1:
-        return f"factors {A} and {B}, but its configuration says rank {rank}"
+        return f"factors {A} and {B}, but its configuration has rank {rank}"
     if transposed is None and not embedded:
-        return "a square weight: its files do not tell whether it is stored transposed; use a live model"
+        return "a square weight: the files do not say whether it is stored transposed; use a live model"
     scaling = alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
     flipped = embedded or bool(transposed)
     product = (B[0], *A[1:])
     if (product[::-1] if flipped else product) != shape or set(B[2:]) - {1}:
-        return f"factors {A} and {B} do not make {shape}"
+        return f"the product of factors {A} and {B} is not {shape}"
     if "magnitude" in lora.keys and math.prod(describe(adapter.tensors, lora.keys["magnitude"]).shape) != B[0]:
         return f"its magnitudes do not fit factors {A} and {B}"
     return _Factors({side.removeprefix(kind): key for side, key in lora.keys.items()}, scaling, rank, flipped)
 
 
 def _patterned(config: Mapping[str, Any], patterns: str, default: str, path: str, otherwise: int) -> Any:
-    """A setting of one module: the first pattern that matches the end of its path, as peft matches them."""
+    """A setting of one module: the first pattern that matches the end of its path, as in peft."""
     table = config.get(patterns) or {}
     key = next((key for key in table if re.match(rf"(.*\.)?({key})$", path)), None)
     return config.get(default, otherwise) if key is None else table[key]

@@ -1,7 +1,7 @@
-"""A task vector as a LoRA that plain peft loads: where each change goes, at which rank, and what has no place.
+"""Convert a task vector to a LoRA adapter that peft loads.
 
-Low-rank entries go in exactly; dense ones are cut to a rank. What an adapter cannot hold is named with the reason, as
-is every share of the update that a smaller rank loses.
+Low-rank entries are stored exactly; dense entries are truncated to a rank, and the lost share of the update is
+reported. Tensors that an adapter cannot hold are reported with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .vector import TaskVector
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """One module of a written adapter: the rank that it got, and the share of the update's energy lost by it."""
+    """One module of a written adapter: its rank, and the share of the update's energy that truncation lost."""
 
     module: str
     rank: int
@@ -31,7 +31,7 @@ class AdaptedModule:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A task vector as an adapter: the adapter, a record per module, and tensors it has no place for."""
+    """A task vector as an adapter: the adapter, a record per module, and reasons for the tensors that it cannot hold."""
 
     adapter: Adapter
     modules: tuple[AdaptedModule, ...]
@@ -48,11 +48,19 @@ def pack(
     energy: float | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Packed:
-    """A task vector of a live module, by its parameter names, as a LoRA that plain peft loads.
+    """Convert a task vector of a live module to a LoRA that peft loads.
 
-    Low-rank entries go in as they are; dense ones, and all where `rank` or `energy` is given, by truncated SVD.
-    The scale is folded into B, with lora_alpha = r. Biases are stored as peft stores trained biases, as the new
-    values. `base` holds the module's weights; `about` adds to the configuration.
+    Low-rank entries are stored as they are; dense entries, and all entries if `rank` or `energy` is given, are
+    truncated by SVD. Biases are stored as their new values, as peft stores trained biases.
+
+    Args:
+        vector: the task vector, by parameter names of `module`.
+        module: the live module that the adapter is for.
+        base: the weights of `module`.
+        scale: factor of the task vector, folded into B, with lora_alpha = r.
+        rank: the largest rank of an entry.
+        energy: the share of each entry's squared norm to keep, in place of `rank`.
+        about: additional settings of the adapter's configuration.
     """
     check_truncation(rank, energy)
     places = _places(module, vector)
@@ -69,15 +77,15 @@ def pack(
     for place, factors, _ in low:
         tensors |= _factor_tensors(place, factors * scale)
         owner: Any = module.get_submodule(place.target)
-        if isinstance(owner, nn.MultiheadAttention):  # adapting it adapts its output projection too: by nothing
-            tensors |= _nothing(f"{place.path}.base_layer.out_proj", owner.out_proj.weight, factors.rank)
+        if isinstance(owner, nn.MultiheadAttention):  # peft also adapts its output projection: by zeros
+            tensors |= _zero_factors(f"{place.path}.base_layer.out_proj", owner.out_proj.weight, factors.rank)
     ranks = {place.target: factors.rank for place, factors, _ in low}
     for name, place in biases.items():
         key = _bias_key(name, place, place.target in ranks)
         tensors[key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
-    turned = any(place.kind == "transposed" for place, _, _ in low)
+    transposed = any(place.kind == "transposed" for place, _, _ in low)
     trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
-    config = _config(module, ranks, about or {}, fan_in_fan_out=turned, bias=trained)
+    config = _config(module, ranks, about or {}, fan_in_fan_out=transposed, bias=trained)
     records = tuple(AdaptedModule(place.path, factors.rank, lost) for place, factors, lost in low)
     return Packed(Adapter("adapter", config, tensors), records, kept)
 
@@ -85,7 +93,7 @@ def pack(
 def _low_rank(
     vector: TaskVector, places: Mapping[str, _Place], rank: int | None, energy: float | None
 ) -> list[tuple[_Place, LowRank, float]]:
-    """The factors of every weight that changed, and the share of its energy that they lose."""
+    """The factors of every changed weight, and the share of its energy that truncation lost."""
     found = []
     for name, place in places.items():
         entry = vector[name]
@@ -97,7 +105,7 @@ def _low_rank(
 def _config(
     module: nn.Module, ranks: Mapping[str, int], about: Mapping[str, Any], *, fan_in_fan_out: bool, bias: str
 ) -> dict[str, Any]:
-    """The configuration of a LoRA with a rank for each module that it adapts, its scale folded into the factors."""
+    """The configuration of a LoRA with a rank for each adapted module and a scaling of 1."""
     most = max(ranks.values())
     others = {f"^{re.escape(target)}": number for target, number in ranks.items() if number != most}
     return {
@@ -122,7 +130,7 @@ def _config(
 
 
 class _Place(NamedTuple):
-    """Where an adapter keeps the change of a tensor: the module that peft is told to adapt, the path, the layout."""
+    """Where an adapter stores the change of a tensor: the module in target_modules, the path, the layout."""
 
     target: str
     path: str
@@ -130,12 +138,12 @@ class _Place(NamedTuple):
 
 
 def no_place(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The parameters whose change an adapter has no place for, with the reasons."""
+    """The parameters whose change an adapter cannot hold, with the reasons."""
     return {name: place for name, place in _places(module, names).items() if isinstance(place, str)}
 
 
 def _places(module: nn.Module, names: Iterable[str]) -> dict[str, _Place | str]:
-    """Where a LoRA can hold the change of each parameter, or why nowhere."""
+    """Where a LoRA stores the change of each parameter, or the reason why it cannot."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -144,8 +152,8 @@ def _places(module: nn.Module, names: Iterable[str]) -> dict[str, _Place | str]:
     def place(name: str) -> _Place | str:
         if name not in tied:
             return _place(module, name)
-        twins = first_of(other for other in tied[name] if other != name)
-        return f"its numbers are shared with {twins}; an adapter would change only one of them"
+        others = first_of(other for other in tied[name] if other != name)
+        return f"it is tied to {others}; an adapter would change only one of them"
 
     return {name: place(name) for name in names}
 
@@ -162,7 +170,7 @@ def _place(module: nn.Module, name: str) -> _Place | str:
     if last == "bias" and _adapts(owner):
         return _Place(above if in_attention else path, path, "bias")
     if last != "weight" or not _adapts(owner):
-        return f"a LoRA has no place for a parameter of {type(owner).__name__}"
+        return f"a LoRA cannot hold a parameter of {type(owner).__name__}"
     if in_attention:
         return TWICE
     if isinstance(owner, nn.Embedding):
@@ -173,14 +181,14 @@ def _place(module: nn.Module, name: str) -> _Place | str:
 
 
 def _adapts(owner: nn.Module) -> bool:
-    """Whether peft adapts a module of this type."""
+    """True if peft adapts a module of this type."""
     if isinstance(owner, nn.Conv2d):
         return owner.groups == 1
     return isinstance(owner, (nn.Linear, nn.Embedding)) or type(owner).__name__ == "Conv1D"
 
 
 def _factor_tensors(place: _Place, low: LowRank) -> dict[str, Tensor]:
-    """The stored factors of one module, laid out as peft lays them out."""
+    """The factors of one module in peft's layout."""
     B, A = low.out_factor.float(), low.in_factor.float()
     if place.kind in ("transposed", "embedding"):
         B, A = A.T, B.T
@@ -192,7 +200,7 @@ def _factor_tensors(place: _Place, low: LowRank) -> dict[str, Tensor]:
 
 
 def _bias_key(name: str, place: _Place, adapted: bool) -> str:
-    """Where a bias stands in the adapted model: peft puts a base layer inside each module that it adapts."""
+    """The name of a bias in the adapted model: peft puts a base layer inside each adapted module."""
     path, _, last = name.rpartition(".")
     if not adapted:
         return f"{PREFIX}{name}"
@@ -200,14 +208,14 @@ def _bias_key(name: str, place: _Place, adapted: bool) -> str:
     return f"{PREFIX}{place.target}.base_layer{inner}{'.base_layer' if inner else ''}.{last}"
 
 
-def _nothing(path: str, weight: Tensor, rank: int) -> dict[str, Tensor]:
-    """Factors of a change by zero."""
+def _zero_factors(path: str, weight: Tensor, rank: int) -> dict[str, Tensor]:
+    """Factors of zeros, in peft's layout."""
     rows, columns = weight.shape
     return _factor_tensors(_Place(path, path, "linear"), LowRank(torch.zeros(rows, rank), torch.zeros(rank, columns)))
 
 
 def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
-    """Full names; a regular expression where a full name is also the end of another module's name."""
+    """Full names, or a regular expression if another module's name ends in one of them, as peft would match it."""
     chosen = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(name.endswith(endings) for name, _ in module.named_modules() if name not in chosen):

@@ -1,6 +1,6 @@
-"""What a fine-tune changed in one tensor: a dense difference, or a low-rank one kept as its two factors.
+"""Entries of a task vector: a dense difference of one tensor, or a low-rank difference stored as its two factors.
 
-A LowRank entry is never made dense by being scaled, added to another or cut to a smaller rank.
+A LowRank entry stays low-rank when it is scaled, added to another or truncated to a smaller rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..io.tensors import pieces
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The matrix `out_factor @ in_factor`, kept as its factors: (d_out, r) and (r, d_in).
+    """The matrix `out_factor @ in_factor`, stored as its factors: (d_out, r) and (r, d_in).
 
-    A convolution's kernel is a matrix too, over unfolded patches: its `in_factor` is (r, channels, height, width).
+    A convolution kernel is a matrix over unfolded patches: its `in_factor` is (r, channels, height, width).
 
     >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
     (4, 3)
@@ -40,12 +40,12 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Number of columns of `out_factor`: a bound on the rank of the product."""
+        """Number of columns of `out_factor`: an upper bound of the rank of the product."""
         return self.out_factor.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the product: float32 also for factors in half precision, which would round it."""
+        """Dtype of the product: at least float32, since half precision would round it."""
         widest = torch.promote_types(self.out_factor.dtype, self.in_factor.dtype)
         return torch.promote_types(widest, torch.float32)
 
@@ -86,7 +86,7 @@ def norm_of(entry: Entry) -> float:
 
 
 def add_entries(one: Entry, other: Entry) -> Entry:
-    """The sum of two entries: of two low-rank ones, their factors side by side."""
+    """The sum of two entries; two low-rank entries are added by concatenating their factors."""
     if isinstance(one, LowRank) and isinstance(other, LowRank):
         out, in_ = one.out_factor, one.in_factor
         return LowRank(
@@ -98,9 +98,9 @@ def add_entries(one: Entry, other: Entry) -> Entry:
 
 
 def check_truncation(rank: int | None, energy: float | None) -> None:
-    """Refuse a rank below 1, an energy outside (0, 1], or both together."""
+    """Raise a TuneportError for a rank below 1, an energy outside (0, 1], or both together."""
     if rank is not None and energy is not None:
-        raise TuneportError("give either a rank or an energy for the adapter, not both.")
+        raise TuneportError("pass either `rank` or `energy` for an adapter, not both.")
     if rank is not None and rank < 1:
         raise TuneportError(f"the rank of an adapter must be at least 1, got {rank}.")
     if energy is not None and not 0 < energy <= 1:
@@ -110,8 +110,8 @@ def check_truncation(rank: int | None, energy: float | None) -> None:
 def truncate(entry: Entry, rank: int | None = None, energy: float | None = None) -> tuple[LowRank, float]:
     """The nearest matrix of rank at most `rank`, or of the least rank that keeps a share `energy` of |tau|^2.
 
-    Returns its factors and the share of |tau|^2 that is lost. By Eckart and Young no other matrix of that rank
-    is nearer. A low-rank entry is returned as it is if neither asks for less; it never becomes dense.
+    Returns its factors and the lost share of |tau|^2. By Eckart and Young no other matrix of that rank is nearer.
+    A low-rank entry is returned unchanged if its rank is low enough; it never becomes dense.
 
     >>> low, lost = truncate(torch.diag(torch.tensor([2.0, 1.0])), rank=1)
     >>> low.rank, round(lost, 6)
@@ -143,7 +143,7 @@ def truncate(entry: Entry, rank: int | None = None, energy: float | None = None)
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD; if it does not converge (seen on GPUs), it is repeated on the CPU."""
+    """Thin SVD, repeated on the CPU if it does not converge (seen on GPUs)."""
     try:
         U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
     except RuntimeError:  # torch.linalg.LinAlgError is one

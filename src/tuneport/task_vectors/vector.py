@@ -1,8 +1,8 @@
-"""Task vectors: what a fine-tune changed, as a lazy Mapping from tensor names to differences.
+"""Task vectors: the difference between a fine-tuned model and its base, as a lazy Mapping from tensor names.
 
-An entry is a dense tensor or a LowRank pair of factors, and is computed when asked for: sums, multiples
-and `apply_to` read nothing by themselves, so that a model larger than memory passes tensor by tensor.
-Differences are taken in float32 (float64 where an input is) and cast back only when applied to a model.
+An entry is a dense tensor or a LowRank pair of factors, computed on each access: sums, multiples and `apply_to`
+read nothing by themselves, so that a model larger than memory is processed tensor by tensor.
+Differences are computed in float32 (float64 if an input is) and cast back only when applied to a model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OUT, _IN = "::out", "::in"
 
 
 class EntrySpec(NamedTuple):
-    """Shape, dtype and, for a low-rank entry, rank: what is known of an entry without computing it."""
+    """Shape, dtype and, for a low-rank entry, rank: known without computing the entry."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,14 +47,14 @@ class EntrySpec(NamedTuple):
 
 
 class TaskVector(Mapping[str, Entry]):
-    """What a fine-tune changed, tensor by tensor: `finetuned - base`, with arithmetic.
+    """The difference `finetuned - base`, tensor by tensor, with arithmetic.
 
     >>> base, finetuned = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 2.0])}
     >>> vector = TaskVector.between(base, finetuned)
     >>> (0.5 * vector).apply_to(base)["w"]
     tensor([0.5000, 1.0000])
 
-    Nothing is kept: an entry of `a + b` is computed each time it is asked for. `materialise` computes all.
+    Nothing is cached: an entry of `a + b` is computed on each access. `materialise` computes all entries.
     """
 
     def __init__(self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None) -> None:
@@ -68,7 +68,7 @@ class TaskVector(Mapping[str, Entry]):
         finetuned: Mapping[str, torch.Tensor],
         exclude: Sequence[str] = (),
     ) -> TaskVector:
-        """Return `finetuned - base` over their floating-point tensors, less those that match `exclude`.
+        """Return `finetuned - base` over their floating-point tensors, without those that match `exclude`.
 
         Both must hold the same names with the same shapes; `exclude` holds glob patterns ("head.*").
         Integer buffers are left out; quantised weights are refused, since their codes cannot be subtracted.
@@ -114,7 +114,7 @@ class TaskVector(Mapping[str, Entry]):
         return f"TaskVector({len(self)} tensors)"
 
     def spec(self, name: str) -> EntrySpec:
-        """Return shape, dtype and rank of an entry, not computing it where that can be avoided."""
+        """Return shape, dtype and rank of an entry, without computing it where possible."""
         if self._describe is not None and name in self._entries:
             return self._describe(name)
         entry = self[name]
@@ -133,7 +133,7 @@ class TaskVector(Mapping[str, Entry]):
         return as_dense(self[name])
 
     def changes(self, name: str) -> bool:
-        """Whether an entry is other than zero, told without multiplying low-rank factors."""
+        """True if an entry is not zero; low-rank factors are not multiplied."""
         entry = self[name]
         return entry.norm() > 0 if isinstance(entry, LowRank) else bool(entry.any())
 
@@ -188,7 +188,7 @@ class TaskVector(Mapping[str, Entry]):
         return self * (1.0 / _finite(divisor))
 
     def rename(self, names: Mapping[str, str]) -> TaskVector:
-        """Return the same entries under new names; names that the mapping lacks stay as they are."""
+        """Return the same entries under new names; names that are not in the mapping stay."""
         self._check_known(names)
         old_of = {names.get(name, name): name for name in self}
         if len(old_of) < len(self):
@@ -203,23 +203,23 @@ class TaskVector(Mapping[str, Entry]):
         return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
     def materialise(self) -> TaskVector:
-        """Compute every entry now and keep it in memory."""
+        """Compute every entry and hold it in memory."""
         return TaskVector(dict(self.items()))
 
     def apply_to(self, base: Mapping[str, torch.Tensor], scale: float = 1.0) -> LazyTensors:
         """Return `base + scale * self` as a lazy Mapping, with all tensors of the base in their own dtypes.
 
-        The sum is taken in float32 (float64 where an input is) and cast once; tensors that the vector does
-        not name come through untouched. Every entry must fit a tensor of the base.
+        The sum is computed in float32 (float64 if an input is) and cast once; tensors that the vector does
+        not name stay unchanged. Every entry must fit a tensor of the base.
         """
         scale = _finite(scale)
         unknown = [name for name in self if name not in base]
         if unknown:
             raise TuneportError(unknown_tensors(unknown, base, "the base", len(self)) + " Use rename() or subset().")
         unfit = [
-            f"{name} {self.shape(name)} vs {there.shape} {there.dtype}"
+            f"{name} {self.shape(name)} vs {old.shape} {old.dtype}"
             for name in self
-            if (there := describe(base, name)).shape != self.shape(name) or not there.dtype.is_floating_point
+            if (old := describe(base, name)).shape != self.shape(name) or not old.dtype.is_floating_point
         ]
         if unfit:
             raise TuneportError(
@@ -254,15 +254,15 @@ class TaskVector(Mapping[str, Entry]):
 def save_task_vector(
     path: PathLike, vector: TaskVector, metadata: Mapping[str, str] | None = None, overwrite: bool = False
 ) -> float:
-    """Write a task vector to one safetensors file, entry by entry, whole or not at all; return its norm.
+    """Write a task vector to one safetensors file, atomically and entry by entry; return its norm.
 
-    A dense entry is stored under its name, a low-rank one as `name::out` and `name::in`. The file's metadata
-    are `format: tuneport-task-vector`, `version: 1` and what is given here. The name must end in .safetensors.
+    A dense entry is stored under its name, a low-rank entry as `name::out` and `name::in`. The file's metadata
+    are `format: tuneport-task-vector`, `version: 1` and the given ones. The file name must end in .safetensors.
     """
     check_file_name(path)
-    odd = [name for name in vector if name.endswith((_OUT, _IN))]
-    if odd:
-        raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(odd)}.")
+    reserved = [name for name in vector if name.endswith((_OUT, _IN))]
+    if reserved:
+        raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(reserved)}.")
     parts: dict[str, TensorSpec] = {}
     for name in vector:
         shape, dtype, rank = vector.spec(name)
@@ -272,7 +272,7 @@ def save_task_vector(
             parts[name + _OUT] = TensorSpec((shape[0], rank), dtype)
             parts[name + _IN] = TensorSpec((rank, *shape[1:]), dtype)
 
-    # Both factors of an entry are asked for in turn: do not compute it twice.
+    # The two factors of an entry are read in turn: do not compute it twice.
     pair_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
     squares: dict[str, float] = {}
 
@@ -284,21 +284,21 @@ def save_task_vector(
             return entry
         return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
 
-    stated = {**(metadata or {}), "format": FORMAT, "version": VERSION}
     with new_file(path, overwrite=overwrite) as temporary:
-        write_safetensors(temporary, LazyMapping(parts, part), parts, stated)
+        stored = {**(metadata or {}), "format": FORMAT, "version": VERSION}
+        write_safetensors(temporary, LazyMapping(parts, part), parts, stored)
     return math.sqrt(sum(squares.values()))
 
 
 def load_task_vector(path: PathLike) -> TaskVector:
-    """Open a file that `save_task_vector` wrote; entries are read when asked for."""
+    """Open a file of `save_task_vector`; entries are read on access."""
     if Path(path).is_dir():
         raise CheckpointError(f"{path} is a folder, not a task vector. Make one with tuneport extract.")
     stored = open_checkpoint(path)
     found = stored.metadata.get("format")
     if found != FORMAT:
         raise CheckpointError(
-            f"{path} is not a task vector: its metadata say format {found!r}, expected {FORMAT!r}. "
+            f"{path} is not a task vector: its metadata have format {found!r}, expected {FORMAT!r}. "
             "Make one with tuneport extract."
         )
     if stored.metadata.get("version") != VERSION:
@@ -309,12 +309,12 @@ def load_task_vector(path: PathLike) -> TaskVector:
     low = dict.fromkeys(n.removesuffix(_OUT).removesuffix(_IN) for n in stored if n.endswith((_OUT, _IN)))
     broken = [name for name in low if not _are_factors(stored, name)]
     if broken:
-        raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two matching factors.")
+        raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two factors of matching shapes.")
 
     dtypes = {name: stored.dtype(name) for name in stored}
     odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or is_quantised(dtype)]
     if odd:
-        raise CheckpointError(f"{path} is damaged: {first_of(odd)} are no differences of weights.")
+        raise CheckpointError(f"{path} is damaged: {first_of(odd)} are not differences of weights.")
 
     def read(name: str) -> Entry:
         return LowRank(stored[name + _OUT], stored[name + _IN]) if name in low else stored[name]
