@@ -321,5 +321,5 @@ class TestTiedTensors:
         both = {**stored, "cls.predictions.decoder.weight": torch.zeros(40, 16)}
         text = error_of(lambda: same_structure(stored, both))
         assert "cls.predictions.decoder.weight" in text
-        assert text.endswith('Exclude them with --exclude "cls.predictions.decoder.*".')
+        assert text.endswith('Exclude them with `exclude=["cls.predictions.decoder.*"]`.')
         same_structure(stored, both, ["cls.predictions.decoder.*"])

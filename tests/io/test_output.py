@@ -77,7 +77,7 @@ def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
         with new_folder(out):
             pytest.fail("work was done")
 
-    expected = f"{out} exists already. Choose another name or pass --overwrite."
+    expected = f"{out} exists already. Choose another name or pass `overwrite=True`."
     assert error_of(work) == expected
     assert error_of(lambda: check_new_folder(out)) == expected
     assert (out / RECORD).read_text() == "old"
@@ -325,7 +325,7 @@ def test_new_file(tmp_path: Path) -> None:
         with new_file(out):
             pytest.fail("work was done")
 
-    assert error_of(refused) == f"{out} exists already. Choose another name or pass --overwrite."
+    assert error_of(refused) == f"{out} exists already. Choose another name or pass `overwrite=True`."
 
     def interrupted() -> None:
         with new_file(out, overwrite=True) as temporary:
@@ -394,7 +394,7 @@ class TestClaims:
             with new_folder(tmp_path / "out"):
                 pytest.fail("work was done")
 
-        assert error_of(work) == f"{tmp_path / 'out'} exists already. Choose another name or pass --overwrite."
+        assert error_of(work) == f"{tmp_path / 'out'} exists already. Choose another name or pass `overwrite=True`."
         assert (tmp_path / "out" / "precious").read_text() == "mine"
 
     def test_threads_and_nested_claims(self, tmp_path: Path) -> None:

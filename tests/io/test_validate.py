@@ -40,7 +40,7 @@ def test_same_structure_error_texts(tmp_path: Path) -> None:
     opened = [open_checkpoint(tmp_path / name) for name in ("base", "ft")]
     assert error_of(lambda: same_structure(*opened)) == (
         f"1 of 4 tensors of {tmp_path}/ft/ differ in shape from {tmp_path}/base/: "
-        'head.weight (3, 2) vs (4, 2). Exclude them with --exclude "head.*".'
+        'head.weight (3, 2) vs (4, 2). Exclude them with `exclude=["head.*"]`.'
     )
     same_structure(*opened, exclude=["head.*"])
 
@@ -52,7 +52,7 @@ def test_same_structure_collects_everything() -> None:
         "1 of 3 tensors of the fine-tuned model differ in shape from the base: b.w (3,) vs (2,). "
         "1 of 3 tensors of the fine-tuned model are not in the base: c. "
         "1 of 3 tensors of the base are not in the fine-tuned model: a.w. "
-        'Exclude them with --exclude "a.*" --exclude "b.*" --exclude "c".'
+        'Exclude them with `exclude=["a.*", "b.*", "c"]`.'
     )
     many = {f"block.{i}.w": torch.zeros(1) for i in range(12)}
     text = error_of(lambda: same_structure({}, many))
@@ -66,6 +66,6 @@ def test_vocabularies_of_different_length() -> None:
     assert error_of(lambda: same_structure(base, padded)) == (
         "2 of 3 tensors of the fine-tuned model differ in shape from the base: embed (320, 4) vs (300, 4), "
         "head (320, 4) vs (300, 4). If these are vocabularies of 320 and 300 entries, and one of them is padded, "
-        'resize one with resize_token_embeddings. Exclude them with --exclude "embed" --exclude "head".'
+        'resize one with resize_token_embeddings. Exclude them with `exclude=["embed", "head"]`.'
     )
     assert "vocabularies" not in error_of(lambda: same_structure(base, {**base, "w": torch.zeros(5, 4)}))

@@ -60,5 +60,5 @@ def test_truncation_is_optimal_and_reports_the_lost_energy(shape: tuple[int, ...
     torch.testing.assert_close(cut.dense(), again.dense(), atol=1e-4, rtol=1e-3)
     assert lost == pytest.approx(same, rel=1e-4)
     assert truncate(torch.zeros(3, 3), energy=0.9)[0].rank == 1
-    with pytest.raises(TuneportError, match=r"pass --rank R or --energy 0\.95"):
+    with pytest.raises(TuneportError, match=r"pass `rank=R` or `energy=0\.95`"):
         truncate(update)

@@ -133,7 +133,7 @@ def test_between_checks_structure() -> None:
     finetuned = {"body.w": random(2, seed=1), "head.w": random(5, 2)}
     assert error_of(CheckpointError, lambda: TaskVector.between(base, finetuned)) == (
         "1 of 2 tensors of the fine-tuned model differ in shape from the base: head.w (5, 2) vs (3, 2). "
-        'Exclude them with --exclude "head.*".'
+        'Exclude them with `exclude=["head.*"]`.'
     )
     assert list(TaskVector.between(base, finetuned, exclude=["head.*"])) == ["body.w"]
 
@@ -313,7 +313,7 @@ def test_saving_is_atomic(tmp_path: Path, one: TaskVector) -> None:
     save_task_vector(path, one)
     before = path.read_bytes()
     assert error_of(CheckpointError, lambda: save_task_vector(path, one)) == (
-        f"{path} exists already. Choose another name or pass --overwrite."
+        f"{path} exists already. Choose another name or pass `overwrite=True`."
     )
 
     def explode(_: str) -> torch.Tensor:

@@ -108,7 +108,7 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
         raise CheckpointError(f"{str(out)!r} does not name a new {kind}. Give its name, as in out/{kind}.")
     if os.path.lexists(out):
         if not overwrite:
-            raise CheckpointError(f"{out} exists already. Choose another name or pass --overwrite.")
+            raise CheckpointError(f"{out} exists already. Choose another name or pass `overwrite=True`.")
         if out.is_symlink():
             raise CheckpointError(f"{out} is a symbolic link and is not overwritten. Give the {kind} itself.")
         if not (out.is_dir() if folder else out.is_file()):

@@ -5,6 +5,7 @@ Each check collects all findings into one CheckpointError that says what to do.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -111,7 +112,7 @@ def _exclusion_of(names: Sequence[str], among: Collection[str], one: str, other:
         patterns = sorted({_widest(name, others) for name in names})
     if len(patterns) > 3:
         return f"Check that {one} was fine-tuned from {other}."
-    return "Exclude them with " + " ".join(f'--exclude "{pattern}"' for pattern in patterns) + "."
+    return f"Exclude them with `exclude={json.dumps(patterns)}`."
 
 
 def _widest(name: str, others: Collection[str]) -> str:

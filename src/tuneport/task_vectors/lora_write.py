@@ -71,7 +71,7 @@ def pack(
     low = _low_rank(vector, weights, rank, energy)
     if not low:
         raise TuneportError(
-            f"no update can be written as a LoRA: {_reasons(kept) or 'only biases changed'}. Use --as model."
+            f'no update can be written as a LoRA: {_reasons(kept) or "only biases changed"}. Use `kind="model"`.'
         )
     tensors: dict[str, Tensor] = {}
     for place, factors, _ in low:

@@ -125,7 +125,7 @@ def truncate(entry: Entry, rank: int | None = None, energy: float | None = None)
         U, S, Vh = thin_svd(R_left @ R_right.T)
         U, Vh = left @ U, Vh @ right.T
     elif rank is None and energy is None:
-        raise TuneportError("the update is not low-rank: pass --rank R or --energy 0.95 (1 is exact) for an adapter.")
+        raise TuneportError("the update is not low-rank: pass `rank=R` or `energy=0.95` (1 is exact) for an adapter.")
     else:
         U, S, Vh = thin_svd(entry.double().flatten(1))
     shares = S.square().cumsum(0)
