@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .data.dataset import Dataset, align_labels, worded
+from .data.dataset import Dataset, align_labels, with_prompts
 from .data.views import VIEWS, Views
 from .measure.batches import PairedBatch
 from .measure.objectives import Objective, batch_for
@@ -118,7 +118,7 @@ class PairedBatches:
         for start in range(0, len(self.indices), self.size):
             rows = self.indices[start : start + self.size]
             ours, theirs = (
-                self.objective.encode(model, worded(data.subset(rows)) if model.prompted else data.subset(rows))
+                self.objective.encode(model, with_prompts(data.subset(rows)) if model.prompted else data.subset(rows))
                 for model, data in zip(self._sides, chosen, strict=True)
             )
             yield ours, theirs

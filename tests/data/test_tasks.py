@@ -29,7 +29,7 @@ from tuneport.report.provenance import data_identity
 Maker = Callable[[Path], Path]
 
 
-def picture(path: Path, shade: int = 0) -> Path:
+def write_image(path: Path, shade: int = 0) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (8, 8), (shade % 256, 10, 200)).save(path)
     return path
@@ -43,14 +43,14 @@ def lines(path: Path, *texts: str) -> None:
 def eurosat(root: Path) -> Path:
     for index, name in enumerate(EUROSAT_FOLDERS):
         for number in range(10):
-            picture(root / "2750" / name / f"{name}_{number}.jpg", 20 * index)
+            write_image(root / "2750" / name / f"{name}_{number}.jpg", 20 * index)
     return root
 
 
 def resisc45(root: Path) -> Path:
     for index, name in enumerate(RESISC_FOLDERS):
         for number in range(4):
-            picture(root / "NWPU-RESISC45" / name / f"{name}_{number:03}.jpg", 5 * index)
+            write_image(root / "NWPU-RESISC45" / name / f"{name}_{number:03}.jpg", 5 * index)
     lines(root / "resisc45-train.txt", *(f"{name}_{number:03}.jpg" for name in RESISC_FOLDERS for number in range(3)))
     lines(root / "resisc45-test.txt", *(f"{name}_003.jpg" for name in RESISC_FOLDERS))
     return root
@@ -61,12 +61,12 @@ def gtsrb(root: Path) -> Path:
     for label in (0, 14, 42):
         names = [f"{number:05}.ppm" for number in range(5)]
         for name in names:
-            picture(home / "Training" / f"{label:05}" / name, label)
+            write_image(home / "Training" / f"{label:05}" / name, label)
         rows = [f"{name};8;8;1;1;6;6;{label}" for name in names]
         head = "Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"
         lines(home / "Training" / f"{label:05}" / f"GT-{label:05}.csv", head, *rows)
     for number in range(3):
-        picture(home / "Final_Test" / "Images" / f"{number:05}.ppm", number)
+        write_image(home / "Final_Test" / "Images" / f"{number:05}.ppm", number)
     lines(root / "GT-final_test.csv", "Filename;Width;ClassId", "00000.ppm;8;42", "00001.ppm;8;0", "00002.ppm;8;14")
     return root
 
@@ -74,7 +74,7 @@ def gtsrb(root: Path) -> Path:
 def gtsrb_tables(root: Path) -> Path:
     for split, count in (("Train", 6), ("Test", 3)):
         for number in range(count):
-            picture(root / split / f"{number}.png", number)
+            write_image(root / split / f"{number}.png", number)
         rows = [f"8,8,{number % 3},{split}/{number}.png" for number in range(count)]
         lines(root / f"{split}.csv", "Width,Height,ClassId,Path", *rows)
     return root
@@ -113,7 +113,7 @@ def dtd(root: Path) -> Path:
     for split, numbers in (("train", range(6)), ("val", range(6, 10)), ("test", range(10, 13))):
         listed = [f"{name}/{name}_{number:04}.jpg" for name in names for number in numbers]
         for path in listed:
-            picture(root / "images" / path)
+            write_image(root / "images" / path)
         lines(root / "labels" / f"{split}1.txt", *listed)
     return root
 
@@ -127,7 +127,7 @@ def cars(root: Path) -> Path:
         kinds = [("bbox_x1", "O"), ("class", "O"), ("fname", "O")]
         notes = np.array([(1, number % 2 + 1, f"{number:05}.jpg") for number in range(20)], dtype=kinds)
         for number in range(20):
-            picture(root / f"cars_{split}" / f"{number:05}.jpg")
+            write_image(root / f"cars_{split}" / f"{number:05}.jpg")
         savemat(place, {"annotations": notes})
     return root
 
@@ -136,7 +136,7 @@ def sun397(root: Path) -> Path:
     folders = ("a/abbey", "a/apartment_building/outdoor", "u/underwater/coral_reef")
     for folder in folders:
         for number in range(10):
-            picture(root / folder / f"sun_{number}.jpg")
+            write_image(root / folder / f"sun_{number}.jpg")
     lines(root / "ClassName.txt", *(f"/{folder}" for folder in folders))
     return root
 
@@ -398,7 +398,7 @@ class TestErrors:
         reference = f"mnist:{tmp_path / 'few.npz'}"
         assert len(read_data(reference, "train")) == 10
         with pytest.raises(
-            DataError, match=r"no samples for a test split of MNIST: no class has two\. Add samples, or"
+            DataError, match=r"too few samples for a test split of MNIST: no class has two\. Add samples, or"
         ):
             read_data(reference, "test")
         with pytest.raises(DataError, match=r"no samples for a validation split of MNIST: .* Add samples\.$"):

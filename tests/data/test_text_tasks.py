@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from builders.texts import write_rows
-from tuneport.data.dataset import worded
+from tuneport.data.dataset import with_prompts
 from tuneport.data.tasks import TASKS, read_data
 from tuneport.errors import DataError
 
@@ -36,7 +36,7 @@ def test_folder_with_a_table_per_split(task: str, tmp_path: Path) -> None:
     assert test.inputs[1] == ("one 1", "two 1")
     assert test.labels is not None
     assert test.labels.tolist()[:3] == [0, 1, 2 % len(test.classes)]
-    asked = worded(test).inputs[1]
+    asked = with_prompts(test).inputs[1]
     assert "one 1" in asked
     assert "two 1" in asked
     assert asked.startswith(f"{task} ")
@@ -95,7 +95,7 @@ def test_descriptions_of_numbered_classes(tmp_path: Path) -> None:
     data = read_data(f"trec6:{place}", "train")
     assert data.classes == TASKS["trec6"].classes
     assert data.label_texts == TASKS["trec6"].label_texts
-    assert worded(data) is data  # no prompt
+    assert with_prompts(data) is data  # no prompt
 
 
 def test_other_columns_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples: data sets, formats, samplers and augmentation. Public: Dataset and read_data."""
+"""Samples: datasets, formats, samplers and augmentation. Public: Dataset and read_data."""
 
 from .dataset import Dataset
 from .tasks import read_data

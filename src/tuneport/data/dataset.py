@@ -1,10 +1,11 @@
-"""Labelled samples: a `Dataset`, made of files or arrays, its labels matched to a head's classes, its texts worded.
+"""Labelled samples: a `Dataset` of files, arrays or texts, with labels that can be aligned to a head's classes.
 
-A data set copies no sample and opens no file: its inputs are made each time they are asked for.
+A dataset copies no sample and opens no file: its inputs are loaded on each access.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import zlib
 from collections import Counter
@@ -24,19 +25,19 @@ from .images import check_images, open_array, open_file
 
 Kind = Literal["image", "text"]
 
-UNLABELLED = -100  # the label of a sample without one, which torch's cross_entropy ignores
+UNLABELLED = -100  # the label of an unlabelled sample, which torch's cross_entropy ignores
 
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".jsonl.gz", ".csv.gz", ".tsv.gz", ".parquet")
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
-    "test": ("test", "dev", "validation", "val", "valid"),  # the first that exists is taken
+    "test": ("test", "dev", "validation", "val", "valid"),  # in order of preference
 }
 
 
 @dataclass(frozen=True, eq=False)
 class LazySequence(Sequence[Any]):
-    """A sequence whose items are made by `load(index)` each time they are asked for; slices stay lazy."""
+    """A sequence whose items `load(index)` returns on each access; slices stay lazy."""
 
     indices: NDArray[np.int64]
     load: Callable[[int], Any]
@@ -56,12 +57,12 @@ class LazySequence(Sequence[Any]):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples with what is known of them: labels, or text targets, or neither.
+    """Samples with labels, with text targets, or with neither.
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
-    `classes`; `label_texts` are words for the classes, where their names say too little, and `prompts` templates
-    for the class names, where the data belong to a known task. `split` is the split's name as found in the source,
-    or "all" where it has none. `files` are those that it was read from, beside the image files of single samples.
+    `classes`; `label_texts` describe the classes in words, and `prompts` are the templates of a known task.
+    `split` is the split's name in the source, or "all" if it has none. `files` are the files that the dataset was
+    read from, without the image files of single samples.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -103,22 +104,22 @@ def _pick(items: Sequence[Any], indices: NDArray[np.int64]) -> Sequence[Any]:
     return LazySequence(indices, items.__getitem__)
 
 
-def worded(dataset: Dataset) -> Dataset:
-    """The data as a text-to-text model reads them: each sample inside the task's prompt, where it has one."""
+def with_prompts(dataset: Dataset) -> Dataset:
+    """The dataset with each text put into the task's prompt, as text-to-text models read it; unchanged without one."""
     if dataset.kind != "text" or not dataset.prompts:
         return dataset
     prompt, inputs = dataset.prompts[0], dataset.inputs
 
-    def word(index: int) -> str:
+    def fill(index: int) -> str:
         texts = inputs[index]
         first, second = (texts, "") if isinstance(texts, str) else texts
         return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
 
-    return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), word), prompts=())
+    return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), fill), prompts=())
 
 
-def of_files(
-    paths: Sequence[Path],
+def of_images(
+    images: Sequence[Path] | NDArray[Any],
     labels: ArrayLike,
     classes: Sequence[str],
     *,
@@ -126,33 +127,28 @@ def of_files(
     split: str = "all",
     files: Iterable[Path] = (),
 ) -> Dataset:
-    """A data set of image files, which are opened when they are looked at; each must be there. `files` told of them."""
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        where = paths[0].parent
-        raise DataError(f"{len(missing)} of {len(paths)} images of {name} are not in {where}: {first_of(missing)}.")
-    images = LazySequence(np.arange(len(paths)), partial(open_file, list(paths)))
-    return _labelled(images, labels, classes, name, split, files)
+    """A dataset of labelled images, checked for missing files and labels that are out of range.
 
-
-def of_arrays(
-    images: NDArray[Any],
-    labels: ArrayLike,
-    classes: Sequence[str],
-    *,
-    name: str = "data",
-    split: str = "all",
-    files: Iterable[Path] = (),
-) -> Dataset:
-    """A data set of images in memory: (N, H, W) or (N, H, W, 1 or 3), uint8 or floats from 0 to 1, out of `files`."""
-    checked = check_images(images, "the images", Path(name))
-    lazy = LazySequence(np.arange(len(checked)), partial(open_array, checked))
-    return _labelled(lazy, labels, classes, name, split, files)
-
-
-def _labelled(
-    images: LazySequence, labels: ArrayLike, classes: Sequence[str], name: str, split: str, files: Iterable[Path]
-) -> Dataset:
+    Args:
+        images: paths, or an array (N, H, W) or (N, H, W, 1 or 3) of uint8 or floats from 0 to 1.
+        labels: N indices of `classes`.
+        classes: the class names.
+        name: the dataset's name.
+        split: the split's name.
+        files: the files that were read, without the images themselves.
+    """
+    load: Callable[[int], Any]
+    if isinstance(images, np.ndarray):
+        images = check_images(images, "the images", Path(name))
+        load = partial(open_array, images)
+    else:
+        load = partial(open_file, list(images))
+        missing = [path.name for path in images if not path.is_file()]
+        if missing:
+            where = images[0].parent
+            raise DataError(
+                f"{len(missing)} of {len(images)} images of {name} are not in {where}: {first_of(missing)}."
+            )
     numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
     if len(numbers) != len(images):
         raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
@@ -163,11 +159,12 @@ def _labelled(
             f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
             f"{len(classes)} classes."
         )
-    return Dataset(images, numbers, tuple(classes), name, "image", split, files=tuple(files))
+    inputs = LazySequence(np.arange(len(images)), load)
+    return Dataset(inputs, numbers, tuple(classes), name, "image", split, files=tuple(files))
 
 
 def files_of(dataset: Dataset) -> list[Path]:
-    """The image files of its samples, in their order; none where the samples lie in the `files` of the data set."""
+    """The image files of its samples, in order; empty if the samples are stored in the dataset's `files`."""
     inputs = dataset.inputs
     if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
         return [inputs.load.args[0][index] for index in inputs.indices]
@@ -175,9 +172,9 @@ def files_of(dataset: Dataset) -> list[Path]:
 
 
 def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
-    """Re-number labels to a head's `classes`, by name; the head may know more classes than the data.
+    """Map labels to a head's `classes`, by name; the head may have more classes than the data.
 
-    Class names that are mere numbers ("0", "1", ...) and unknown to the head are taken as positions in it.
+    Class names that are numbers ("0", "1", ...) and unknown to the head are positions in it.
 
     >>> data = Dataset(inputs=["good", "bad"], labels=np.array([1, 0]), classes=("neg", "pos"))
     >>> align_labels(data, ["pos", "neutral", "neg"]).labels.tolist()
@@ -211,25 +208,22 @@ def _positions(names: Sequence[str]) -> list[int]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What is raised for a file that is gone, closed to us, cut off or no text becomes a DataError that names it."""
+    """Turn I/O and decoding errors into a DataError that names the file."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
 
 
 def dataset_name(path: Path) -> str:
-    """What a data set is called: its folder, or its file without the ending."""
+    """The name of a dataset: that of its folder, or of its file without the suffix."""
     name = path.resolve().name
     suffix = max((s for s in (*TABLE_SUFFIXES, ".npz") if name.lower().endswith(s)), key=len, default="")
     return name[: len(name) - len(suffix)] if path.is_file() else name
 
 
 def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[str] = ()) -> str | None:
-    """The name under which the source keeps `split`; None where it has no splits at all.
-
-    `also` are names of its own that a data set has for the split, beside the usual ones.
-    """
+    """The source's name of `split`; None if it has no splits. `also` holds further names of the split."""
     by_name = {name.lower(): name for name in found}
     names = (*SPLIT_NAMES[split], *also)
     for name in names:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from ..data.dataset import UNLABELLED, Dataset, align_labels, worded
+from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError, unknown_name
 from ..models.base import Model
@@ -115,7 +115,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     loss, right, tokens = 0.0, 0, 0
     for start in range(0, len(data), batch_size):
         samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
-        batch = batch_for(model, objective.encode(model, worded(samples)))
+        batch = batch_for(model, objective.encode(model, with_prompts(samples)))
         with torch.inference_mode():
             logits, labels = next_tokens(model, model.module, batch)
             loss += float(token_cross_entropy(logits, labels))
@@ -150,7 +150,7 @@ def encoded(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict
         raise TuneportError(model.unreadable)
     model.check_kind(data)
     if model.prompted:
-        data = worded(data)
+        data = with_prompts(data)
     for inputs, labels in batches(data, np.arange(len(data)), batch_size):
         yield model.inputs(model.encode(inputs)), labels
 

@@ -1,4 +1,4 @@
-"""Data sets by name: `TASK:PATH` wherever data are taken, with class names, prompts and usual layouts known."""
+"""Datasets by name: `TASK:PATH` in place of a path, with known class names, prompts and layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str) -> Task:
-    """The task of that name, or an error that lists what there is."""
+    """The task of that name, or an error that lists the known tasks."""
     found = TASKS.get(name.lower())
     if found is None:
         raise DataError(unknown_name("task", name, TASKS))
@@ -45,9 +45,9 @@ def get_task(name: str) -> Task:
 
 
 def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
-    """The task and the place of `TASK:PATH`; of anything else, no task and the place itself (a hub id is fetched).
+    """The task and the path of `TASK:PATH`; for any other reference, None and the path (a hub id is downloaded).
 
-    A path that exists is always itself, whatever marks its name has.
+    A path that exists is never split, even if its name contains a colon.
     """
     name, mark, place = str(reference).partition(":")
     if os.path.exists(reference) or not mark or "/" in name or "\\" in name or len(name) < 2:
@@ -58,9 +58,9 @@ def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
 def read_data(reference: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
     """Read one split of an image folder, an `.npz`, a table, a saved HF dataset, or of `TASK:PATH`.
 
-    A source without splits serves both, and its `Dataset.split` is "all"; with a task, each split has samples
-    of its own. Without a test split, the validation split (dev, validation, val) stands in for it.
-    `labelled=False` also lets data through that have neither labels nor text targets.
+    A source without splits serves as both, and its `Dataset.split` is "all"; with a task, the splits are disjoint.
+    Without a test split, the validation split (dev, validation, val) replaces it.
+    `labelled=False` also accepts data with neither labels nor text targets.
     """
     task, place = split_reference(reference)
     if task is None:

@@ -1,9 +1,8 @@
-"""What is known of a data set before it is opened: its classes, its prompts, and how it usually lies on disk.
+"""Known datasets: their classes, their prompts, and their usual layouts on disk.
 
-A Task is data and a few readers. A reader looks at a place and gives back a `Dataset`, or None where the place
-is not laid out the way that it knows; the first layout that fits is read. A tenth of the training samples of
-each class is kept for validation, by a fixed seed; a source without a test split first gives up a tenth of
-each class for that in the same way.
+A Task is data and a few readers. A reader returns a `Dataset`, or None if a path has another layout; the first layout
+that fits is read. With a fixed seed, a tenth of the training samples of each class is split off for validation; if the
+source has no test split, a tenth of each class is split off for it first.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a data set lies on disk, in words for the error message, and how it is read.
+    """One layout of a dataset on disk: `words` for the error message, and its reader.
 
-    `read(place, split)` returns None where the place is laid out otherwise. A data set whose `split` is "all"
-    has no splits of its own; its test split is then drawn from it. What was read beside images is in its `files`: the
-    run record has their digests.
+    `read(place, split)` returns None if the place has another layout. If the `split` of the dataset is "all", its
+    test split is drawn from it. Its `files` are the files other than images that were read; the run record has their
+    digests.
     """
 
     words: str
@@ -44,11 +43,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Task:
-    """A data set by name. `classes` is empty where the names come with the data.
+    """A dataset by name. `classes` is empty if the class names come with the data.
 
     `prompts` are templates: with `{}` for the class name (images, for a zero-shot head), or with `{text}` and
-    `{text_pair}` (texts, for a model that reads a prompt). `label_texts` are the words that a text-to-text
-    model writes and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file.
+    `{text_pair}` (texts, for a text-to-text model). `label_texts` are the texts that a text-to-text model generates
+    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file.
     """
 
     name: str
@@ -61,27 +60,27 @@ class Task:
     layouts: tuple[Layout, ...] = ()
 
     def read(self, place: str | Path, split: TaskSplit, *, labelled: bool = True) -> Dataset:
-        """One split from `place`: the data set's own folder or file, or a folder that holds it under a usual name.
+        """Read one split from `place`: the dataset's folder or file, or a folder that holds it under a known name.
 
-        Besides its own layouts, a task reads whatever `read_data` reads (an image folder, .npz, tables).
+        A task reads its own layouts and the formats of `read_data` (an image folder, .npz, tables).
         """
         place = Path(place)
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
         wanted: Literal["train", "test"] = "test" if split == "test" else "train"
         found = self._find(place, wanted, labelled)
-        data = replace(self._named(found), name=self.name, prompts=self.prompts)
+        data = replace(self._with_class_names(found), name=self.name, prompts=self.prompts)
         if data.classes == self.classes:
             data = replace(data, label_texts=self.label_texts)
         if found.split == "all":
-            train, test = _parted(data, TEST_SHARE)
+            train, test = _split(data, TEST_SHARE)
             data = replace(data.subset(test if split == "test" else train), split=wanted)
         if split != "test":
-            train, validation = _parted(data, VALIDATION_SHARE)
+            train, validation = _split(data, VALIDATION_SHARE)
             data = replace(data.subset(validation if split == "validation" else train), split=split)
         if not len(data):
             hint = "Add samples, or a test split." if split == "test" else "Add samples."
-            raise DataError(f"{place} has no samples for a {split} split of {self.title}: no class has two. {hint}")
+            raise DataError(f"{place} has too few samples for a {split} split of {self.title}: no class has two. {hint}")
         return data
 
     def _find(self, place: Path, split: Literal["train", "test"], labelled: bool) -> Dataset:
@@ -102,8 +101,8 @@ class Task:
         known = "; ".join(layout.words for layout in self.layouts)
         raise DataError(f"{place} does not look like {self.title}. Known layouts: {known}. Also: {reasons[-1]}")
 
-    def _named(self, data: Dataset) -> Dataset:
-        """The data with the task's class names, where its own are mere numbers or the same names in other letters."""
+    def _with_class_names(self, data: Dataset) -> Dataset:
+        """The data with the task's class names, if its own are numbers or the same names in another spelling."""
         if not self.classes or data.labels is None or data.classes == self.classes:
             return data
         own = {plain_name(name): index for index, name in enumerate(self.classes)}
@@ -112,13 +111,13 @@ class Task:
         if min(places, default=-1) < 0 and len(set(numbers)) == len(data.classes):
             places = [number if number < len(self.classes) else -1 for number in numbers]
         if min(places, default=-1) < 0 or len(set(places)) != len(places):
-            return data  # other names: they stand
+            return data  # other classes keep their names
         labels = np.array(places, dtype=np.int64)[data.labels]
         return replace(data, labels=labels, classes=self.classes)
 
 
 def plain_name(name: str) -> str:
-    """A name for comparing: small letters and digits only.
+    """A name reduced to lower-case letters and digits, for comparison.
 
     >>> plain_name("Annual_Crop") == plain_name("annual crop")
     True
@@ -126,10 +125,10 @@ def plain_name(name: str) -> str:
     return "".join(mark for mark in name.lower() if mark.isalnum())
 
 
-def _parted(data: Dataset, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers of two parts: the rest, and `share` of every class (at least one where a class has two or more).
+def _split(data: Dataset, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row numbers of two parts: the rest, and `share` of each class (at least one sample of a class with two or more).
 
-    The parts depend on the labels and a fixed seed only, so that all commands agree on them.
+    The parts depend only on the labels and a fixed seed, so that all commands agree on them.
     """
     labels = np.zeros(len(data), dtype=np.int64) if data.labels is None else data.labels
     random = np.random.default_rng(SPLIT_SEED)

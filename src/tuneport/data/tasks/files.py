@@ -1,10 +1,9 @@
-"""The file formats that data sets come in: idx, .mat, semicolon tables, lists of names. Errors name the file."""
+"""Readers of the file formats of known datasets: idx, .mat, CSV, lists of names. Errors name the file."""
 
 from __future__ import annotations
 
 import csv
 import gzip
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError, brief, first_of
+from ..dataset import reading
 
 _LARGEST = 2**32
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """An array of bytes in MNIST's own format: magic number, sizes (big-endian), values; may be gzip-packed."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            head = np.frombuffer(file.read(4 + 4 * dimensions), dtype=">u4")
-            expected = int(np.prod(head[1:].astype(np.int64))) if len(head) == 1 + dimensions else -1
-            content = file.read(min(max(expected, 0), _LARGEST) + 1)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {error}.") from error
+    """An array of bytes in MNIST's format: magic number, sizes (big-endian), values; may be compressed by gzip."""
+    with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        header = file.read(4 + 4 * dimensions)
+        head = np.frombuffer(header[: len(header) // 4 * 4], dtype=">u4")
+        expected = int(np.prod(head[1:].astype(np.int64))) if len(head) == 1 + dimensions else -1
+        content = file.read(min(max(expected, 0), _LARGEST) + 1)
     if expected < 0 or head[0] != 0x800 + dimensions or len(content) != expected:
-        raise DataError(f"{path} is not an idx file of bytes in {dimensions} dimensions, or it is cut off.")
+        raise DataError(f"{path} is not an idx file of bytes in {dimensions} dimensions, or it is truncated.")
     return np.frombuffer(content, dtype=np.uint8).reshape(head[1:].astype(np.int64))
 
 
@@ -46,25 +44,20 @@ def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that are not blank."""
-    try:
+    """The lines of a text file that are not blank; none of them may contain `..`, since they are file names."""
+    with reading(path):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}.") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     outside = [line for line in lines if ".." in Path(line).parts]
     if outside:
-        raise DataError(f"{path} names {outside[0]}, which leads out of its folder.")
+        raise DataError(f"{path} names {outside[0]}, which is outside its folder.")
     return lines
 
 
 def read_rows(path: Path, delimiter: str) -> list[dict[str, str]]:
     """The rows of a table by column name."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return list(csv.DictReader(file, delimiter=delimiter))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read {path}: {error}.") from error
+    with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        return list(csv.DictReader(file, delimiter=delimiter))
 
 
 def find_numbers(rows: Sequence[Mapping[str, Any]], path: Path, name: str) -> list[int]:
@@ -77,7 +70,7 @@ def find_numbers(rows: Sequence[Mapping[str, Any]], path: Path, name: str) -> li
 
 
 def find_column(rows: Sequence[Mapping[str, Any]], path: Path, name: str) -> list[str]:
-    """A column whose every cell is filled."""
+    """A column without empty cells; none of them may contain `..`, since they are file names."""
     values = [row.get(name) for row in rows]
     if not rows or any(not isinstance(value, str) or not value or ".." in Path(value).parts for value in values):
         raise DataError(f"{path} has no column {name} that is filled in every row.")

@@ -1,7 +1,7 @@
-"""The text sets of the paper, and the small ones of our examples: label words, prompts, and their usual layouts.
+"""The text tasks of the paper, and the small tasks of the examples: label texts, prompts, and their usual layouts.
 
-Prompts are those that T5 was trained with, and label words what it writes. For sets of single sentences the label
-words describe the class, so that a sentence encoder can tell it by their embedding.
+Prompts and label texts of pairs are those that T5 was trained with. For single sentences the label texts describe the
+class, so that a sentence encoder can classify by their embeddings.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..dataset import TABLE_SUFFIXES, Dataset
 from ..tables import read_columns
 from .base import Layout, Task
 
-# Test labels of these sets are not public: what is called validation or dev is scored.
+# Test labels of these datasets are not public: the validation or dev split is evaluated.
 SCORED = ("validation_matched", "validation", "dev_matched", "dev", "val", "test")
-MATCHED = ("validation_matched", "dev_matched")  # of MNLI, which has two: from the genres of the training split
+MATCHED = ("validation_matched", "dev_matched")  # MNLI has two validation splits; this one has the training genres
 NLI = ("entailment", "neutral", "contradiction")
 ENTAILMENT = ("entailment", "not_entailment")
 
 
 def _read_pairs(columns: Mapping[str, str], place: Path, split: Literal["train", "test"]) -> Dataset | None:
-    """A saved data set, one table with a column split, or a folder with a table for each split."""
+    """A saved HF dataset, one table with a column split, or a folder with a table for each split."""
     for labels in ({}, {"gold_label": "label"}, {"is_duplicate": "label"}):
         for file in _places(place, split):
             found = read_columns(file, split, {**columns, **labels}, MATCHED if split == "test" else ())

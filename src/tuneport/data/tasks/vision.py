@@ -1,7 +1,7 @@
-"""The eight image tasks of the paper: class names, prompts, and the layouts in which people have them on disk.
+"""The eight image tasks of the paper: class names, prompts, and their usual layouts on disk.
 
-Names of SUN397's scenes and of the cars come with the data, as words. Prompts say what kind of picture it is;
-their wording is ours, so zero-shot accuracies differ a little from those of other prompts.
+The class names of SUN397 and Cars come with the data. The prompts were written for tuneport, so zero-shot accuracies
+differ a little from those with other prompts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...types import Split
-from ..dataset import Dataset, of_arrays, of_files
+from ..dataset import Dataset, of_images
 from ..formats import read_plain
 from ..images import IMAGE_SUFFIXES
 from .base import Layout, Task, TaskReader, plain_name
@@ -24,7 +24,7 @@ DIGITS = tuple("0123456789")
 
 
 def class_folders(folders: Sequence[str], names: Sequence[str]) -> TaskReader:
-    """A reader of one folder per class, whose names (in any letters) become the class names."""
+    """A reader of one folder per class; folders are matched in any spelling and get the class names `names`."""
     known = {plain_name(folder): index for index, folder in enumerate(folders)}
 
     def read(place: Path, split: Split) -> Dataset | None:
@@ -42,7 +42,7 @@ def class_folders(folders: Sequence[str], names: Sequence[str]) -> TaskReader:
 
 
 def _resisc_lists(place: Path, split: Split) -> Dataset | None:
-    """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, inside it or beside it."""
+    """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in the folder or its parent."""
     home = place / "NWPU-RESISC45" if (place / "NWPU-RESISC45").is_dir() else place
     lists = [folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent)]
     found = next((file for file in lists if file.is_file()), None)
@@ -52,9 +52,9 @@ def _resisc_lists(place: Path, split: Split) -> Dataset | None:
     known = {folder: index for index, folder in enumerate(RESISC_FOLDERS)}
     labels = [known.get(file.rpartition("_")[0], -1) for file in files]
     if -1 in labels:
-        raise DataError(f"{found} names {files[labels.index(-1)]}, which is of none of the 45 classes.")
+        raise DataError(f"{found} names {files[labels.index(-1)]}, which is in none of the 45 classes.")
     paths = [home / RESISC_FOLDERS[label] / file for label, file in zip(labels, files, strict=True)]
-    return of_files(paths, labels, RESISC45.classes, name="resisc45", split=split, files=[found])
+    return of_images(paths, labels, RESISC45.classes, name="resisc45", split=split, files=[found])
 
 
 def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
@@ -70,7 +70,7 @@ def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
         tables = [folder / name for folder in (place, place.parent, test) for name in names]
         found = next((file for file in tables if file.is_file()), None)
         if found is None:
-            raise DataError(f"{place} has no GT-final_test.csv, which tells the classes of its test images.")
+            raise DataError(f"{place} has no GT-final_test.csv, which holds the classes of its test images.")
         rows = read_rows(found, ";")
         paths = [test / name for name in find_column(rows, found, "Filename")]
         labels = find_numbers(rows, found, "ClassId")
@@ -85,7 +85,7 @@ def _gtsrb_original(place: Path, split: Split) -> Dataset | None:
             paths += files
             labels += [int(folder.name)] * len(files)
             read += [table] if listed else []
-    return of_files(paths, labels, GTSRB.classes, name="gtsrb", split=split, files=read)
+    return of_images(paths, labels, GTSRB.classes, name="gtsrb", split=split, files=read)
 
 
 def _gtsrb_tables(place: Path, split: Split) -> Dataset | None:
@@ -96,7 +96,7 @@ def _gtsrb_tables(place: Path, split: Split) -> Dataset | None:
     rows = read_rows(table, ",")
     paths = [place / path for path in find_column(rows, table, "Path")]
     labels = find_numbers(rows, table, "ClassId")
-    return of_files(paths, labels, GTSRB.classes, name="gtsrb", split=split, files=[table])
+    return of_images(paths, labels, GTSRB.classes, name="gtsrb", split=split, files=[table])
 
 
 def _svhn(place: Path, split: Split) -> Dataset | None:
@@ -110,11 +110,11 @@ def _svhn(place: Path, split: Split) -> Dataset | None:
         raise DataError(f"X of {file} has shape {images.shape}; expected (32, 32, 3, N).")
     images = np.ascontiguousarray(np.moveaxis(images, -1, 0))  # (N, 32, 32, 3)
     labels = np.asarray(content["y"]).reshape(-1) % 10
-    return of_arrays(images, labels, DIGITS, name="svhn", split=split, files=[file])
+    return of_images(images, labels, DIGITS, name="svhn", split=split, files=[file])
 
 
 def _mnist(place: Path, split: Split) -> Dataset | None:
-    """The four idx files, packed or not."""
+    """The four idx files, compressed or not."""
     part = "t10k" if split == "test" else "train"
     found = []
     for word, dimensions in (("images", 3), ("labels", 1)):
@@ -125,7 +125,7 @@ def _mnist(place: Path, split: Split) -> Dataset | None:
     if images is None or labels is None:
         return None
     files = [images, labels]
-    return of_arrays(read_idx(images, 3), read_idx(labels, 1), DIGITS, name="mnist", split=split, files=files)
+    return of_images(read_idx(images, 3), read_idx(labels, 1), DIGITS, name="mnist", split=split, files=files)
 
 
 def _dtd(place: Path, split: Split) -> Dataset | None:
@@ -138,9 +138,9 @@ def _dtd(place: Path, split: Split) -> Dataset | None:
     known = {name: index for index, name in enumerate(DTD.classes)}
     labels = [known.get(line.partition("/")[0], -1) for line in lines]
     if -1 in labels:
-        raise DataError(f"{place / 'labels'} names {lines[labels.index(-1)]}, which is of none of the 47 classes.")
+        raise DataError(f"{place / 'labels'} names {lines[labels.index(-1)]}, which is in none of the 47 classes.")
     paths = [place / "images" / line for line in lines]
-    return of_files(paths, labels, DTD.classes, name="dtd", split=split, files=lists)
+    return of_images(paths, labels, DTD.classes, name="dtd", split=split, files=lists)
 
 
 def _cars(place: Path, split: Split) -> Dataset | None:
@@ -154,17 +154,17 @@ def _cars(place: Path, split: Split) -> Dataset | None:
     title = "cars_test_annos_withlabels.mat" if split == "test" else "cars_train_annos.mat"
     found = next((file for file in (place / title, kit / title) if file.is_file()), None)
     if found is None:
-        raise DataError(f"{place} has no {title}, which tells the classes of its {split} images.")
+        raise DataError(f"{place} has no {title}, which holds the classes of its {split} images.")
     notes = np.atleast_1d(read_mat(found, "annotations")["annotations"])
     if not {"fname", "class"} <= set(notes.dtype.names or ()):
         raise DataError(f"annotations of {found} have no fname and class.")
     paths = [place / f"cars_{split}" / str(note["fname"]) for note in notes]
     labels = [int(note["class"]) - 1 for note in notes]
-    return of_files(paths, labels, names, name="cars", split=split, files=[meta, found])
+    return of_images(paths, labels, names, name="cars", split=split, files=[meta, found])
 
 
 def _sun(place: Path, split: Split) -> Dataset | None:
-    """The tree of folders by letter, ClassName.txt, and Training_01.txt and Testing_01.txt where they are there."""
+    """Folders by letter, ClassName.txt, and optionally Training_01.txt and Testing_01.txt."""
     listed = place / "ClassName.txt"
     letters = [child for child in place.iterdir() if child.is_dir() and len(child.name) == 1] if place.is_dir() else []
     if not letters:
@@ -172,7 +172,7 @@ def _sun(place: Path, split: Split) -> Dataset | None:
     if listed.is_file():
         folders = [line.strip("/") for line in read_lines(listed)]
     else:
-        folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in _pictures(letter)})
+        folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in _images(letter)})
     classes = [scene_name(folder) for folder in folders]
     lists = [listed] if listed.is_file() else []
     partition = place / ("Testing_01.txt" if split == "test" else "Training_01.txt")
@@ -181,21 +181,21 @@ def _sun(place: Path, split: Split) -> Dataset | None:
         known = {folder: index for index, folder in enumerate(folders)}
         labels = [known.get(file.rpartition("/")[0], -1) for file in files]
         if -1 in labels:
-            raise DataError(f"{partition} names {files[labels.index(-1)]}, which is of none of the classes.")
+            raise DataError(f"{partition} names {files[labels.index(-1)]}, which is in none of the classes.")
         paths = [place / file for file in files]
-        return of_files(paths, labels, classes, name="sun397", split=split, files=[*lists, partition])
-    found = [(file, index) for index, folder in enumerate(folders) for file in _pictures(place / folder, deep=False)]
+        return of_images(paths, labels, classes, name="sun397", split=split, files=[*lists, partition])
+    found = [(file, index) for index, folder in enumerate(folders) for file in _images(place / folder, deep=False)]
     paths, labels = [file for file, _ in found], [index for _, index in found]
-    return of_files(paths, labels, classes, name="sun397", files=lists)
+    return of_images(paths, labels, classes, name="sun397", files=lists)
 
 
-def _pictures(folder: Path, *, deep: bool = True) -> list[Path]:
+def _images(folder: Path, *, deep: bool = True) -> list[Path]:
     found = folder.rglob("*") if deep else folder.glob("*")
     return sorted(file for file in found if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
 
 
 def scene_name(folder: str) -> str:
-    """A scene in words, from its folder: the last part says which kind.
+    """The class name of a scene's folder, with the last part first.
 
     >>> scene_name("a/apartment_building/outdoor")
     'outdoor apartment building'
