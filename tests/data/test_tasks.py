@@ -401,7 +401,7 @@ class TestErrors:
             DataError, match=r"too few samples for a test split of MNIST: no class has two\. Add samples, or"
         ):
             read_data(reference, "test")
-        with pytest.raises(DataError, match=r"no samples for a validation split of MNIST: .* Add samples\.$"):
+        with pytest.raises(DataError, match=r"too few samples for a validation split of MNIST: .* Add samples\.$"):
             get_task("mnist").read(tmp_path / "few.npz", "validation")
 
     def test_broken_files_end_in_one_line(self, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ class TestErrors:
             read_data(f"gtsrb:{place}", "test")
         place = dtd(tmp_path / "dtd")
         (place / "labels" / "test1.txt").write_text("banded/../../secret.jpg\n")
-        with pytest.raises(DataError, match="leads out of its folder"):
+        with pytest.raises(DataError, match="is outside its folder"):
             read_data(f"dtd:{place}", "test")
         (place / "labels" / "test1.txt").write_text("banded/none.jpg\n")
         with pytest.raises(DataError, match=r"1 of 1 images of dtd are not in"):
