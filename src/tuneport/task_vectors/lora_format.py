@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters as they are stored: read the configuration and tensors of a folder or a live model, write a folder.
+"""PEFT LoRA adapters as they are stored: read the configuration and tensors of a folder or live model, write a folder.
 
 The folder format (`adapter_config.json` and `adapter_model.safetensors`) is read and written directly, so peft is not
 needed. An adapter that cannot be read exactly is refused with the reason.

@@ -31,7 +31,7 @@ class AdaptedModule:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A task vector as an adapter: the adapter, a record per module, and reasons for the tensors that it cannot hold."""
+    """A task vector as an adapter: the adapter, a record per module, and why it cannot hold the remaining tensors."""
 
     adapter: Adapter
     modules: tuple[AdaptedModule, ...]

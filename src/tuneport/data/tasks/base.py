@@ -80,7 +80,9 @@ class Task:
             data = replace(data.subset(validation if split == "validation" else train), split=split)
         if not len(data):
             hint = "Add samples, or a test split." if split == "test" else "Add samples."
-            raise DataError(f"{place} has too few samples for a {split} split of {self.title}: no class has two. {hint}")
+            raise DataError(
+                f"{place} has too few samples for a {split} split of {self.title}: no class has two. {hint}"
+            )
         return data
 
     def _find(self, place: Path, split: Literal["train", "test"], labelled: bool) -> Dataset:

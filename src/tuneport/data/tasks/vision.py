@@ -42,7 +42,7 @@ def class_folders(folders: Sequence[str], names: Sequence[str]) -> TaskReader:
 
 
 def _resisc_lists(place: Path, split: Split) -> Dataset | None:
-    """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in the folder or its parent."""
+    """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in it or its parent."""
     home = place / "NWPU-RESISC45" if (place / "NWPU-RESISC45").is_dir() else place
     lists = [folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent)]
     found = next((file for file in lists if file.is_file()), None)
