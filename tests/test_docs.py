@@ -10,7 +10,6 @@ import doctest
 import functools
 import importlib
 import inspect
-import json
 import pkgutil
 import re
 import shlex
@@ -23,13 +22,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import typer
 from PIL import Image
-from safetensors.torch import save_file
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import tuneport
+from builders.folders import LARGE, SMALL, build, perturb, write_head
 from tuneport import cli
 from tuneport.bench.recipe import read_recipe
 from tuneport.data.samplers import SAMPLERS
@@ -96,50 +93,14 @@ def check_words(words: list[str]) -> None:
             assert word.partition("=")[0] in allowed, f"unknown option {word} in: tuneport {' '.join(words)}"
 
 
-def write_tower(
-    folder: Path, width: int, depth: int, seed: int, base: torch.nn.Module | None = None
-) -> torch.nn.Module:
-    """Write a tiny CLIP tower with image processor and zero-shot head; a fine-tune of `base` if given."""
-    generator = torch.Generator().manual_seed(seed)
-    config = CLIPVisionConfig(
-        hidden_size=width,
-        num_hidden_layers=depth,
-        intermediate_size=2 * width,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-        projection_dim=8,
-    )
-    model = CLIPVisionModelWithProjection(config)
-    with torch.no_grad():
-        old = dict(base.named_parameters()) if base is not None else {}
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if base is not None:
-                parameter.copy_(old[name] + 0.05 * noise)
-            elif "norm" not in name and "layrnorm" not in name:
-                parameter.copy_(0.2 * noise)
-    model.save_pretrained(folder)
-    processor = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"height": 16, "width": 16},
-        "do_center_crop": False,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    (folder / "heads").mkdir()
-    head = {"class_embeds": torch.randn(3, 8, generator=generator), "logit_scale": torch.tensor(10.0)}
-    save_file(head, folder / "heads" / "cars.safetensors", {"classes": json.dumps(CLASSES)})
-    return model
-
-
 @pytest.fixture(scope="module")
 def example_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("docs")
-    old = write_tower(root / "old-base", 16, 2, seed=0)
-    write_tower(root / "old-base-cars", 16, 2, seed=1, base=old)
-    write_tower(root / "new-base", 24, 3, seed=2)
+    old, new = build("clip_vision", SMALL, root / "old-base"), build("clip_vision", LARGE, root / "new-base")
+    for folder, size in ((old, SMALL), (new, LARGE)):
+        (folder / "heads" / "animals.safetensors").unlink()
+        write_head(folder / "heads" / "cars.safetensors", size.width - 4, CLASSES, seed=size.seed)
+    perturb(old, root / "old-base-cars")
     random = np.random.default_rng(0)
     for split, count in (("train", 40), ("test", 8)):
         for name in CLASSES:
