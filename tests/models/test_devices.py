@@ -10,7 +10,7 @@ from tuneport.models.open import pick_device
 
 
 @pytest.mark.parametrize("name", ["nosuch", "meta", "cuda:99", "hpu", "mps", ""])
-def test_a_device_that_is_not_there(name: str) -> None:
+def test_a_missing_device_is_refused(name: str) -> None:
     if name == "mps" and torch.backends.mps.is_available():
         pytest.skip("this machine has it")
     with pytest.raises(TuneportError, match=f"device '{name}' is not available") as caught:

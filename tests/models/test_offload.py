@@ -1,4 +1,4 @@
-"""Models larger than their memory: the same bits, modules as they were, peaks as foretold, plans without weights."""
+"""Offloading: the same bits, restored modules, predicted peaks, plans without weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def away(layers: Any, stay: int = 0) -> Placement:
     "signals", [("input", "output_gradient"), ("input", "output"), ("input_gradient", "output_gradient")], ids=str
 )
 @pytest.mark.parametrize("only", [None, 1], ids=["all", "one-block"])
-def test_blocks_that_come_and_go_give_the_same_bits(signals: tuple[str, ...], only: int | None) -> None:
+def test_offloaded_blocks_give_the_same_bits(signals: tuple[str, ...], only: int | None) -> None:
     source, target = ToyViT(), ToyViT(width=40, depth=3, fused=True)
     pairs = [pair for pair in plan(source, target).pairs if only is None or pair.target.block == only]
     options = {"signals": signals, "source_loss": loss, "target_loss": loss}
@@ -109,10 +109,10 @@ def test_blocks_that_come_and_go_give_the_same_bits(signals: tuple[str, ...], on
     assert not any("forward" in part.__dict__ for part in target.modules())
 
 
-def test_a_cache_of_keys_does_not_grow_and_autocast_holds() -> None:
+def test_recomputed_blocks_use_no_cache_and_keep_autocast() -> None:
     source, target = decoder("llama"), decoder("qwen")
-    ours, theirs = describe_module(source), describe_module(target)
-    pairs = pair_layers(ours.layers, theirs.layers).pairs
+    first, second = describe_module(source), describe_module(target)
+    pairs = pair_layers(first.layers, second.layers).pairs
 
     def cast(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -121,14 +121,14 @@ def test_a_cache_of_keys_does_not_grow_and_autocast_holds() -> None:
     for each in (next_token, cast):
         options = {"signals": ("input", "output_gradient"), "source_loss": each, "target_loss": each}
         expected = measure_pairs(source, target, pairs, texts(4), **options)
-        with placed(source, away(ours.layers)), placed(target, away(theirs.layers)):
+        with placed(source, away(first.layers)), placed(target, away(second.layers)):
             found = measure_pairs(source, target, pairs, texts(4), **options)
         for key, covariance in expected.covariances.items():
             assert torch.equal(found.covariances[key].matrix, covariance.matrix), key
     assert source.config.use_cache
 
 
-def test_a_module_is_as_it_was_after_an_error() -> None:
+def test_a_module_is_restored_after_an_error() -> None:
     model = ToyViT()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     with pytest.raises(ZeroDivisionError), placed(model, away(find_layers(model))):
@@ -137,7 +137,7 @@ def test_a_module_is_as_it_was_after_an_error() -> None:
     assert not any("forward" in part.__dict__ for part in model.modules())
 
 
-def test_sizes_add_up_and_shared_weights_stay() -> None:
+def test_sizes_add_up_and_shared_weights_belong_to_no_block() -> None:
     model = ToyViT(depth=3)
     paths = block_paths(find_layers(model))
     assert paths == ("blocks.0", "blocks.1", "blocks.2")
@@ -156,7 +156,7 @@ def storage_bytes(model: Model) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.module.parameters())
 
 
-def test_an_outline_has_no_numbers_and_reads_them_when_it_runs(folders: dict[str, Path]) -> None:
+def test_an_outline_has_no_storage_and_reads_weights_when_it_runs(folders: dict[str, Path]) -> None:
     model, whole = outline_model(folders["qwen"]), open_model(folders["qwen"])
     assert model.offloaded
     assert not whole.offloaded
@@ -210,7 +210,7 @@ def test_blocks_and_groups_give_the_same_bits_and_the_expected_peak(folders: dic
         found.apply()
 
 
-def test_an_outline_is_written_as_the_whole_model_is(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_outline_is_saved_like_a_model_in_memory(folders: dict[str, Path], tmp_path: Path) -> None:
     whole, found = result(folders)[0], result(folders, 5 * 10**6)[0]
     whole.save(tmp_path / "whole")
     found.save(tmp_path / "found")
@@ -234,7 +234,7 @@ def test_tied_embeddings_within_a_budget(tmp_path: Path) -> None:
         assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
 
 
-def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
+def test_operations_on_whole_models_are_refused_within_a_budget(folders: dict[str, Path]) -> None:
     options = {"loss": next_token, "device": "cpu"}
     job = prepare(
         folders["llama"], change_of(decoder("llama")), folders["qwen"], texts(), memory_budget=10**6, **options
@@ -265,7 +265,7 @@ def test_what_a_budget_cannot_do_is_refused(folders: dict[str, Path]) -> None:
         plan_passes(odd, 10**6)
 
 
-def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[str, Path]) -> None:
+def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path]) -> None:
     job = prepare(
         folders["llama"],
         change_of(decoder("llama")),
@@ -287,7 +287,7 @@ def test_more_room_keeps_blocks_on_the_device_and_in_the_end_all(folders: dict[s
     assert [len(group.plan.pairs) for group in jobs_of(job, some)] == [len(job.plan.pairs)]
 
 
-def test_methods_that_measure_nothing_leave_large_models_in_their_files(folders: dict[str, Path]) -> None:
+def test_methods_without_statistics_leave_large_models_offloaded(folders: dict[str, Path]) -> None:
     change = change_of(decoder("llama"))
     small = prepare(folders["llama"], change, folders["qwen"], method="naive", memory_budget=2 * 10**6, device="cpu")
     assert small.target.offloaded
@@ -297,7 +297,7 @@ def test_methods_that_measure_nothing_leave_large_models_in_their_files(folders:
         assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
 
 
-def test_live_bytes_count_what_is_held_once() -> None:
+def test_live_bytes_count_shared_storage_once() -> None:
     live = LiveBytes()
     with live:
         one = torch.zeros(1000)
@@ -313,7 +313,7 @@ def test_live_bytes_count_what_is_held_once() -> None:
     assert torch.equal(kept, two)
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -322,7 +322,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         to_temporary_file(torch.zeros(1000))
 
 
-def test_batches_of_any_nest_move() -> None:
+def test_nested_batches_move_to_a_device() -> None:
     batch = PairedBatch({"x": torch.zeros(2)}, (torch.zeros(3), [torch.zeros(1)]), size=2)
     moved = nested_to(batch, torch.device("meta"))
     assert moved.source["x"].is_meta
@@ -372,7 +372,7 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
     assert "is too small" in error["error"]
 
 
-def test_configurations_that_no_model_has_are_refused(tmp_path: Path) -> None:
+def test_impossible_configurations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model that can be planned has num_hidden_layers = 1e\+06"):
         outline_model(config_folder(tmp_path / "deep", num_hidden_layers=10**6), weights=False)
     with pytest.raises(CheckpointError, match=r"there is no model at"):
@@ -457,7 +457,7 @@ def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
 
 
 @pytest.mark.parametrize("family", ["clip", "siglip"])
-def test_a_tower_without_numbers_has_the_temperature_of_its_files(zoo: Zoo, family: str, tmp_path: Path) -> None:
+def test_an_offloaded_tower_has_the_logit_scale_of_its_files(zoo: Zoo, family: str, tmp_path: Path) -> None:
     whole = open_model(zoo[f"{family}-base"])
     with torch.no_grad():
         whole.module.logit_scale.fill_(2.3)
@@ -472,16 +472,16 @@ def test_a_tower_without_numbers_has_the_temperature_of_its_files(zoo: Zoo, fami
 
 
 @pytest.mark.parametrize(("family", "budget"), [("clip", 380_000), ("siglip", 650_000)])
-def test_towers_with_text_give_the_same_within_a_budget(zoo: Zoo, family: str, budget: int) -> None:
-    trio, told = zoo.trio(family), {"samples": 8, "device": "cpu"}
-    tight = prepare(*trio, zoo.data, memory_budget=budget, **told)
+def test_towers_with_text_give_the_same_bits_within_a_budget(zoo: Zoo, family: str, budget: int) -> None:
+    trio, options = zoo.trio(family), {"samples": 8, "device": "cpu"}
+    tight = prepare(*trio, zoo.data, memory_budget=budget, **options)
     assert tight.target.offloaded
     with pytest.raises(TuneportError, match=r"a comparison needs whole models .* leave the comparison out"):
         compare(tight, trial=False)
-    plain = prepare(*trio, zoo.data, method="naive", memory_budget=budget, scored=True, **told)
+    plain = prepare(*trio, zoo.data, method="naive", memory_budget=budget, scored=True, **options)
     with pytest.raises(TuneportError, match="a scale is chosen on whole models"):
         run(plain, scale="auto")
-    found, wanted = run(tight), run(prepare(*trio, zoo.data, **told))
+    found, wanted = run(tight), run(prepare(*trio, zoo.data, **options))
     assert all(
         torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector
     )

@@ -1,4 +1,4 @@
-"""Families: what opening a folder tells, where its names lead, and how a broken folder is refused."""
+"""Opening models: the description of a folder, names in files, heads, and errors for broken folders."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 class TestOpening:
-    def test_holds_the_module_that_transformers_loads(self, zoo: Zoo, family: str) -> None:
+    def test_the_module_equals_the_one_transformers_loads(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
-        theirs = load(zoo[f"{family}-base"]).state_dict()
-        assert model.module.state_dict().keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.module.state_dict().items())
+        expected = load(zoo[f"{family}-base"]).state_dict()
+        assert model.module.state_dict().keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.module.state_dict().items())
         assert not model.module.training
         assert model.kind == "image"
         assert model.folder == zoo[f"{family}-base"]
 
-    def test_every_live_parameter_leads_to_its_equal_in_the_files(self, zoo: Zoo, family: str) -> None:
+    def test_file_names_map_live_parameters_to_equal_stored_tensors(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
         stored = load_file(zoo[f"{family}-base"] / "model.safetensors")
         assert set(model.file_names) == {name for name, _ in model.module.named_parameters()}
@@ -79,7 +79,7 @@ class TestOpening:
         for name, parameter in model.module.named_parameters():
             assert torch.equal(parameter, stored[model.file_names[name]]), name
 
-    def test_layers_loose_and_outside_are_a_partition_of_the_parameters(self, zoo: Zoo, family: str) -> None:
+    def test_layers_loose_and_outside_partition_the_parameters(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
         owned = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers if layer.bias}
         loose = {part.name for part in model.loose}
@@ -94,7 +94,7 @@ class TestOpening:
         assert owned == expected
         assert all(name.startswith(("text_", "logit_")) for name in model.outside)
 
-    def test_encode_is_what_the_processor_does(self, zoo: Zoo, family: str) -> None:
+    def test_encode_equals_the_image_processor(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-target"])
         assert model.encode is not None
         images = some_images()
@@ -104,7 +104,7 @@ class TestOpening:
         assert encoded["pixel_values"].shape == (3, 3, 24, 24), "resized to the model's own image size"
         assert torch.equal(encoded["pixel_values"], processor(images, return_tensors="pt")["pixel_values"])
 
-    def test_layout_counts_the_tokens_that_the_model_makes(self, zoo: Zoo, family: str) -> None:
+    def test_layout_has_the_token_count_of_the_model(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-target"])
         assert model.encode is not None
         assert model.layout is not None
@@ -116,13 +116,13 @@ class TestOpening:
             tower = getattr(tower, part, tower)
         assert tower(**batch).last_hidden_state.shape[1] == prefix + 9
 
-    def test_features_have_the_announced_width(self, zoo: Zoo, family: str) -> None:
+    def test_features_have_the_width_of_the_model(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
         assert model.encode is not None
         assert model.features is not None
         assert model.features(model.module, model.encode(some_images(2))).shape == (2, model.width)
 
-    def test_a_live_module_reads_like_its_folder(self, zoo: Zoo, family: str) -> None:
+    def test_a_live_module_is_described_like_its_folder(self, zoo: Zoo, family: str) -> None:
         opened = open_model(zoo[f"{family}-base"])
         live = describe_module(load(zoo[f"{family}-base"]))
         assert live.layers == opened.layers
@@ -133,7 +133,7 @@ class TestOpening:
         assert all(torch.equal(live.tensors[name], opened.tensors[name]) for name in opened.tensors)
 
 
-def test_encode_by_hand_where_nothing_is_resized(zoo: Zoo) -> None:
+def test_encode_equals_a_computation_by_hand_without_resizing(zoo: Zoo) -> None:
     encode = open_model(zoo["clip_vision-base"]).encode
     assert encode is not None
     image = some_images(1)[0]
@@ -143,14 +143,14 @@ def test_encode_by_hand_where_nothing_is_resized(zoo: Zoo) -> None:
     torch.testing.assert_close(encode([image])["pixel_values"][0], expected, atol=1e-6, rtol=0)
 
 
-def test_vit_is_renamed_on_the_way_from_the_file(zoo: Zoo) -> None:
+def test_vit_has_other_names_in_its_files(zoo: Zoo) -> None:
     names = open_model(zoo["vit-base"]).file_names
     renamed = {live: stored for live, stored in names.items() if live != stored}
     assert renamed, "this family is here because its names differ"
     assert names["vit.layers.1.attention.q_proj.weight"] == "vit.encoder.layer.1.attention.attention.query.weight"
 
 
-def test_shards_and_half_precision_open_alike(zoo: Zoo, tmp_path: Path) -> None:
+def test_shards_and_half_precision_open_as_the_same_model(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo, "clip_vision-target16", tmp_path)
     (folder / "model.safetensors").unlink()
     load(zoo["clip_vision-target16"]).half().save_pretrained(folder, max_shard_size="20KB")
@@ -162,7 +162,7 @@ def test_shards_and_half_precision_open_alike(zoo: Zoo, tmp_path: Path) -> None:
     assert all(torch.equal(model.tensors[name], whole.tensors[name]) for name in whole.tensors)
 
 
-def test_features_of_each_architecture_are_those_of_the_library(zoo: Zoo) -> None:
+def test_features_equal_those_of_the_library(zoo: Zoo) -> None:
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     clip, siglip = load(zoo["clip-base"]), load(zoo["siglip-base"])
     vit, dino = load(zoo["vit-base"]), load(zoo["dinov2-base"])
@@ -204,7 +204,7 @@ class TestHeads:
         expected = 10.0 * F.cosine_similarity(features[:, None], head.class_embeds[None], dim=-1)  # type: ignore[index]
         torch.testing.assert_close(head.scores(model, model.module, batch), expected)
 
-    def test_from_a_file_elsewhere(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_from_a_file_outside_the_folder(self, zoo: Zoo, tmp_path: Path) -> None:
         path = write_head(tmp_path / "mine.safetensors", 12, ("a", "b"), seed=4)
         head = choose_head(open_model(zoo["clip_vision-base"]), str(path), empty_dataset("animals", CLASSES))
         assert (head.name, head.classes) == ("mine", ("a", "b"))
@@ -256,13 +256,13 @@ class TestHeads:
         edit_json(folder / "config.json", id2label={0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, label2id=None)
         assert open_model(folder).classes == ("0", "1", "2")
 
-    def test_an_unknown_name_lists_what_there_is(self, zoo: Zoo) -> None:
+    def test_an_unknown_head_lists_the_known_ones(self, zoo: Zoo) -> None:
         with pytest.raises(DataError, match="has no head 'animal': it has animals"):
             choose_head(open_model(zoo["clip_vision-base"]), "animal", empty_dataset("animals", CLASSES))
         with pytest.raises(DataError, match="has no head 'animals': it has none"):
             choose_head(open_model(zoo["vit-base"]), "animals", empty_dataset("animals", CLASSES))
 
-    def test_no_head_or_several(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_no_head_or_several_heads(self, zoo: Zoo, tmp_path: Path) -> None:
         folder = copied(zoo, "clip_vision-base", tmp_path)
         write_head(folder / "heads" / "plants.safetensors", 12)
         with pytest.raises(DataError, match="choose one of its heads with `head`: animals, plants"):
@@ -378,7 +378,7 @@ def test_no_folder_and_no_model(tmp_path: Path) -> None:
 
 
 class TestRemoteCode:
-    """A checkpoint's own code runs when asked for, and never otherwise."""
+    """Code in a checkpoint runs only with `trust_remote_code`."""
 
     def spoil(self, zoo: Zoo, tmp_path: Path, name: str) -> tuple[Path, Path]:
         folder, marker = copied(zoo, name, tmp_path), tmp_path / "marker"
@@ -391,7 +391,7 @@ class TestRemoteCode:
         return folder, marker
 
     @pytest.mark.parametrize("name", ["vit-base", "clip-base"])
-    def test_a_known_model_with_code_beside_it(self, zoo: Zoo, tmp_path: Path, name: str) -> None:
+    def test_a_known_model_with_code_in_its_folder(self, zoo: Zoo, tmp_path: Path, name: str) -> None:
         folder, marker = self.spoil(zoo, tmp_path, name)
         choose_head(open_model(folder), None, empty_dataset("animals", CLASSES))
         assert not marker.exists()
@@ -432,7 +432,7 @@ class TestRemoteCode:
 
 @pytest.mark.parametrize("bars", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_quiet_puts_the_settings_of_transformers_back(bars: bool, fails: bool) -> None:
+def test_quiet_restores_the_settings_of_transformers(bars: bool, fails: bool) -> None:
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         logging.set_verbosity_info()
@@ -479,7 +479,7 @@ def test_the_folder_is_left_as_it_was(zoo: Zoo, tmp_path: Path) -> None:
 
 
 class TestOptionalLibraries:
-    """What is said of open_clip and timm models where those libraries are not installed."""
+    """Errors for open_clip and timm models if those libraries are not installed."""
 
     @pytest.fixture(autouse=True)
     def _without(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,21 +509,21 @@ class TestOptionalLibraries:
         with pytest.raises(TuneportError, match="timm is not installed"):
             open_model(tmp_path)
 
-    def test_what_is_on_disk_is_not_taken_for_a_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_path_on_disk_is_not_taken_for_a_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         Path("odd:name").mkdir()
         with pytest.raises(CheckpointError, match=r"odd:name is not a model: no config\.json in it"):
             open_model("odd:name")
 
 
-def test_where_a_reference_lies(tmp_path: Path) -> None:
+def test_the_path_of_a_reference(tmp_path: Path) -> None:
     (tmp_path / "w.pt").touch()
     assert path_of(f"ViT-B-16:{tmp_path / 'w.pt'}") == tmp_path / "w.pt"
     assert path_of(tmp_path) == tmp_path
     assert path_of("ViT-B-16:laion2b_s34b_b88k") == Path("ViT-B-16:laion2b_s34b_b88k")
 
 
-def test_a_prefix_that_training_leaves(tmp_path: Path) -> None:
+def test_prefixes_of_training_are_removed(tmp_path: Path) -> None:
     save_file({"module.a": torch.ones(2), "module.b": torch.zeros(3)}, tmp_path / "w.safetensors")
     stored = open_checkpoint(tmp_path / "w.safetensors").without_prefix("module.")
     assert list(stored) == ["a", "b"]

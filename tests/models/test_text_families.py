@@ -31,7 +31,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def answers(module: Any, batch: Batch, head: Tensor | None = None) -> Tensor:
-    """What a model says: class scores (N, classes), or scores of tokens (N, T, vocabulary)."""
+    """The output of a model: class scores (N, classes), or token scores (N, T, vocabulary)."""
     inputs, labels = batch
     kind = type(module).__name__
     if kind == "T5ForConditionalGeneration":
@@ -152,8 +152,8 @@ def test_every_linear_weight_of_a_tower_is_a_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_roles_are_what_they_say(family: str) -> None:
-    """Without values nothing is mixed, without queries keys do not matter, and a gate is not what it gates."""
+def test_roles_have_the_effect_of_their_name(family: str) -> None:
+    """Without values nothing is mixed, without queries keys have no effect, and gate and up differ."""
     module = make(family)
     layers = {layer.role: layer for layer in describe_module(module).layers if layer.block == 0}  # T5: the decoder's
     head = torch.zeros(SMALL.width, LABELS)
@@ -209,7 +209,7 @@ def test_roles_are_what_they_say(family: str) -> None:
 
 
 def as_phi3(llama: Any) -> Any:
-    """The same function with fused projections: Phi-3 is a Llama that keeps its weights together."""
+    """The same function with fused projections: Phi-3 is a Llama with fused weights."""
     other = make("phi3")
     state = llama.state_dict()
     for block in range(SMALL.depth):
@@ -252,7 +252,7 @@ def test_a_llama_and_its_twin_with_fused_weights(back: bool) -> None:
     ],
 )
 def test_one_family_to_another(one: str, other: str) -> None:
-    """Layers pair by role, whatever a library calls them; each block of the target is moved whole."""
+    """Layers pair by role, not by name; each block of the target moves whole."""
     source, target = make(one), make(other, LARGE)
     moved = finetuned(describe_module(source))
     head = {size: torch.randn(size, LABELS) for size in (SMALL.width, LARGE.width)}
@@ -268,7 +268,7 @@ def test_one_family_to_another(one: str, other: str) -> None:
     assert all(roles[records[layer.name].source] == layer.role for layer in inner)
 
 
-def test_families_whose_blocks_differ_say_so() -> None:
+def test_families_with_different_blocks_are_refused() -> None:
     source, target = make("bert"), make("modernbert")
     with pytest.raises(
         PairingError, match=r"source blocks bert\.encoder\.layer have roles .*fc1, fc2; .* and no fc1, fc2"
@@ -350,7 +350,7 @@ class TestRefusals:
             open_model(tmp_path / "bloom")
         assert "\n" not in str(caught.value)
 
-    def test_an_encoder_made_a_language_model_is_not_one_that_is_known(self, tmp_path: Path) -> None:
+    def test_an_encoder_as_language_model_is_unknown(self, tmp_path: Path) -> None:
         module = transformers.BertLMHeadModel(
             transformers.BertConfig(**FAMILIES["bert"].arguments(SMALL), is_decoder=True)
         )
@@ -358,13 +358,13 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="holds a BertLMHeadModel, which tuneport does not know"):
             open_model(tmp_path / "bert")
 
-    def test_a_classifier_of_another_size_is_not_dropped_in_silence(self, tmp_path: Path) -> None:
+    def test_a_classifier_of_another_size_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path / "bert", make("bert"))
         edit_json(tmp_path / "bert" / "config.json", id2label={str(i): str(i) for i in range(5)}, label2id=None)
         with pytest.raises(CheckpointError, match=r"tensors of BertForSequenceClassification are missing or misshapen"):
             open_model(tmp_path / "bert")
 
-    def test_a_block_that_is_missing_is_not_made_up(self, tmp_path: Path) -> None:
+    def test_a_missing_block_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path / "bert", make("bert"))
         edit_weights(tmp_path / "bert", lambda tensors: tensors.pop("bert.encoder.layer.1.output.dense.weight"))
         with pytest.raises(CheckpointError, match=r"1 tensors .* missing or misshapen .*layer\.1\.output\.dense"):
@@ -375,7 +375,7 @@ class TestRefusals:
 
 
 def encoder(kind: str, size: Size = SMALL) -> Any:
-    """A BERT or MPNet of another class, with the same weights wherever the classes share them."""
+    """A BERT or MPNet of another class, with the same weights in the parts that the classes share."""
     family = "mpnet" if kind.startswith("MPNet") else "bert"
     config = getattr(transformers, FAMILIES[family].config)(**FAMILIES[family].arguments(size))
     with torch.random.fork_rng():
@@ -429,21 +429,21 @@ class TestHeads:
         ],
     )
     def test_a_fine_tune_in_another_class_than_its_base(self, base: str, tuned: str, tmp_path: Path) -> None:
-        """Names with and without `bert.` before them: the task vector is that of the weights both share."""
-        ours, theirs = encoder(base), encoder(tuned, replace(SMALL, seed=4))
-        inner, changed = getattr(ours, "bert", ours), getattr(theirs, "bert", theirs)
+        """Names with and without the prefix `bert.`: the task vector covers the weights that both share."""
+        original, changed_model = encoder(base), encoder(tuned, replace(SMALL, seed=4))
+        inner, changed = getattr(original, "bert", original), getattr(changed_model, "bert", changed_model)
         shared = {name: tensor for name, tensor in inner.state_dict().items() if name in changed.state_dict()}
         moved = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in shared.items()}
         changed.load_state_dict(moved, strict=False)
-        write(tmp_path / "base", ours)
-        write(tmp_path / "tuned", theirs)
+        write(tmp_path / "base", original)
+        write(tmp_path / "tuned", changed_model)
         folders = [tmp_path / name for name in ("base", "tuned", "base")]
         with pytest.raises(CheckpointError, match=r"tensors of .* are not in ") as caught:
-            prepare(*folders, method="naive")  # heads are not passed over in silence
+            prepare(*folders, method="naive")  # heads are not skipped silently
         assert "\n" not in str(caught.value)
         job = prepare(*folders, method="naive", exclude=["*cls.*", "*classifier.*", "*pooler.*"])
         shared = {name: tensor for name, tensor in shared.items() if not name.startswith("pooler")}
-        prefix = "bert." if hasattr(ours, "bert") else ""
+        prefix = "bert." if hasattr(original, "bert") else ""
         assert {name.removeprefix(prefix) for name in job.task_vector} == set(shared)
         for name in job.task_vector:
             wanted = moved[name.removeprefix(prefix)] - shared[name.removeprefix(prefix)]
@@ -454,11 +454,11 @@ class TestHeads:
         assert all(torch.equal(extracted.dense(file), job.task_vector.dense(name)) for file, name in stored.items())
 
     @pytest.mark.parametrize("old", ["base", "tuned", "both"])
-    def test_norms_of_old_files(self, old: str, tmp_path: Path) -> None:
-        """gamma and beta on one side, weight and bias on the other: one model all the same."""
-        ours = make("bert")
-        write(tmp_path / "base", ours)
-        write(tmp_path / "tuned", finetuned(describe_module(ours)))
+    def test_old_names_of_norms(self, old: str, tmp_path: Path) -> None:
+        """gamma and beta in one file, weight and bias in the other: the same model."""
+        original = make("bert")
+        write(tmp_path / "base", original)
+        write(tmp_path / "tuned", finetuned(describe_module(original)))
         for name in ("base", "tuned") if old == "both" else (old,):
             edit_weights(tmp_path / name, to_old_names)
         assert set(extract(tmp_path / "base", tmp_path / "tuned")) == set(
@@ -471,16 +471,16 @@ class TestHeads:
         name = "bert.encoder.layer.1.output.dense.weight"
         assert torch.allclose(stored[name], wanted[name], atol=1e-6)
 
-    def test_the_line_about_heads_says_what_to_exclude(self, tmp_path: Path) -> None:
-        """A base for pretraining and a classifier share no head: two patterns, and with them it works."""
+    def test_the_error_about_heads_names_patterns_to_exclude(self, tmp_path: Path) -> None:
+        """A base for pretraining and a classifier share no head: the patterns in the error make it work."""
         write(tmp_path / "base", encoder("BertForMaskedLM"))
         write(tmp_path / "tuned", encoder("BertForSequenceClassification", replace(SMALL, seed=3)))
         folders = [tmp_path / name for name in ("base", "tuned", "base")]
         with pytest.raises(CheckpointError) as caught:
             prepare(*folders, method="naive")
-        told = re.findall(r'--exclude "(.*?)"', str(caught.value))
-        assert told == ["bert.pooler.*", "classifier.*", "cls.*"]
-        assert prepare(*folders, method="naive", exclude=told).plan.pairs
+        patterns = re.findall(r'--exclude "(.*?)"', str(caught.value))
+        assert patterns == ["bert.pooler.*", "classifier.*", "cls.*"]
+        assert prepare(*folders, method="naive", exclude=patterns).plan.pairs
 
 
 def to_old_names(tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Models of transformers without their numbers: the right modules, shapes and buffers, and parameters with no memory.
+"""Outlines: transformers modules with the right shapes and buffers, whose parameters are placeholders without storage.
 
-For models larger than memory, whose blocks are read from the files when they run, and for plans of models whose
-weights are not there at all.
+They serve models larger than memory, whose blocks are read from the files when they run, and plans of models whose
+weights are not on this machine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..errors import CheckpointError, brief, first_of
 from ..io.tensors import LazyTensors, TensorSpec
 from .offload import replace_by_placeholders
 
-MOST_BLOCKS = 1024  # of a configuration without weights beside it that could rule it out
+MOST_BLOCKS = 1024  # limits for configurations without weights to check them against
 LARGEST = 10**7
-_building = threading.RLock()  # defaults of torch belong to the whole process: one thread at a time changes them
+_building = threading.RLock()  # torch's default dtype belongs to the whole process: one thread at a time changes it
 
 
 def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
@@ -56,14 +56,14 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
 
 
 def check_config(config: Any, path: Path) -> None:
-    """Refuse sizes that no model has, where there are no weights to rule them out."""
+    """Refuse sizes that no model has, if there are no weights to check them against."""
     found = oversized(config, LARGEST, MOST_BLOCKS)
     if found:
         raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
 
 
 def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
-    """The sizes and numbers of blocks in a configuration, nested ones too, that exceed these.
+    """The sizes and numbers of blocks in a configuration, also nested ones, that exceed the limits.
 
     >>> oversized({"hidden_size": 64, "vision": {"num_layers": 9}, "pad_token_id": 10**9}, 100, 8)
     ['num_layers = 9']
@@ -87,13 +87,13 @@ def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
 
 
 def unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:
-    """The tensors that the files would hold, if they were there."""
+    """The tensors that the weight files would hold: names and shapes, but no values."""
     specs = {
         file_names[name]: TensorSpec(tuple(parameter.shape), parameter.dtype)
         for name, parameter in module.named_parameters()
     }
 
     def read(name: str) -> Tensor:
-        raise CheckpointError(f"the weights of {folder} are not there, so {name} cannot be read.")
+        raise CheckpointError(f"{folder} has no weights, so {name} cannot be read.")
 
     return LazyTensors(specs, read, specs.__getitem__)

@@ -1,8 +1,8 @@
-"""Texts as a model wants them: token ids, what is to be predicted, and which characters each token stands for.
+"""Tokenize texts: token ids, labels to predict, and the span of characters of each token.
 
-Spans are counted in characters of the sample, so that tokens of two tokenizers can be compared: a blank counts
-little, since tokenizers disagree about whose it is; the special tokens before, between and after the texts have a
-place of their own.
+Spans are measured in characters of the sample, so that tokens of two tokenizers can be compared. A blank counts little,
+since tokenizers disagree about which token it belongs to. The special tokens before, between and after the texts get
+spans of their own.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DataError, brief
 
-IGNORED = -100  # label of a token that is not to be predicted
+IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
+PADDING = -1.0  # begin and end of a padding token
 Text = str | tuple[str, str]
+Spans = Sequence[Tensor]  # for each stream of tokens (encoder, decoder): begin and end of each token, (N, T, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A batch of texts: the module's inputs, labels by token where there are some, and the spans of each stream."""
+    """A batch of texts: the module's inputs, the labels of its tokens if any, and the spans of each stream."""
 
     inputs: dict[str, Tensor]
     labels: Tensor | None
     spans: tuple[Tensor, ...]
 
     def part(self, start: int, stop: int) -> Encoded:
-        """Some of the samples, one row each."""
+        """The samples from `start` to `stop`, one row each."""
         inputs = {name: rows[start:stop] for name, rows in self.inputs.items()}
         labels = self.labels[start:stop] if self.labels is not None else None
         return Encoded(inputs, labels, tuple(rows[start:stop] for rows in self.spans))
@@ -47,22 +49,22 @@ class Reader:
     vocabulary: int | None = None
 
     def same_tokens(self, other: Reader) -> bool:
-        """Whether every token has the same number in both."""
+        """True if both vocabularies give every token the same id."""
         return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
     def texts(self, texts: Sequence[Text]) -> Encoded:
-        """Texts, or pairs of texts read as one sequence, padded on the right and cut at the longest length."""
+        """Encode texts, or pairs of texts as one sequence, padded on the right and truncated to `longest`."""
         return self._encode(texts)
 
     def pairs(self, pairs: Sequence[Text]) -> Encoded:
-        """Pairs read as two sequences each: rows 2i and 2i+1 belong to sample i."""
+        """Encode pairs as two sequences each: rows 2i and 2i+1 belong to sample i."""
         for pair in pairs:
             if isinstance(pair, str):
                 raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
         return self._encode([text for pair in pairs for text in pair])
 
     def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:
-        """For a causal model: predict each whole text, or only the target that is appended to it."""
+        """Encode for a causal model, which predicts each whole text, or only the target appended to it."""
         starts = [_joined(text) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
@@ -85,18 +87,18 @@ class Reader:
         return replace(found, labels=labels)
 
     def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
-        """For an encoder-decoder model: predict the target from the text."""
+        """Encode for an encoder-decoder model, which predicts the target from the text."""
         _check_targets([_joined(text) for text in texts], targets)
         found, wanted = self._encode(texts), self._encode(targets)
         ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
         labels = ids.masked_fill(mask == 0, IGNORED)
-        if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams are told apart by their lengths
+        if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams must differ in length to be distinguished
             labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)
             spans = torch.nn.functional.pad(spans, (0, 0, 0, 1), value=PADDING)
         return Encoded(found.inputs, labels, (*found.spans, spans))
 
     def _encode(self, texts: Sequence[Text], offsets: bool = False) -> Encoded:
-        """The tokens of texts; with `offsets`, labels hold the end of each token in characters."""
+        """Tokenize texts; with `offsets`, labels hold the end of each token in characters."""
         firsts = [text if isinstance(text, str) else text[0] for text in texts]
         seconds = None if all(isinstance(text, str) for text in texts) else [text[1] for text in texts]
         try:
@@ -142,7 +144,7 @@ def _joined(text: Text) -> str:
 
 
 def _spans(text: Text, offsets: list[list[int]], parts: Sequence[int | None], mask: Tensor) -> list[list[float]]:
-    """Begin and end of each token of one sample: a unit for the special tokens before, between and after the texts."""
+    """Begin and end of each token of one sample. Special tokens share one unit before, between or after the texts."""
     starts: list[float] = []
     measures: list[list[float]] = []
     gaps = [0.0]
@@ -169,9 +171,3 @@ def _spans(text: Text, offsets: list[list[int]], parts: Sequence[int | None], ma
         for place, index in enumerate(indices):
             spans[index] = [gaps[gap] + place / len(indices), gaps[gap] + (place + 1) / len(indices)]
     return spans
-
-
-Spans = Sequence[Tensor]  # for each stream of tokens (encoder, decoder): begin and end of each token, (N, T, 2)
-
-
-PADDING = -1.0  # begin and end of a token that is none

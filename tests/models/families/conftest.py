@@ -1,4 +1,4 @@
-"""Tests against the real open_clip and timm, in an environment of their own: make test-families."""
+"""Tests with the real open_clip and timm, in a separate environment: make test-families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands in processes of their own, as a user with open_clip installed runs them."""
+"""The commands, each in a new process, with open_clip and torchvision installed."""
 
 from __future__ import annotations
 

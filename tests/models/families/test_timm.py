@@ -1,4 +1,4 @@
-"""timm: its real vision transformers described, transferred, written and read back by the library itself."""
+"""timm: real vision transformers described, transferred, written, and read back by the library."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def refusal(reference: str) -> str:
 
 class TestDescribing:
     @each_variant
-    def test_the_parts_are_a_partition(self, variant: str) -> None:
+    def test_parts_partition_the_parameters(self, variant: str) -> None:
         module = build(variant)
         model = describe_module(module)
         owned, loose = set(linear_names(model)), {part.name for part in model.loose}
@@ -187,7 +187,7 @@ class TestPreprocessing:
         assert encode is not None
         images = some_images(2, *size)
         wanted = torch.stack([transform(image) for image in images])
-        torch.testing.assert_close(encode(images)["pixel_values"], wanted, atol=1e-6, rtol=0)
+        assert torch.equal(encode(images)["pixel_values"], wanted)
 
     @pytest.mark.parametrize("name", ["vit_tiny_patch16_224.augreg_in21k_ft_in1k", "vit_small_patch14_dinov2.lvd142m"])
     def test_at_the_size_of_a_real_model(self, name: str) -> None:
@@ -202,17 +202,17 @@ class TestPreprocessing:
 
 class TestOpening:
     @each_variant
-    def test_a_folder_holds_what_timm_loads(self, variant: str, tmp_path: Path) -> None:
+    def test_a_folder_opens_as_timm_loads_it(self, variant: str, tmp_path: Path) -> None:
         folder = save(build(variant), tmp_path / "model", variant)
-        model, theirs = open_model(folder), reload(folder)
-        assert all(torch.equal(t, theirs.state_dict()[name]) for name, t in model.module.state_dict().items())
+        model, loaded = open_model(folder), reload(folder)
+        assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.module.state_dict().items())
         assert all(torch.equal(p, model.tensors[model.file_names[n]]) for n, p in model.module.named_parameters())
-        assert model.classes == (CLASSES if theirs.num_classes else ())
+        assert model.classes == (CLASSES if loaded.num_classes else ())
         assert not model.module.training
 
     @pytest.mark.parametrize("kind", ["safetensors", "plain pt", "training pt"])
     def test_a_name_with_a_file(self, kind: str, tmp_path: Path) -> None:
-        """The number of classes is the file's."""
+        """The file decides the number of classes."""
         module = timm.create_model(ARCHITECTURE, num_classes=5)
         state = module.state_dict()
         file = tmp_path / ("weights.safetensors" if kind == "safetensors" else "model_best.pth")
@@ -226,7 +226,7 @@ class TestOpening:
         assert model.classes == ("0", "1", "2", "3", "4")
         assert all(torch.equal(model.module.state_dict()[name], tensor) for name, tensor in state.items())
 
-    def test_a_name_whose_weights_are_at_hand(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_name_with_cached_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = timm.create_model(ARCHITECTURE)
         save_file(module.state_dict(), tmp_path / "cached.safetensors")
         create = timm.create_model
@@ -280,7 +280,7 @@ class TestTransfer:
             assert tensor.dtype == before[name].dtype == torch.float32
             assert torch.equal(tensor, before[name] + change), name
 
-    def test_classes_are_put_in_the_targets_order(self, trio: tuple[Path, Path, Path], data: Path) -> None:
+    def test_classes_are_reordered_for_the_target(self, trio: tuple[Path, Path, Path], data: Path) -> None:
         result = tuneport.transfer(*map(str, trio), data, samples=24)
         change = (
             load_file(trio[1] / "model.safetensors")["head.bias"]

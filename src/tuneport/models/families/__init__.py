@@ -100,7 +100,7 @@ def check_tensors(wrong: Sequence[str], count: int, reference: str, stored: Chec
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Loading without transformers' bars and hints; its settings are put back."""
+    """Context without transformers' progress bars and warnings; its settings are restored."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -115,8 +115,8 @@ def quiet() -> Iterator[None]:
 
 
 def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
-    """The tokenizer in a model's folder, which has `part`, that needs it."""
-    # without any of these files, transformers makes up a tokenizer that knows no words
+    """Open the tokenizer in a model's folder; `part` names the part of the model that needs it."""
+    # without any of these files, transformers makes a tokenizer with an empty vocabulary
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
             f"{folder} has {part} but no tokenizer; copy its files from the original model, or pass `head`."

@@ -1,7 +1,7 @@
-"""open_clip models: `NAME:TAG`, `NAME:FILE`, folders in its hub layout, and live objects. The image tower moves.
+"""open_clip models: `NAME:TAG`, `NAME:FILE`, folders in its hub layout, and live modules. The image tower moves.
 
-Weights load through open_clip's own loader. Names in files are those of the module; the prefix that distributed
-training leaves is dropped, and text towers may be stored the old way, without `text.`.
+Weights load through open_clip's own loader. Names in files are those of the module, without the prefix of distributed
+training; old files store text towers without `text.`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ WEIGHTS = (
     "pytorch_model.bin",
 )
 TOWER = ("visual.",)
-RESIZED = ("positional_embedding", "logit_scale", "logit_bias")  # open_clip fits these to the model as it loads
-BPE_WORDS = 49408  # words of CLIP's own tokenizer, which comes with the library
+RESIZED = ("positional_embedding", "logit_scale", "logit_bias")  # open_clip resizes these when it loads them
+BPE_WORDS = 49408  # vocabulary of CLIP's own tokenizer, which comes with the library
 
 
 class OpenClip(Family):
@@ -91,8 +91,8 @@ class OpenClip(Family):
         return Stored(place.open_weights(), place.folder, _writer(place))
 
     def knows(self, module: nn.Module) -> bool:
-        ours = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
-        return ours and hasattr(module, "visual") and _unknown(module) is None
+        own = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
+        return own and hasattr(module, "visual") and _unknown(module) is None
 
     def describe(self, module: nn.Module) -> Model:
         names = {name: name for name, _ in module.named_parameters()}
@@ -108,7 +108,7 @@ def _library() -> Any:
 
 
 def _find(reference: str) -> Location:
-    """Where the weights are. A tag's are fetched by open_clip itself, from its cache or the network."""
+    """The location of a model; open_clip fetches the weights of a tag from its cache or the network."""
     folder = Path(reference)
     if folder.is_dir():
         found = [folder / name for name in WEIGHTS if (folder / name).is_file()]
@@ -138,7 +138,7 @@ def _find(reference: str) -> Location:
 
 
 def _unknown(module: Any) -> str | None:
-    """Why a model cannot be used, or None."""
+    """The reason why a model cannot be used, or None."""
     tower = module.visual
     if type(tower).__name__ != "VisionTransformer":
         return f"an open_clip model with a {type(tower).__name__} as its image tower; known is VisionTransformer"
@@ -148,7 +148,7 @@ def _unknown(module: Any) -> str | None:
 
 
 def _file_names(module: nn.Module, stored: Checkpoint, reference: str) -> dict[str, str]:
-    """Live parameter name -> name in the file, which may hold the text tower without `text.`."""
+    """Live parameter name -> name in the file, which may store the text tower without `text.`."""
     names, wrong = {}, []
     for name, parameter in module.named_parameters():
         found = next((key for key in (name, name.removeprefix("text.")) if key in stored), None)
@@ -207,7 +207,7 @@ def _evaluation_transform(tower: Any) -> Callable[[Any], Tensor]:
 
 
 def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
-    """Class names to class embeddings: prompts through the model's own tokenizer and text tower."""
+    """The `text_head` of a model: class names in prompts through its tokenizer and text tower."""
 
     def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
         with _quiet():
@@ -224,7 +224,7 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
 
 
 def _writer(place: Location | None) -> Write:
-    """open_clip's hub layout: one weight file and, unless it was copied along, the configuration."""
+    """A writer of open_clip's hub layout: one weight file and, unless it was copied, the configuration."""
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         write_checkpoint(folder, tensors, stem=STEM, max_shard_size=NO_SHARDS)
@@ -240,7 +240,7 @@ def _writer(place: Location | None) -> Write:
         text = json.dumps({"model_cfg": model, "preprocess_cfg": settings}, indent=2) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")
         if model["text_cfg"].get("hf_tokenizer_name"):
-            with _quiet(), suppress(Exception):  # without it, the folder says so when its text tower is asked
+            with _quiet(), suppress(Exception):  # without it, opening the text tower raises a clear error
                 library.get_tokenizer(place.build).save_pretrained(folder)
 
     return write
@@ -248,10 +248,10 @@ def _writer(place: Location | None) -> Write:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the root logger's lines about missing weights: open_clip's loader is told to load none."""
+    """Silence the root logger: open_clip warns of missing weights, since its loader is asked to load none."""
     root, stand_in = logging.getLogger(), logging.NullHandler()
     before = root.manager.disable
-    root.addHandler(stand_in)  # or logging.warning would set up handlers for good
+    root.addHandler(stand_in)  # otherwise logging.warning sets up handlers that stay
     logging.disable(logging.ERROR)
     try:
         yield

@@ -1,6 +1,6 @@
-"""timm vision transformers: `timm:NAME`, `timm:NAME:FILE`, folders in its hub layout, and live objects.
+"""timm vision transformers: `timm:NAME`, `timm:NAME:FILE`, folders in its hub layout, and live modules.
 
-Weights from files load under the names of the module; the prefix that distributed training leaves is dropped.
+Names in files are those of the module, without the prefix of distributed training.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Timm(Family):
         return Stored(place.open_weights(), place.folder, _write)
 
     def knows(self, module: nn.Module) -> bool:
-        ours = any(
+        own = any(
             kind.__name__ == "VisionTransformer" and kind.__module__.startswith("timm.")
             for kind in type(module).__mro__
         )
-        return ours and _unknown(module) is None
+        return own and _unknown(module) is None
 
     def describe(self, module: nn.Module) -> Model:
         return _model(module, type(module).__name__, live_tensors(module), None)
@@ -92,9 +92,9 @@ def _find(reference: str) -> Location:
 
 
 def _build(library: Any, place: Location, stored: Checkpoint | None, reference: str) -> Any:
-    """The module; with the weights of timm's cache or the network where there are no files."""
+    """Build the module; without a file, timm loads the weights from its cache or the network."""
     options: dict[str, Any] = {}
-    if stored is not None and place.folder is None:  # a fine-tune has as many classes as its file says
+    if stored is not None and place.folder is None:  # a fine-tune may have another number of classes
         options["num_classes"] = stored.shape("head.weight")[0] if "head.weight" in stored else 0
     try:
         return library.create_model(place.build, pretrained=stored is None, **options)
@@ -116,7 +116,7 @@ def _load(module: nn.Module, stored: Checkpoint, reference: str) -> None:
 
 
 def _unknown(module: Any) -> str | None:
-    """Why a model cannot be used, or None."""
+    """The reason why a model cannot be used, or None."""
     if not any(kind.__name__ == "VisionTransformer" for kind in type(module).__mro__):
         return f"timm's {type(module).__name__}; known is VisionTransformer"
     if not all(hasattr(getattr(block, "attn", None), "qkv") for block in module.blocks):
@@ -162,7 +162,7 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
 
 
 def _classes(module: Any) -> tuple[str, ...]:
-    """The class names that the configuration gives, else numbers."""
+    """The class names of the configuration, else numbers."""
     count = int(module.num_classes)
     names = module.pretrained_cfg.get("label_names") or ()
     if isinstance(names, Mapping):
@@ -185,7 +185,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_with_config(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:
-    """timm's hub layout; the configuration names the architecture, as timm's own does."""
+    """Write timm's hub layout, with a config.json that names the architecture."""
     _write(folder, tensors)
     settings = {key: value for key, value in module.pretrained_cfg.items() if value is not None}
     for key in ("url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "custom_load"):
