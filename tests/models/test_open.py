@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -483,7 +484,7 @@ class TestOptionalLibraries:
 
     @pytest.fixture(autouse=True)
     def _without(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tuneport.models.families.libraries.find_spec", lambda _: None)
+        monkeypatch.setattr("tuneport.models.families.find_spec", lambda _: None)
 
     @pytest.mark.parametrize("reference", ["ViT-B-16:laion2b_s34b_b88k", "ViT-L-14:/some/file.pt"])
     def test_an_open_clip_name(self, reference: str) -> None:
@@ -514,6 +515,23 @@ class TestOptionalLibraries:
         Path("odd:name").mkdir()
         with pytest.raises(CheckpointError, match=r"odd:name is not a model: no config\.json in it"):
             open_model("odd:name")
+
+
+def test_a_library_with_a_broken_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "torchvision": 'raise RuntimeError("operator torchvision::nms does not exist")',
+        "open_clip": "import torchvision",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TuneportError) as caught:
+        open_model("ViT-B-16:laion2b_s34b_b88k")
+    assert re.fullmatch(
+        r"open_clip cannot be imported: operator torchvision::nms does not exist\. torchvision .* does not work with "
+        r"torch .*: install builds that fit each other, such as torch 2\.10\.0 and torchvision 0\.25\.0, .*",
+        str(caught.value),
+    )
 
 
 def test_the_path_of_a_reference(tmp_path: Path) -> None:
