@@ -6,6 +6,8 @@ import csv
 import gzip
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,16 @@ class TestNames:
         assert all(name in plain for name in RECIPES)
 
 
+@pytest.mark.parametrize("package", ["pydantic"])
+def test_without_a_package_of_the_extra_the_error_names_it(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; import tuneport.pipeline.transfer; import tuneport.bench.recipe"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    expected = f'tuneport.errors.TuneportError: tuneport bench needs {package}. Run: pip install "tuneport[bench]".'
+    assert done.stderr.splitlines()[-1] == expected
+
+
 class TestReading:
     def content(self, **changes: Any) -> dict[str, Any]:
         return {
@@ -253,7 +265,7 @@ class TestReading:
             make_recipe(content, root=root)
         for words in (
             "[small] unknown key 'sede'. Did you mean 'seeds'?",
-            "[small] 'shots' must be a list of int, got 3",
+            "[small] 'shots' must be a list, got 3",
             "[small] finetune: unknown key 'step'. Did you mean 'steps'?",
         ):
             assert words in str(told.value)
@@ -261,8 +273,8 @@ class TestReading:
     @pytest.mark.parametrize(
         ("wrong", "words"),
         [
-            ({"steps": [3, 0]}, "fine-tuning runs need at least one step"),
-            ({"seeds": [0, -1]}, "seeds must not be below 0"),
+            ({"steps": [3, 0]}, "item 2 of 'steps' must be greater than 0, got 0"),
+            ({"seeds": [0, -1]}, "item 2 of 'seeds' must be greater than or equal to 0, got -1"),
         ],
     )
     def test_numbers_that_cannot_be(self, root: Path, wrong: dict[str, Any], words: str) -> None:
@@ -295,7 +307,7 @@ class TestReading:
     @pytest.mark.parametrize("name", ["/x", "B/16 to L/14", "..", "", "a\\b", "a\x1b[2J", "a\n", "x" * 101])
     def test_names_that_cannot_be_those_of_folders(self, root: Path, name: str) -> None:
         pairs = [{"name": "x"}, {"name": name, "target": "zoo/b"}]
-        words = f"pair 2: {name!r} cannot name a folder: take up to 100 plain characters"
+        words = f"pair 2: {name!r} cannot name a folder: use up to 100 printable characters"
         for content in (self.content(pairs=pairs, sedes=[0]), self.content(small={"pairs": pairs}, sedes=[0])):
             with pytest.raises(DataError) as told:
                 make_recipe(content, root=root)
@@ -312,7 +324,7 @@ class TestReading:
     @pytest.mark.parametrize("names", [("x", "x"), ("2", None)])
     def test_pairs_of_one_name(self, root: Path, names: tuple[str, str | None]) -> None:
         pairs = [{"name": name, "target": "zoo/b"} if name else {"target": "zoo/a2"} for name in names]
-        with pytest.raises(DataError, match=f"pair 2: another pair is called '{names[0]}' too"):
+        with pytest.raises(DataError, match=f"pair 2: another pair has the name '{names[0]}'"):
             make_recipe(self.content(pairs=pairs), root=root)
 
     def test_keys_that_a_kind_needs(self, root: Path) -> None:

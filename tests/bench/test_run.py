@@ -22,7 +22,7 @@ from builders.folders import LARGE, Zoo, build
 from tuneport import cli
 from tuneport.bench import cells
 from tuneport.bench import run as bench
-from tuneport.bench.recipe import Comparison, make_comparison, read_recipe
+from tuneport.bench.recipe import Comparison, make_recipe, read_recipe
 from tuneport.bench.run import run_comparison
 from tuneport.bench.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
 from tuneport.errors import DataError
@@ -35,6 +35,11 @@ from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import first_half
 from tuneport.pipeline.statistics import measure_job
 from tuneport.training.finetune import Schedule
+
+
+def comparison_of(content: dict[str, Any], where: str = "the recipe") -> Comparison:
+    return make_recipe(content, where).comparison
+
 
 METHODS = ("naive", "transfusion", "gradfix", "theseus", "bico")
 SHOTS = (1, 8)  # 3 and 24 samples: with and without samples to hold out
@@ -64,7 +69,7 @@ def settings(zoo: Zoo) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def result(settings: dict[str, Any]) -> Comparing:
-    return run_comparison(make_comparison(settings))
+    return run_comparison(comparison_of(settings))
 
 
 class TestEqualTerms:
@@ -85,7 +90,7 @@ class TestEqualTerms:
         monkeypatch.setattr(cells, "problem_of", problem_of)
         monkeypatch.setitem(open.DTYPES, "float32", torch.float64)
         monkeypatch.setattr(bench, "open_model", partial(open_model, dtype=torch.float64))
-        run_comparison(make_comparison(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
+        run_comparison(comparison_of(settings | {"shots": [1, 3, 8], "seeds": [5], "steps": [], "scales": ["1"]}))
         counts = {3 * shots for shots in (1, 3, 8)}
         assert set(given) - {0} == counts
         signals = frozenset({"input", "output", "output_gradient", "weight_gradient"})
@@ -109,9 +114,7 @@ class TestEqualTerms:
 
     def test_a_rehearsing_method_does_not_depend_on_the_other_budgets(self, settings: dict[str, Any]) -> None:
         alone = {"methods": ["bico+"], "warm_start": "", "seeds": [5], "steps": [], "scales": ["1", "auto"]}
-        found = [
-            run_comparison(make_comparison(settings | alone | {"shots": shots})).rows for shots in ([8], [2, 4, 8])
-        ]
+        found = [run_comparison(comparison_of(settings | alone | {"shots": shots})).rows for shots in ([8], [2, 4, 8])]
         ours, theirs = ([row for row in rows if row.method == "bico+" and row.budget == 8] for rows in found)
         assert len(ours) == 2
         assert ours == theirs
@@ -126,7 +129,7 @@ class TestEqualTerms:
             "shots": [8],
         }
         found = {
-            row.scale_rule: row for row in run_comparison(make_comparison(settings | few)).rows if row.method == "bico"
+            row.scale_rule: row for row in run_comparison(comparison_of(settings | few)).rows if row.method == "bico"
         }
         assert set(found) == {"auto", "safe"}
         assert found["safe"].scale <= found["auto"].scale
@@ -141,7 +144,7 @@ class TestEqualTerms:
             return plain(job, **options)
 
         monkeypatch.setattr(cells, "measure_job", counted)
-        found = run_comparison(make_comparison(settings | {"steps": []}))
+        found = run_comparison(comparison_of(settings | {"steps": []}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
         cuts = sorted({number for shots in SHOTS for number in (3 * shots, first_half(3 * shots))})
@@ -150,7 +153,7 @@ class TestEqualTerms:
 
     def test_nothing_is_captured_for_methods_that_read_no_data(self, settings: dict[str, Any]) -> None:
         alone = {"methods": ["naive", "transfusion"], "steps": [], "warm_start": "naive", "scales": ["1"]}
-        found = run_comparison(make_comparison(settings | alone))
+        found = run_comparison(comparison_of(settings | alone))
         assert (found.about["captures"], found.about["forward"], found.about["backward"]) == (0, 0, 0)
         for method in ("naive", "transfusion"):  # the same model at every budget and seed
             assert len({row.accuracy for row in found.rows if row.method == method}) == 1
@@ -178,18 +181,18 @@ class TestEqualTerms:
 
         monkeypatch.setattr(cells, "get_method", watched)
         few = {"methods": list(made), "shots": [8, 12], "seeds": [0], "steps": [], "warm_start": "naive"}
-        run_comparison(make_comparison(settings | few))
+        run_comparison(comparison_of(settings | few))
         assert [len(found) for found in made.values()] == [6, 6, 1]  # the halves and the whole of each budget
         assert max(alive) == 1  # that of the method that reads no data
 
     def test_the_same_rows_twice(self, settings: dict[str, Any], result: Comparing) -> None:
-        alone = run_comparison(make_comparison(settings | {"seeds": [1]}))
+        alone = run_comparison(comparison_of(settings | {"seeds": [1]}))
         assert alone.rows == tuple(row for row in result.rows if row.seed == 1)
 
     def test_a_budget_alone_gives_the_rows_it_has_among_others(
         self, settings: dict[str, Any], result: Comparing
     ) -> None:
-        alone = run_comparison(make_comparison(settings | {"shots": [8], "seeds": [0]}))
+        alone = run_comparison(comparison_of(settings | {"shots": [8], "seeds": [0]}))
         among = [row for row in result.rows if row.seed == 0 and row.budget in (0, 8)]
         assert [(row.method, row.scale_rule, row.scale) for row in alone.rows] == [
             (row.method, row.scale_rule, row.scale) for row in among
@@ -206,7 +209,7 @@ class TestEqualTerms:
         assert all(item["lowered_hold_out"] == 0 for item in auto_scale_summary(result))
 
     def test_a_scale_of_zero_is_the_target(self, settings: dict[str, Any]) -> None:
-        found = run_comparison(make_comparison(settings | {"scales": ["0"], "steps": [], "warm_start": "bico"}))
+        found = run_comparison(comparison_of(settings | {"scales": ["0"], "steps": [], "warm_start": "bico"}))
         assert len({row.accuracy for row in found.rows}) == 1
 
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
@@ -239,7 +242,7 @@ class TestEqualTerms:
 
     def test_a_fine_tuned_target_is_the_last_word(self, settings: dict[str, Any]) -> None:
         more = {"reference": {"animals": settings["target"]}, "steps": [], "methods": ["naive"], "warm_start": "naive"}
-        rows = run_comparison(make_comparison(settings | more)).rows
+        rows = run_comparison(comparison_of(settings | more)).rows
         assert {row.accuracy for row in rows if row.method == "fine-tuned target"} == {rows[0].accuracy}
 
     def test_models_come_back_as_they_were(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +254,7 @@ class TestEqualTerms:
             return opened[-1]
 
         monkeypatch.setattr(bench, "open_model", kept)
-        run_comparison(make_comparison(settings | {"seeds": [0]}))
+        run_comparison(comparison_of(settings | {"seeds": [0]}))
         assert opened
         for model in opened:
             fresh = plain(str(model.folder), device=torch.device("cpu")).module.state_dict()
@@ -274,7 +277,7 @@ def toml(settings: dict[str, Any]) -> str:
 class TestRecipes:
     def test_round_trip(self, settings: dict[str, Any], tmp_path: Path) -> None:
         (tmp_path / "recipe.toml").write_text(toml(settings))
-        assert read_recipe(tmp_path / "recipe.toml").comparison == make_comparison(settings)
+        assert read_recipe(tmp_path / "recipe.toml").comparison == comparison_of(settings)
 
     def test_every_setting_can_be_given(self, settings: dict[str, Any], tmp_path: Path) -> None:
         changed = {"samplers": ["class_balanced"], "scales": ["0.5"], "batch_size": 8, "heads": {"animals": "animals"}}
@@ -300,13 +303,13 @@ class TestRecipes:
 
     def test_missing_and_unknown_keys_at_once(self) -> None:
         with pytest.raises(DataError) as told:
-            make_comparison({"sauce": "x", "target": "y", "methds": []})
+            comparison_of({"sauce": "x", "target": "y", "methds": []})
         for words in ("'sauce'", "'methds'", "'source' is missing", "'finetuned' is missing", "'data' is missing"):
             assert words in str(told.value)
 
     def test_wrong_types_at_once(self, settings: dict[str, Any]) -> None:
         with pytest.raises(DataError) as told:
-            make_comparison(settings | {"shots": 3, "seeds": ["0"], "data": ["x"], "device": 1, "methods": "bico"})
+            comparison_of(settings | {"shots": 3, "seeds": ["0"], "data": ["x"], "device": 1, "methods": "bico"})
         for key in ("shots", "seeds", "data", "device", "methods"):
             assert f"'{key}' must be" in str(told.value)
 
@@ -321,7 +324,7 @@ class TestRecipes:
             "finetuned": {"cars": "no/such/cars"},
         }
         with pytest.raises(DataError) as told:
-            make_comparison(settings | wrong, "here")
+            comparison_of(settings | wrong, "here")
         text = str(told.value)
         assert text.startswith("here: ")
         for words in (
@@ -330,7 +333,7 @@ class TestRecipes:
             "unknown method 'bicco'",
             "unknown method 'teseus'",
             "one of the two",
-            "at least one seed",
+            "'seeds' must be a list of at least one, got []",
             "'full'",
             "finetuned names the tasks cars and data animals",
         ):
@@ -339,7 +342,7 @@ class TestRecipes:
 
     def test_budgets_are_needed(self, settings: dict[str, Any]) -> None:
         with pytest.raises(DataError, match="give budgets as samples or as shots, one of the two"):
-            make_comparison(settings | {"shots": []})
+            comparison_of(settings | {"shots": []})
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -357,7 +360,7 @@ class TestRecipes:
         self, zoo: Zoo, settings: dict[str, Any]
     ) -> None:
         with pytest.raises(Exception, match="needs two models of one architecture"):
-            run_comparison(make_comparison(settings | {"target": str(zoo["clip_vision-target"])}))
+            run_comparison(comparison_of(settings | {"target": str(zoo["clip_vision-target"])}))
 
 
 class TestWriting:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from builders.folders import Zoo, load
-from tuneport.bench.recipe import make_comparison
+from tuneport.bench.recipe import make_recipe
 from tuneport.bench.run import run_comparison
 from tuneport.errors import CheckpointError, DataError
 from tuneport.io.hub import hub_name, local, looks_like_hub_id
@@ -113,5 +113,5 @@ def test_comparison_between_hub_ids(zoo: Zoo) -> None:
         "finetuned": {"a": "org/tuned"},
         "data": {"a": str(zoo.data)},
     }
-    result = run_comparison(make_comparison({**content, "samples": [8], "methods": ["naive"], "scales": ["1"]}))
+    result = run_comparison(make_recipe({**content, "samples": [8], "methods": ["naive"], "scales": ["1"]}).comparison)
     assert {row.method for row in result.rows} == {"target", "naive"}

@@ -1,8 +1,7 @@
-"""Recipes: what to measure, as a TOML file that is checked whole before anything runs.
+"""Recipes: TOML files that say what to measure, checked as a whole before anything runs.
 
-A recipe names its models and data by paths under a root that the reader of the file gives, so that nothing in it
-belongs to one machine. Its `[small]` table replaces keys by others for a run on small models. Unknown keys,
-wrong types, unknown names and wrong numbers are all told at once.
+A recipe names its models and data by paths relative to a root that the caller gives. Its `[small]` table replaces
+keys for a run on small models. Unknown keys, wrong types, unknown names and wrong numbers are all reported at once.
 """
 
 from __future__ import annotations
@@ -10,10 +9,22 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 
 from ..data.dataset import Dataset
 from ..data.samplers import SAMPLERS, select
@@ -35,8 +46,56 @@ KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that 
 }
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
+PATTERN = "{task}"  # the key of a path with {task} in it, until the tasks are filled in
 
 
+def _check(check: Callable[[str], object]) -> AfterValidator:
+    """A validator that calls `check` and passes on the text of its TuneportError."""
+
+    def validate(value: str) -> str:
+        try:
+            check(value)
+        except TuneportError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    return AfterValidator(validate)
+
+
+def _one_of(kind: str, known: Iterable[str]) -> AfterValidator:
+    def validate(value: str) -> str:
+        if value not in known:
+            raise ValueError(unknown_name(kind, value, known))
+        return value
+
+    return AfterValidator(validate)
+
+
+def _schedule(value: Any) -> Any:
+    """Refuse values that pydantic converts to numbers; an empty table means no fine-tuning."""
+    if isinstance(value, Mapping):
+        problems = [
+            f"'{key}' of finetune must be a number of 0 or more, got {item!r}"
+            for key, item in value.items()
+            if type(item) not in (int, float) or not 0 <= item < math.inf
+        ]
+        if value.get("steps") == 0:
+            problems.append("'steps' of finetune must be a whole number above 0")
+        if problems:
+            raise ValueError("; ".join(problems))
+    return None if value == {} else value
+
+
+Words = tuple[StrictStr, ...]
+Count = Annotated[int, Field(gt=0, strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Method = Annotated[StrictStr, _check(get_method)]
+Paths = Annotated[
+    Mapping[StrictStr, StrictStr], BeforeValidator(lambda value: {PATTERN: value} if isinstance(value, str) else value)
+]
+
+
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Comparison:
     """What to compare: one pair of bases, one or several tasks, and the settings each method is tried in.
@@ -45,34 +104,34 @@ class Comparison:
     `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples, with `full_batch`
     on all of them at each step; `warm_start` names the method whose result the same runs also start from. With
     `finetune`, fine-tuned models that do not exist are made by that schedule. `stated` holds accuracies of the
-    fine-tuned target that were measured elsewhere.
+    fine-tuned target that were measured elsewhere. The annotations are those that a recipe is checked by.
     """
 
-    source: str
-    target: str = ""
-    finetuned: Mapping[str, str] = field(default_factory=dict)
-    data: Mapping[str, str] = field(default_factory=dict)
-    methods: Sequence[str] = ("naive", "theseus", "bico")
-    samples: Sequence[int] = ()
-    shots: Sequence[int] = ()
-    samplers: Sequence[str] = ("random",)
-    exclude: Sequence[str] = ()
-    seeds: Sequence[int] = (0,)
-    scales: Sequence[str] = ("1", "auto")
-    steps: Sequence[int] = ()
-    warm_start: str | None = None
-    learning_rate: float = 1e-5
-    full_batch: bool = False
-    batch_size: int = 32
-    heads: Mapping[str, str] = field(default_factory=dict)
-    reference: Mapping[str, str] = field(default_factory=dict)
-    stated: Mapping[str, float] = field(default_factory=dict)
-    protocol: str = "zero-shot"
-    source_rows: bool = False
-    test_samples: int | None = None
-    finetune: Schedule | None = None
-    checkpoint_every: int = 0
-    device: str = "auto"
+    source: StrictStr = ""
+    target: StrictStr = ""
+    finetuned: Paths = field(default_factory=dict)
+    data: Paths = field(default_factory=dict)
+    methods: tuple[Method, ...] = ("naive", "theseus", "bico")
+    samples: tuple[Count, ...] = ()
+    shots: tuple[Count, ...] = ()
+    samplers: tuple[Annotated[StrictStr, _one_of("sampler", SAMPLERS)], ...] = ("random",)
+    exclude: Words = ()
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)] = (0,)
+    scales: tuple[Annotated[StrictStr, _check(check_scale)], ...] = ("1", "auto")
+    steps: tuple[Count, ...] = ()
+    warm_start: Annotated[StrictStr, _check(lambda name: name and get_method(name))] | None = None
+    learning_rate: Annotated[Number, Field(gt=0)] = 1e-5
+    full_batch: StrictBool = False
+    batch_size: Count = 32
+    heads: Paths = field(default_factory=dict)
+    reference: Paths = field(default_factory=dict)
+    stated: Mapping[StrictStr, Number] = field(default_factory=dict)
+    protocol: Annotated[StrictStr, _one_of("protocol", PROTOCOLS)] = "zero-shot"
+    source_rows: StrictBool = False
+    test_samples: Count | None = None
+    finetune: Annotated[Schedule | None, BeforeValidator(_schedule)] = None
+    checkpoint_every: Annotated[int, Field(ge=0, strict=True)] = 0
+    device: StrictStr = "auto"
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -80,8 +139,37 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class _Keys(Comparison):
+    """Every key that a recipe can have."""
+
+    title: StrictStr = "comparison"
+    paper: StrictStr = ""
+    kind: Annotated[StrictStr, _one_of("kind", KINDS)] = "comparison"
+    about: StrictStr = ""
+    root: StrictStr | None = None
+    tasks: Words | None = None
+    pairs: tuple[dict[str, Any], ...] = ()
+    printed: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
+
+
+_ADAPTER = TypeAdapter(_Keys)
+_EXPECTED = {  # by the error type of pydantic
+    "tuple_type": "a list",
+    "too_short": "a list of at least one",
+    "dict_type": "a table",
+    "mapping_type": "a table",
+    "dataclass_type": "a table with steps, learning_rate and so on",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+
+
+@dataclass(frozen=True)
 class Printed:
-    """A row of a table in the paper: accuracies by task (none where it gives the mean only), the mean as printed."""
+    """A row of a table in the paper: accuracies by task (empty if it gives the mean only), the mean as printed."""
 
     method: str
     budget: int
@@ -97,13 +185,13 @@ class Printed:
 
     @property
     def wrong_mean(self) -> bool:
-        """Whether the printed mean is not that of the cells; two digits of rounding are let through."""
+        """True if the printed mean is not that of the cells; two digits of rounding are tolerated."""
         return abs(self.true_mean - self.mean) > 0.02
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table or figure: one comparison per pair of models, and what the paper found."""
+    """A table or figure: one comparison per pair of models, and the paper's numbers."""
 
     comparisons: Mapping[str, Comparison]
     title: str = "comparison"
@@ -117,24 +205,6 @@ class Recipe:
     def comparison(self) -> Comparison:
         """The only comparison, or the first."""
         return next(iter(self.comparisons.values()))
-
-
-_LISTS: dict[str, type] = {
-    "methods": str,
-    "samples": int,
-    "shots": int,
-    "samplers": str,
-    "exclude": str,
-    "seeds": int,
-    "scales": str,
-    "steps": int,
-    "tasks": str,
-}
-_PATHS = ("finetuned", "data", "heads", "reference")
-_TEXTS = ("source", "target", "device", "warm_start", "protocol", "title", "paper", "kind", "about", "root")
-_NUMBERS = ("batch_size", "test_samples", "checkpoint_every")
-_OWN = ("title", "paper", "kind", "about", "root", "tasks", "pairs", "printed", "small")
-_KNOWN = (*(item.name for item in fields(Comparison)), *_OWN)
 
 
 def read_recipe(
@@ -179,69 +249,104 @@ def make_recipe(
     root: str | Path | None = None,
     on_disk: bool = True,
 ) -> Recipe:
-    """A checked Recipe from plain values; all problems are listed at once, also those of the variant not taken."""
-    problems = list(_shape_problems(content, ""))
-    variant = content.get("small")
-    if isinstance(variant, Mapping):
-        problems += [f"[small] {text}" for text in _shape_problems(variant, "small")]
+    """Check plain values and make a Recipe; all problems are listed at once, also those of the variant not taken."""
+    keys, parts, problems = _parse(content)
+    tasks = keys.tasks or ()  # the columns of the paper's rows, also in the small variant
+    if keys.small:
+        variant, variant_parts, found = _parse({**content, **keys.small})
+        fixed = ("paper", "printed", "small", "title")
+        found = [f"'{key}' cannot be changed" for key in fixed if key in keys.small] + found
+        problems += [f"[small] {text}" for text in found if text not in problems]
+        if small:
+            keys, parts = variant, variant_parts
     elif small:
         problems.append("there is no [small] variant in it")
-    merged = _sound(content) | (_sound(variant) if small and isinstance(variant, Mapping) else {})
-    kind = merged.get("kind", "comparison")
-    kind = kind if kind in KINDS else "comparison"
-    base = Path(root) if root is not None else Path(merged["root"]) if "root" in merged else None
-    comparisons: dict[str, Comparison] = {}
-    pairs = [_sound(pair) for pair in merged.get("pairs", ()) if isinstance(pair, Mapping)] or [{}]
-    for index, changes in enumerate(pairs):
-        name = str(changes.get("name", index + 1))
-        settings = merged | changes
-        found = [f"'{key}' is missing" for key in KINDS[kind] if not settings.get(key)]
-        comparisons[name] = comparison = _comparison(settings, base)
-        found += _value_problems(comparison, kind)
+    base = Path(root) if root is not None else Path(keys.root) if keys.root else None
+    comparisons = {name: _comparison(part, base) for name, (part, _) in parts.items()}
+    for name, comparison in comparisons.items():
+        found = list(_conflicts(comparison, keys.kind, parts[name][1]))
         found += _disk_problems(comparison) if on_disk else ()
-        problems += [f"pair {name}: {text}" if len(pairs) > 1 else text for text in found]
-    printed = _printed(merged.get("printed", {}), _as_list(content.get("tasks")), problems)
+        problems += [f"pair {name}: {text}" if len(parts) > 1 else text for text in found]
+    printed = _printed(keys.printed, tasks, problems)
     if problems:
-        told = [text.rstrip(".") for text in dict.fromkeys(problems)]
-        raise DataError(f"{where}: {'; '.join(told)}.")
-    words = {key: merged[key] for key in ("title", "kind", "about") if key in merged}
-    return Recipe(comparisons, where=merged.get("paper", ""), printed=printed, small=small, **words)
+        raise DataError(f"{where}: {'; '.join(text.rstrip('.') for text in dict.fromkeys(problems))}.")
+    return Recipe(comparisons, keys.title, keys.paper, keys.kind, keys.about, printed, small)
 
 
-def _sound(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The known keys with values of the right type, so that the check can go on after a first problem."""
-    return {
-        key: value
-        for key, value in content.items()
-        if key in (*_KNOWN, "name") and key != "small" and not list(_wrong_type(key, value))
-    }
+def _parse(content: Mapping[str, Any]) -> tuple[_Keys, dict[str, tuple[_Keys, set[str]]], list[str]]:
+    """The keys of a recipe, those of each pair with the names of its wrong ones, and all problems of single keys."""
+    keys, wrong = _validated(content)
+    problems = [text for _, text in wrong]
+    parts: dict[str, tuple[_Keys, set[str]]] = {}
+    for index, pair in enumerate(keys.pairs or ({},)):
+        name = str(pair.get("name", index + 1))
+        part, wrong = _validated({**content, **{key: value for key, value in pair.items() if key != "name"}})
+        found = [*(text for _, text in wrong), *_wrong_name(name)]
+        found += [f"another pair has the name {name!r}"] if name in parts else []
+        problems += [f"pair {index + 1}: {text}" for text in found if text not in problems]
+        parts[name] = part, {key for key, _ in wrong}
+    return keys, parts, problems
 
 
-def make_comparison(content: Mapping[str, Any], where: str = "the comparison") -> Comparison:
-    """A checked Comparison from plain values; all problems are listed at once."""
-    return make_recipe(content, where).comparison
+def _validated(content: Mapping[str, Any]) -> tuple[_Keys, list[tuple[str, str]]]:
+    """The keys, without wrong ones so that the checks can go on, and what is wrong by key."""
+    try:
+        return _ADAPTER.validate_python(content), []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    rest = dict(content)
+    for item in reversed(errors):  # the last item of a list first
+        key, *inner = item["loc"]
+        if inner and isinstance(inner[0], int) and isinstance(rest.get(str(key)), list):
+            rest[str(key)] = [*rest[str(key)][: inner[0]], *rest[str(key)][inner[0] + 1 :]]
+        if not inner or not isinstance(inner[0], int) or not rest.get(str(key)):
+            rest.pop(str(key), None)
+    return _ADAPTER.validate_python(rest), [(str(item["loc"][0]), _problem(item)) for item in errors]
 
 
-def _comparison(settings: Mapping[str, Any], root: Path | None) -> Comparison:
-    known = {item.name for item in fields(Comparison)}
-    plain: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in settings.items() if key in known
-    }
-    tasks = settings.get("tasks")
-    for key in _PATHS:
-        value = plain.get(key)
-        if isinstance(value, str):
-            plain[key] = {task: value.replace("{task}", task) for task in tasks or ()}
-        elif value is not None and tasks is not None:
-            plain[key] = {task: value[task] for task in tasks if task in value}
+def _problem(error: Any) -> str:
+    """One problem that pydantic found: the key, what was given, what was expected."""
+    key, *inner = error["loc"]
+    if error["type"] == "unexpected_keyword_argument":
+        known = [item.name for item in fields(Schedule if inner else _Keys)]
+        return f"{key}: {_unknown_key(str(inner[0]), known)}" if inner else _unknown_key(key, known)
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "missing":
+        return f"'{inner[-1]}' of {key} is missing"
+    expected = _EXPECTED.get(error["type"]) or error["msg"].replace("Input should be ", "")
+    place = f"item {inner[0] + 1} of '{key}'" if inner and isinstance(inner[0], int) else f"'{key}'"
+    if inner and isinstance(inner[0], str):
+        place = f"{inner[0]!r} of {place}"
+    return f"{place} must be {expected}, got {error['input']!r}"
+
+
+def _unknown_key(key: str, known: Iterable[str]) -> str:
+    """Like unknown_name, without the long list of keys if one is near: a recipe may have many problems."""
+    text = unknown_name("key", key, known)
+    return text.partition(" Known:")[0] if "Did you mean" in text else text
+
+
+def _wrong_name(name: str) -> Iterator[str]:
+    """The problem of a name that will be a folder's, or part of it."""
+    if not name.strip(" .") or not name.isprintable() or {"/", "\\"} & set(name) or len(name.encode()) > 100:
+        yield f"{name!r} cannot name a folder: use up to 100 printable characters, without / and \\"
+
+
+def _comparison(keys: _Keys, root: Path | None) -> Comparison:
+    """A comparison with its task patterns filled in and its paths under the root."""
+    plain = {item.name: getattr(keys, item.name) for item in fields(Comparison)}
+    for key in ("finetuned", "data", "heads", "reference"):
+        table = plain[key]
+        if PATTERN in table:
+            table = {task: table[PATTERN].replace("{task}", task) for task in keys.tasks or ()}
+        elif keys.tasks is not None:
+            table = {task: table[task] for task in keys.tasks if task in table}
+        if key != "heads":
+            table = {task: under_root(path, root, data=key == "data") for task, path in table.items()}
+        plain[key] = table
     for key in ("source", "target"):
-        if key in plain:
-            plain[key] = under_root(plain[key], root)
-    for key in ("finetuned", "reference", "data"):
-        if key in plain:
-            plain[key] = {task: under_root(path, root, data=key == "data") for task, path in plain[key].items()}
-    plain.setdefault("source", "")
-    plain["finetune"] = Schedule(**plain["finetune"]) if plain.get("finetune") else None
+        plain[key] = plain[key] and under_root(plain[key], root)
     return Comparison(**plain)
 
 
@@ -255,125 +360,27 @@ def under_root(reference: str, root: Path | None, *, data: bool = False) -> str:
     return f"{name}:{root / place}" if data or (root / place).exists() else reference
 
 
-def _shape_problems(content: Mapping[str, Any], variant: str) -> Iterator[str]:
-    """Unknown keys, values of the wrong type, and names of pairs that cannot be those of folders."""
-    known = [key for key in _KNOWN if not (variant and key in ("small", "paper", "title", "printed"))]
-    for key in content:
-        if key not in known:
-            yield _unknown_key(key, known)
-    for key, value in content.items():
-        yield from _wrong_type(key, value)
-    names = [*known, "name"]
-    taken: set[str] = set()
-    for index, pair in enumerate(_as_list(content.get("pairs"))):
-        if not isinstance(pair, Mapping):
-            yield f"'pairs' must be a list of tables, got {pair!r}"
-            continue
-        yield from (f"pair {index + 1}: {_unknown_key(key, names)}" for key in pair if key not in names)
-        for key, value in pair.items():
-            yield from _wrong_type(key, value)
-        name = str(pair.get("name", index + 1))
-        yield from (f"pair {index + 1}: {text}" for text in _wrong_name(name))
-        if name in taken:
-            yield f"pair {index + 1}: another pair is called {name!r} too"
-        taken.add(name)
-    kind = content.get("kind")
-    if isinstance(kind, str) and kind not in KINDS:
-        yield unknown_name("kind", kind, KINDS)
-
-
-def _unknown_key(key: str, known: Iterable[str]) -> str:
-    """Like unknown_name, but without the long list of keys where one is near: a recipe may have many problems."""
-    text = unknown_name("key", key, known)
-    return text.partition(" Known:")[0] if "Did you mean" in text else text
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _wrong_type(key: str, value: Any) -> Iterator[str]:
-    if key in _LISTS and not (isinstance(value, (list, tuple)) and all(type(item) is _LISTS[key] for item in value)):
-        yield f"'{key}' must be a list of {_LISTS[key].__name__}, got {value!r}"
-    elif key in _PATHS and not (
-        isinstance(value, str) or (isinstance(value, Mapping) and all(isinstance(item, str) for item in value.values()))
-    ):
-        yield f"'{key}' must be a table of paths by task, or a path with {{task}} in it, got {value!r}"
-    elif key in _TEXTS and not isinstance(value, str):
-        yield f"'{key}' must be text, got {value!r}"
-    elif key in _NUMBERS and not (type(value) is int and value > 0):
-        yield f"'{key}' must be a whole number above 0, got {value!r}"
-    elif key == "learning_rate" and not (type(value) in (int, float) and 0 < value < math.inf):
-        yield f"'{key}' must be a number above 0, got {value!r}"
-    elif key in ("source_rows", "full_batch") and not isinstance(value, bool):
-        yield f"'{key}' must be true or false, got {value!r}"
-    elif key in ("small", "printed") and not isinstance(value, Mapping):
-        yield f"'{key}' must be a table, got {value!r}"
-    elif key == "pairs" and not isinstance(value, (list, tuple)):
-        yield f"'pairs' must be a list of tables, got {value!r}"
-    elif key == "stated" and not (
-        isinstance(value, Mapping) and all(type(item) in (int, float) for item in value.values())
-    ):
-        yield f"'stated' must be a table of accuracies by task, got {value!r}"
-    elif key == "finetune":
-        yield from _wrong_schedule(value)
-
-
-def _wrong_name(name: str) -> Iterator[str]:
-    """What speaks against a name that will be that of a folder, or part of it."""
-    if not name.strip(" .") or not name.isprintable() or {"/", "\\"} & set(name) or len(name.encode()) > 100:
-        yield f"{name!r} cannot name a folder: take up to 100 plain characters, without / and \\"
-
-
-def _wrong_schedule(value: Any) -> Iterator[str]:
-    known = {item.name: item for item in fields(Schedule)}
-    if value == {}:  # in a small variant: no fine-tuning after all
-        return
-    if not isinstance(value, Mapping):
-        yield f"'finetune' must be a table with steps, learning_rate and so on, got {value!r}"
-        return
-    for key, item in value.items():
-        if key not in known:
-            yield f"finetune: {_unknown_key(key, known)}"
-        elif type(item) not in (int, float) or not 0 <= item < math.inf:
-            yield f"'{key}' of finetune must be a number of 0 or more, got {item!r}"
-    if type(value.get("steps")) is not int or value["steps"] < 1:
-        yield "'steps' of finetune must be a whole number above 0"
-
-
-def _value_problems(comparison: Comparison, kind: str) -> Iterator[str]:
-    """Everything that can be told without looking at the disk."""
-    if kind != "drift" and bool(comparison.samples) == bool(comparison.shots):
+def _conflicts(comparison: Comparison, kind: str, wrong: set[str]) -> Iterator[str]:
+    """Missing keys, and keys that do not fit each other; keys that are `wrong` by themselves are left out."""
+    yield from (f"'{key}' is missing" for key in KINDS[kind] if key not in wrong and not getattr(comparison, key))
+    if kind != "drift" and not wrong & {"samples", "shots"} and bool(comparison.samples) == bool(comparison.shots):
         yield "give budgets as samples or as shots, one of the two"
-    if any(budget < 1 for budget in comparison.budgets):
-        yield "budgets must be above 0"
-    if not comparison.seeds:
-        yield "give at least one seed"
-    if any(seed < 0 for seed in comparison.seeds):
-        yield "seeds must not be below 0"
-    if any(count < 1 for count in comparison.steps):
-        yield "fine-tuning runs need at least one step"
+    if wrong & {"tasks", "data", "finetuned"}:
+        return
     if not comparison.data:
         yield "there is no task: name them in 'tasks', or give 'data' as a table"
-    if comparison.finetune is not None:  # what is made is kept under the name of its task
+    if comparison.finetune is not None:  # fine-tuned models are stored under the name of their task
         yield from (f"task {text}" for task in comparison.data for text in _wrong_name(task))
-    for name in (*comparison.methods, *([comparison.warm_start] if comparison.warm_start else [])):
-        yield from _told(get_method, name)
-    for rule in comparison.scales:
-        yield from _told(check_scale, rule)
-    yield from (unknown_name("sampler", name, SAMPLERS) for name in comparison.samplers if name not in SAMPLERS)
-    if comparison.protocol not in PROTOCOLS:
-        yield unknown_name("protocol", comparison.protocol, PROTOCOLS)
     if kind in ("comparison", "output-similarity", "cost") and set(comparison.finetuned) != set(comparison.data):
         yield f"finetuned names the tasks {first_of(comparison.finetuned)} and data {first_of(comparison.data)}"
 
 
 def _disk_problems(comparison: Comparison) -> Iterator[str]:
-    """What is not there, and data that cannot be read or have too few samples for what is asked of them."""
+    """Missing models and data, and data that cannot be read or have too few samples."""
     made = comparison.finetune is not None
     tuned = () if made else (*comparison.finetuned.values(), *comparison.reference.values())
     for path in dict.fromkeys((comparison.source, comparison.target, *tuned)):
-        if path and not there(path):
+        if path and not model_exists(path):
             yield f"{path} does not exist"
     for task, reference in comparison.data.items():
         try:
@@ -389,10 +396,10 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
         yield from (f"{task}: {text}" for text in _too_few(comparison, data))
 
 
-def there(path: str, *, made: bool = False) -> bool:
-    """Whether a model can be looked for: it exists, is a hub id, or NAME:TAG, which is its library's to find.
+def model_exists(path: str, *, made: bool = False) -> bool:
+    """True if a model exists, or if its name is a hub id or NAME:TAG, which its library looks up.
 
-    A model that is `made` where it is missing must exist: its path may look like a hub id.
+    With `made`, a missing model is made by fine-tuning, so only an existing path counts.
     """
     return (not made and (looks_like_hub_id(path) or ":" in path)) or os.path.exists(path_of(path))
 
@@ -403,28 +410,19 @@ def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:
     most = comparison.budgets[-1]
     samples, shots = (None, most) if comparison.shots else (most, None)
     for sampler in comparison.samplers:
-        if sampler not in SAMPLERS:
-            continue
-        blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features come later
+        blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features are not known yet
         for seed in comparison.seeds:
             try:
                 select(data, samples=samples, shots=shots, sampler=blind, seed=seed)
             except TuneportError as error:
-                yield str(error).replace("--", "")  # a recipe has keys, not options
+                yield str(error)
                 break
-
-
-def _told(check: Any, value: str) -> Iterator[str]:
-    try:
-        check(value)
-    except TuneportError as error:
-        yield str(error)
 
 
 def _printed(content: Mapping[str, Any], tasks: Sequence[str], problems: list[str]) -> tuple[Printed, ...]:
     """The paper's rows: [method, budget, a value per task, mean], or [method, budget, mean].
 
-    `tasks` names the columns where they are not the recipe's own, `deviations` has rows of the same form with
+    `tasks` names the columns if they are not the recipe's own, `deviations` has rows of the same form with
     standard deviations, `marks` has [method, budget, column, what is wrong with it].
     """
     known = ("tasks", "rows", "deviations", "marks")
@@ -434,27 +432,24 @@ def _printed(content: Mapping[str, Any], tasks: Sequence[str], problems: list[st
     spread: dict[tuple[str, int], dict[str, float]] = {}
     for name in ("deviations", "rows"):
         for row in content.get(name, ()):
-            good = isinstance(row, list) and len(row) >= 3 and isinstance(row[0], str) and type(row[1]) is int
-            numbers = row[2:] if good else []
-            if (
-                not good
-                or not all(type(n) in (int, float) for n in numbers)
-                or len(numbers) not in (1, len(columns) + 1)
-            ):
-                problems.append(
-                    f"printed: a row is [method, budget, {len(columns)} values and their mean], got {row!r}"
-                )
-                continue
-            key, values = (row[0], row[1]), dict(zip(columns, numbers[:-1], strict=False))
-            if name == "deviations":
-                spread[key] = {**values, "mean": numbers[-1]}
-            else:
-                found[key] = Printed(*key, values, numbers[-1], spread.get(key, {}))
+            match row:
+                case [str(method), int(budget), *values, int() | float() as mean] if len(values) in (
+                    0,
+                    len(columns),
+                ) and all(type(value) in (int, float) for value in values):
+                    cells = dict(zip(columns, values, strict=False))
+                    if name == "deviations":
+                        spread[method, budget] = {**cells, "mean": mean}
+                    else:
+                        found[method, budget] = Printed(method, budget, cells, mean, spread.get((method, budget), {}))
+                case _:
+                    form = f"[method, budget, {len(columns)} values and their mean]"
+                    problems.append(f"printed: a row is {form}, got {row!r}")
     for mark in content.get("marks", ()):
-        if not (isinstance(mark, list) and len(mark) == 4 and (mark[0], mark[1]) in found):
-            problems.append(f"printed: a mark is [method, budget, column, words] of a row that is there, got {mark!r}")
-            continue
-        row = found[mark[0], mark[1]]
-        marks = {**row.marks, mark[2]: mark[3]}
-        found[mark[0], mark[1]] = Printed(row.method, row.budget, row.values, row.mean, row.deviations, marks)
+        match mark:
+            case [str(method), int(budget), str(column), str(text)] if (method, budget) in found:
+                row = found[method, budget]
+                found[method, budget] = replace(row, marks={**row.marks, column: text})
+            case _:
+                problems.append(f"printed: a mark is [method, budget, column, text] of an existing row, got {mark!r}")
     return tuple(found.values())

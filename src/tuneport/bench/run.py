@@ -40,7 +40,7 @@ from ..training.finetune import prepare_training, run_training
 from ..types import Stage
 from .cells import run_cell
 from .figures import figure_cell, write_figure
-from .recipe import FIGURES, RECIPES, Comparison, Recipe, read_recipe, there
+from .recipe import FIGURES, RECIPES, Comparison, Recipe, model_exists, read_recipe
 from .tables import RESULTS, Comparing, Row, write_tables
 
 Note = Callable[[str], None]
@@ -280,7 +280,7 @@ def _check_models(recipe: Recipe) -> None:
             problems.append(str(error))
             continue
         for task, path in part.finetuned.items():
-            if not there(path, made=part.finetune is not None):
+            if not model_exists(path, made=part.finetune is not None):
                 continue
             try:
                 job = prepare(models[0], path, models[1], part.data[task], method="naive", device=part.device)
@@ -308,7 +308,7 @@ def wanted_finetunes(
         roles = [("finetuned", comparison.source, dict.fromkeys(comparison.data, ""))]
     for role, base, paths in roles:
         for task, path in paths.items():
-            if path and there(path, made=True):
+            if path and model_exists(path, made=True):
                 continue
             schedule = asdict(comparison.finetune)
             identity = [base, comparison.data[task], comparison.heads.get(task), schedule, comparison.checkpoint_every]
