@@ -32,8 +32,8 @@ test-families: $(FAMILIES_STAMP)
 	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/models/families
 
 lint: setup
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks research examples
+	$(BIN)/ruff check src tests benchmarks research examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -24,7 +24,7 @@ import tuneport
 from builders.folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport.bench import cells, figures, run
 from tuneport.bench.recipe import FIGURES, KINDS, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
-from tuneport.bench.run import Cells, cell_names, main, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench.run import Cells, cell_names, plan_lines, run_recipe, wanted_finetunes
 from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
 from tuneport.cli import app
 from tuneport.data.tasks import TASKS
@@ -604,7 +604,7 @@ class TestRunning:
             with pytest.raises(CheckpointError, match="out cannot be overwritten: it holds the input"):
                 run_recipe(given, tmp_path / "out", cache=cache, overwrite=True)
 
-    def test_without_typer_and_rich(self, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_command_takes_the_variant_asked_for(self, root: Path, tmp_path: Path) -> None:
         text = """
         source = "zoo/a"
         target = "zoo/none"
@@ -619,13 +619,14 @@ class TestRunning:
         target = "zoo/a2"
         """
         (tmp_path / "r.toml").write_text(text)
-        words = [str(tmp_path / "r.toml"), "--out", str(tmp_path / "out"), "--root", str(root), "--device", "cpu"]
-        assert main(words) == 1
-        assert "zoo/none does not exist" in capsys.readouterr().err
-        assert main([*words, "--small"]) == 0
-        out, err = capsys.readouterr()
-        assert "| naive | 1 | 4 |" in out
-        assert "comparing 1 1" in err
+        words = ["bench", str(tmp_path / "r.toml"), "--out", str(tmp_path / "out"), "--root", str(root)]
+        words += ["--device", "cpu", "--json"]
+        with pytest.raises(DataError, match="zoo/none does not exist"):
+            CliRunner().invoke(app, words, catch_exceptions=False)
+        done = CliRunner().invoke(app, [*words, "--small"], catch_exceptions=False)
+        assert ("naive", "1", 4) in {
+            (row["method"], row["scale_rule"], row["budget"]) for row in json.loads(done.stdout)["rows"]
+        }
 
 
 class TestFigures:

@@ -18,13 +18,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from benchmarks.common import load, merge, run_comparison, save
 from builders.folders import LARGE, Zoo, build
 from tuneport import cli
 from tuneport.bench import cells
 from tuneport.bench import run as bench
 from tuneport.bench.recipe import Comparison, make_recipe, read_recipe
-from tuneport.bench.run import run_comparison
-from tuneport.bench.tables import Comparing, Row, auto_scale_summary, load, markdown, merge, save, table_rows
+from tuneport.bench.tables import Comparing, Row, auto_scale_summary, markdown, table_rows
 from tuneport.errors import DataError
 from tuneport.maps.statistics import Statistics
 from tuneport.models import open

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from benchmarks.common import load
 from builders.texts import (
     LABELS,
     SENTENCES,
@@ -31,7 +32,6 @@ from builders.twins import finetuned
 from builders.twins import moved as all_moved
 from tuneport import transfer
 from tuneport.bench import run as bench
-from tuneport.bench.tables import load
 from tuneport.cli import app
 from tuneport.data.formats import read_plain
 from tuneport.data.samplers import select

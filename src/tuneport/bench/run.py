@@ -3,21 +3,16 @@
 A comparison measures each (task, sampler, seed) once: one capture serves every method, and every method gets the
 same samples, the same scale rule and the same test split. Nothing is chosen by looking at test data. Everything is
 checked before any work, and finished cells are kept beside the output until the run is complete.
-
-Also a command that needs neither typer nor rich: `python -m tuneport.bench.run RECIPE.toml --out DIR
---small --root DIR`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +136,7 @@ def run_recipe(
     check_new_folder(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
     for line in plan_lines(recipe, kept):
         say(line)
-    _check_models(recipe)
+    check_models(recipe)
     cells = Cells(out, fingerprint(json.loads(to_json(_conditions(recipe)))))
     with claimed(out):
         if not resume:
@@ -150,7 +145,7 @@ def run_recipe(
         if resume:
             say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting anew")
         made = make_finetunes(recipe, kept, stage=stage)
-        results = {name: _run_pair(made, name, cells, done, stage) for name in made.comparisons}
+        results = {name: run_pair(made, name, cells, done, stage) for name in made.comparisons}
         with new_folder(out, overwrite=overwrite, marks=marks) as folder:
             _write(recipe, results, folder)
         cells.remove()
@@ -208,7 +203,7 @@ def cell_names(kind: str, comparison: Comparison) -> list[tuple[str, str, int]]:
     return [(task, sampler, seed) for task in comparison.data for sampler in comparison.samplers for seed in seeds]
 
 
-def _run_pair(
+def run_pair(
     recipe: Recipe, name: str, cells: Cells | None, done: Mapping[str, Mapping[str, Any]], stage: Stage | None
 ) -> Comparing | list[dict[str, Any]]:
     """All cells of one pair: rows of a table, or points of a figure."""
@@ -259,16 +254,7 @@ def _machine(device: torch.device) -> str:
     return f"{name}, {device}, torch {torch.__version__}"
 
 
-def run_comparison(comparison: Comparison, *, stage: Stage | None = None) -> Comparing:
-    """Run a comparison: every task, sampler, seed, budget and method."""
-    recipe = Recipe({"1": comparison})
-    _check_models(recipe)
-    result = _run_pair(recipe, "1", None, {}, stage)
-    assert isinstance(result, Comparing)
-    return result
-
-
-def _check_models(recipe: Recipe) -> None:
+def check_models(recipe: Recipe) -> None:
     """Open what is there and pair the layers, so that a pair that cannot be served is told before any work."""
     problems: list[str] = []
     for part in recipe.comparisons.values():
@@ -345,32 +331,3 @@ def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stag
             run_training(training, place, checkpoint_every=part.checkpoint_every, progress=progress)
         parts[name] = replace(part, finetuned=places["finetuned"], reference=places["reference"])
     return replace(recipe, comparisons=parts)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command without typer and rich: 0 done, 1 something is wrong with the input."""
-    parser = argparse.ArgumentParser(prog="python -m tuneport.bench.run", description="Run a recipe.")
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--root", type=Path)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--device")
-    for flag in ("small", "resume", "overwrite"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    options = vars(parser.parse_args(arguments))
-
-    def tell(*words: object) -> None:
-        print(*words, file=sys.stderr, flush=True)
-
-    try:
-        out = run_recipe(options.pop("recipe"), options.pop("out"), stage=tell, note=tell, **options)
-    except TuneportError as error:
-        tell(f"{type(error).__name__}: {error}")
-        return 1
-    for path in sorted(out.rglob("table.md")):  # one for each pair
-        print(path.read_text(encoding="utf-8"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
 """Every rival on the zoo's same-architecture pair (a -> a2), K shots per class: one comparison, written up.
 
-    python benchmarks/rivals.py --shared ../shared --tasks mnist fashion gtsrb cifar10 --out benchmarks/results/rivals
+    python -m benchmarks.claims.rivals --shared ../shared --tasks mnist fashion gtsrb cifar10 --out runs/rivals
 
 Tasks and seeds may also be run one by one, into folders of their own, and put together afterwards:
 
-    python benchmarks/rivals.py --merge runs/mnist-0 runs/mnist-1 ... --out benchmarks/results/rivals
+    python -m benchmarks.claims.rivals --merge runs/mnist-0 runs/mnist-1 ... --out benchmarks/results/rivals
 
 Needs the shared zoo and images. Fine-tuning uses the zoo's own learning rate (1e-4). Equal terms: the same samples,
 seeds and scale rules for every method; scale `auto` looks at calibration samples only.
@@ -13,14 +13,13 @@ seeds and scale rules for every method; scale `auto` looks at calibration sample
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.common import commit, load, merge, run_comparison, save
 from tuneport.bench.recipe import Comparison
-from tuneport.bench.run import run_comparison
-from tuneport.bench.tables import Comparing, load, markdown, merge, save
+from tuneport.bench.tables import Comparing, markdown
 
 
 def main() -> None:
@@ -75,20 +74,15 @@ def write(result: Comparing, options: argparse.Namespace) -> None:
         "seeds": settings.seeds,
         "steps": settings.steps,
     }
-    command = "python benchmarks/rivals.py --shared ../shared"
+    command = "python -m benchmarks.claims.rivals --shared ../shared"
     command += "".join(f" --{name} {' '.join(map(str, values))}" for name, values in words.items())
     command += f" --out {options.out}"
-    about = {"command": command, "commit": _commit()}
+    about = {"command": command, "commit": commit()}
     about |= {key: value for key, value in result.about.items() if key != "command"}
     about |= {key: getattr(options, key) for key in ("commit", "machine", "note") if getattr(options, key)}
     result = replace(result, about=about)
     save(result, options.out, overwrite=True)
     print(markdown(result))
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

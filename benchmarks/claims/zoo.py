@@ -1,7 +1,7 @@
 """Every pair and task of the shared zoo, every bilinear method: accuracy of the ported target at N = 100.
 
-    python benchmarks/zoo.py --shared ../shared --seeds 0 1 2 --runs runs/zoo
-    python benchmarks/zoo.py --write benchmarks/results/zoo-n100.md --runs runs/zoo
+    python -m benchmarks.claims.zoo --shared ../shared --seeds 0 1 2 --runs runs/zoo
+    python -m benchmarks.claims.zoo --write benchmarks/results/zoo-n100.md --runs runs/zoo
 
 The first command compares the methods on one pair and task after another (one capture each serves all methods) and
 leaves a folder per run; the second puts the runs into tables. Calibration samples come from the training split,
@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.common import commit, load, run_comparison, save
 from tuneport.bench.recipe import Comparison
-from tuneport.bench.run import run_comparison
-from tuneport.bench.tables import Comparing, load, save
+from tuneport.bench.tables import Comparing
 
 PAIRS = {
     ("a", "a2"): ("cifar10", "fashion", "gtsrb", "mnist"),
@@ -81,13 +80,12 @@ def write(options: argparse.Namespace) -> None:
         for pair, tasks in PAIRS.items():
             found = {task: runs[name] for task in tasks if (name := f"{pair[0]}-{pair[1]}-{task}") in runs}
             text += _block(pair, found, budget)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     seeds = " ".join(map(str, first.comparison.seeds))
     text += [
-        f"- command: python benchmarks/zoo.py --shared ../shared --seeds {seeds} --samples "
+        f"- command: python -m benchmarks.claims.zoo --shared ../shared --seeds {seeds} --samples "
         + " ".join(map(str, first.comparison.samples)),
         f"- machine: {'; '.join(dict.fromkeys(run.about['machine'] for run in runs.values()))}",
-        f"- commit: {commit.strip()}",
+        f"- commit: {commit()}",
         f"- date: {first.about['date']}",
         "- fine-tuned targets in brackets are the figures of the zoo's README (4,000 test images)",
     ]

@@ -1,9 +1,9 @@
 """Claim: what models that run in bfloat16 cost a transfer in accuracy, and which rank cut suits their signals.
 
-    python benchmarks/dtype.py --root ../shared --out dtype.jsonl [--samples 100] [--seeds 0] [--cells C ...]
-    python benchmarks/dtype.py --root ../shared --out cuts.jsonl --cuts 1e-3 1e-4 1e-5 1e-6
-    python benchmarks/dtype.py --out dtype.jsonl --table
-    python benchmarks/dtype.py --root ../shared --out planted.jsonl --planted --cuts 1e-3 1e-4 1e-5 1e-6
+    python benchmarks/claims/dtype.py --root ../shared --out dtype.jsonl [--samples 100] [--seeds 0] [--cells C ...]
+    python benchmarks/claims/dtype.py --root ../shared --out cuts.jsonl --cuts 1e-3 1e-4 1e-5 1e-6
+    python benchmarks/claims/dtype.py --out dtype.jsonl --table
+    python benchmarks/claims/dtype.py --root ../shared --out planted.jsonl --planted --cuts 1e-3 1e-4 1e-5 1e-6
 
 Each cell (source, target, task) of the shared zoo is ported with bico at scale 1, both models in float32 and in
 bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as whoever
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab import TEXTS, Places
 from torch.nn import functional as F
 
 from tuneport.data.dataset import align_labels
@@ -44,6 +43,13 @@ from tuneport.task_vectors.vector import TaskVector
 CELLS = ("a:b:cifar10", "a:b:gtsrb", "a:c:mnist", "a:c:fashion", "c:b:cifar10", "a:a2:cifar10")
 Row = dict[str, Any]
 
+TEXTS = {
+    "trec6": "trec6.jsonl.gz",
+    "subj": "subj.jsonl.gz",
+    "sst2": "sst2_stsa.jsonl.gz",
+    "agnews": "agnews_test.jsonl.gz",
+}
+
 
 @contextmanager
 def rank_cut_of(value: float | None) -> Iterator[None]:
@@ -55,6 +61,24 @@ def rank_cut_of(value: float | None) -> Iterator[None]:
         yield
     finally:
         covariance.cut_above_noise = own
+
+
+class Places:
+    """Where models and data are."""
+
+    def __init__(self, root: Path, encoders: Path | None) -> None:
+        self.root, self.encoders = root, encoders
+
+    def model(self, name: str) -> Path:
+        found = [folder / name for folder in (self.root / "zoo", self.encoders) if folder and (folder / name).is_dir()]
+        if not found:
+            sys.exit(f"there is no model {name} in {self.root / 'zoo'} or {self.encoders}; see --root and --encoders.")
+        return found[0]
+
+    def data(self, task: str) -> str:
+        if task in TEXTS:
+            return f"{task}:{self.root / 'data' / 'text' / TEXTS[task]}"
+        return str(self.root / "data" / "images" / f"{task}.npz")
 
 
 def accuracy(job: Job, vector: TaskVector, test: list[Any]) -> float:

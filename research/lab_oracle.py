@@ -1,7 +1,7 @@
 """Claim: orthogonal maps could carry nearly all of a fine-tune; what BiCo loses, it loses in finding them.
 
-    python benchmarks/lab_oracle.py --root ../shared --out oracle.jsonl [--samples 100] [--seed 0]
-    python benchmarks/lab_oracle.py --out oracle.jsonl --table
+    python research/lab_oracle.py --root ../shared --out oracle.jsonl [--samples 100] [--seed 0]
+    python research/lab_oracle.py --out oracle.jsonl --table
 
 Where the zoo has the target's own fine-tune (a and c on cifar10 and mnist), the truth is known: its task vector, in the
 tensors that a transfer moves. Beside BiCo stand the truth itself; the best that orthogonal maps can do, which is the

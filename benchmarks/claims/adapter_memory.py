@@ -1,6 +1,6 @@
 """Peak memory of carrying a LoRA over as its factors, against carrying the same update as dense matrices.
 
-    python benchmarks/adapter_memory.py [--layers 12] [--source 768] [--target 1024] [--rank 8] [--out FILE.md]
+    python benchmarks/claims/adapter_memory.py [--layers 12] [--source 768] [--target 1024] [--rank 8] [--out FILE.md]
 
 One claim: the transport stage of a low-rank transfer makes no dense update. Both variants run in a process of their
 own, on the same maps, which are solved beforehand; the task vector is made layer by layer when asked for, as from a
@@ -112,7 +112,7 @@ The maps are solved beforehand and not counted: both ways need the same ones.
 
 Norm of the result: {dense["norm"]:.6g} and {low["norm"]:.6g}. Times come from a shared machine, for orientation only.
 
-- command: `python benchmarks/adapter_memory.py {" ".join(sizes)}`
+- command: `python benchmarks/claims/adapter_memory.py {" ".join(sizes)}`
 - machine: {platform.machine()}, {platform.system()}, {software}, one thread
 - commit: {commit}, {datetime.date.today()}
 """

@@ -1,7 +1,7 @@
 """Claim: of forty-two ideas to get more out of the same samples, a few help, and most do not (research/notes/ideas.md).
 
-    python benchmarks/lab_ideas.py --root ../shared --out ideas.jsonl [--samples 20 100] [--seeds 0 1 2] [--cells C ...]
-    python benchmarks/lab_ideas.py --out ideas.jsonl --table
+    python research/lab_ideas.py --root ../shared --out ideas.jsonl [--samples 20 100] [--seeds 0 1 2] [--cells C ...]
+    python research/lab_ideas.py --out ideas.jsonl --table
 
 All ideas are tried on one measurement of each cell of the shared zoo, or with --encoders of text: moments of inputs and
 output gradients, for each half of the calibration samples. Maps of a shape are solved together, without completion,

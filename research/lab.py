@@ -1,8 +1,8 @@
 """Claim: bico+ recovers more of what fine-tuning gains than bico, with few samples and with many, and does not harm.
 
-    python benchmarks/lab.py --root ../shared --out lab.jsonl [--samples 20 100] [--seeds 0 1 2] [--cells C ...]
-    python benchmarks/lab.py --root ../shared --encoders ENCODERS --cells minilm-l6:minilm-l3:trec6 --out lab.jsonl
-    python benchmarks/lab.py --out lab.jsonl --table
+    python research/lab.py --root ../shared --out lab.jsonl [--samples 20 100] [--seeds 0 1 2] [--cells C ...]
+    python research/lab.py --root ../shared --encoders ENCODERS --cells minilm-l6:minilm-l3:trec6 --out lab.jsonl
+    python research/lab.py --out lab.jsonl --table
 
 Each cell (source, target, task) is ported with bico and bico+ from calibration samples of the training split, on which
 the scale is chosen. On test samples every candidate scale is scored. Rows are appended to --out, and what is there is

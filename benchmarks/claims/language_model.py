@@ -5,7 +5,7 @@ target with the same tokenizer, and the same target with another tokenizer. Fine
 ports it with about a hundred passages, and gives the perplexity per word of each on held-out Shakespeare and English.
 Needs the shared corpora; says so where they are not there.
 
-    python benchmarks/language_model.py --data SHARED/data/text --out benchmarks/results/language-model.md
+    python benchmarks/claims/language_model.py --data SHARED/data/text --out benchmarks/results/language-model.md
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ def markdown(rows: list[dict[str, Any]], options: Any, seconds: float) -> str:
         "",
         f"Source: {SHAPES['source']}, targets: {SHAPES['target']}, 4 key-value heads; vocabularies {VOCABULARIES}.",
         "",
-        f"- command: `python benchmarks/language_model.py --data TEXTS --steps {options.steps} --tune {options.tune} "
-        f"--samples {options.samples} --seeds {options.seeds}`",
+        f"- command: `python benchmarks/claims/language_model.py --data TEXTS --steps {options.steps} "
+        f"--tune {options.tune} --samples {options.samples} --seeds {options.seeds}`",
         f"- machine: {platform.machine()}, {options.device}, torch {torch.__version__}; {seconds:.0f} s",
         f"- commit: {commit or 'not known'}; date: {time.strftime('%Y-%m-%d')}",
         "",

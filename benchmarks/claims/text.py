@@ -5,7 +5,7 @@ the target with the zero-shot head (label descriptions) and with a linear probe 
 Few-shot fine-tuning gets the same samples; its learning rate and number of steps are chosen on validation data.
 Needs the shared encoders and texts; says so where they are not there.
 
-    python benchmarks/text.py --encoders ENCODERS --data SHARED/data/text --out benchmarks/results/text.md
+    python benchmarks/claims/text.py --encoders ENCODERS --data SHARED/data/text --out benchmarks/results/text.md
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def markdown(
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines += [
         "",
-        f"- command: `python benchmarks/text.py --encoders ENCODERS --data TEXTS --tasks {options.tasks} "
+        f"- command: `python benchmarks/claims/text.py --encoders ENCODERS --data TEXTS --tasks {options.tasks} "
         f"--targets {options.targets} --samples {options.samples} --seeds {options.seeds} --steps {options.steps}`",
         f"- machine: {platform.machine()}, {options.device}, torch {torch.__version__}; {seconds:.0f} s",
         f"- commit: {commit or 'not known'}; date: {time.strftime('%Y-%m-%d')}",

@@ -3,7 +3,7 @@
 Makes a synthetic pair of sharded bfloat16 checkpoints (6 GB each unless told otherwise) in a temporary folder, runs
 both commands as processes of their own and records their peak resident memory. Exits 1 above the limit.
 
-    python benchmarks/checkpoint_memory.py --out benchmarks/results/checkpoint-memory.md
+    python benchmarks/claims/checkpoint_memory.py --out benchmarks/results/checkpoint-memory.md
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> None:
         f"| `tuneport extract` | {extract[0] / 1e9:.2f} GB | {extract[1]:.0f} |",
         f"| `tuneport apply` | {apply[0] / 1e9:.2f} GB | {apply[1]:.0f} |",
         "",
-        f"- command: `python benchmarks/checkpoint_memory.py --gigabytes {options.gigabytes:g}`",
+        f"- command: `python benchmarks/claims/checkpoint_memory.py --gigabytes {options.gigabytes:g}`",
         f"- machine: {platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}",
         f"- commit: {commit.stdout.strip() or 'unknown'}",
         f"- date: {time.strftime('%Y-%m-%d')}",

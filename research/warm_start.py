@@ -1,7 +1,7 @@
 """Claim: ported weights are a better place to start fine-tuning from than the target's own.
 
-    python benchmarks/warm_start.py --root ../shared --out warm-start.jsonl [--cells a:a2:mnist ...] [--steps 60]
-    python benchmarks/warm_start.py --out warm-start.jsonl --table
+    python research/warm_start.py --root ../shared --out warm-start.jsonl [--cells a:a2:mnist ...] [--steps 60]
+    python research/warm_start.py --out warm-start.jsonl --table
 
 For each cell of the shared zoo the target is fine-tuned on the whole training split (AdamW, 1e-4, weight decay 0.1,
 head frozen), once from its own weights and once from those that bico+ ports with --samples images, with the same

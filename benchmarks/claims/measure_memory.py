@@ -1,6 +1,6 @@
 """Peak memory of `measure` must not grow with the number of samples: N = 100 against N = 400, in one run.
 
-    python benchmarks/measure_memory.py --out benchmarks/results/measure-memory.md
+    python benchmarks/claims/measure_memory.py --out benchmarks/results/measure-memory.md
 
 Two CLIP towers of the zoo's shapes (192 x 6 to 256 x 6) with random weights, signals of BiCo, batches of 32 made on
 the fly. Each N runs in a process of its own; the number is that process's peak resident memory.
@@ -97,7 +97,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     lines += [
         "",
-        "- command: python benchmarks/measure_memory.py",
+        "- command: python benchmarks/claims/measure_memory.py",
         f"- machine: {platform.machine()}, {platform.system()}, CPU",
         f"- commit: {commit.strip()}",
         f"- date: {time.strftime('%Y-%m-%d')}",

@@ -1,6 +1,6 @@
 """Every recipe's small variant, one after another, on the shared zoo: each table and figure of the paper in small.
 
-    python benchmarks/recipes.py --root ../shared --out runs/recipes [--device cuda] [--only width seeds] [--jobs 4]
+    python -m benchmarks.claims.recipes --root ../shared --out runs [--device cuda] [--only width seeds] [--jobs 4]
 
 `--root` is the folder with zoo/ and data/images/ (and encoders/, for the text recipe). First all models that the
 recipes need are fine-tuned into --cache (OUT/models); then the recipes run, `--jobs` of them side by side, each in a
@@ -22,10 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.common import commit, load
 from tuneport.bench.figures import draw
 from tuneport.bench.recipe import FIGURES, RECIPES, Comparison, Recipe, read_recipe
 from tuneport.bench.run import make_finetunes, run_recipe, wanted_finetunes
-from tuneport.bench.tables import load, plot
+from tuneport.bench.tables import plot
 from tuneport.errors import TuneportError
 
 
@@ -119,7 +120,8 @@ def start(options: argparse.Namespace, name: str, model: str | None = None) -> t
         tell(f"{label}: done already")
         return 0, 0.0
     started = time.time()
-    words = [sys.executable, __file__, "--one", name, "--root", str(options.root), "--out", str(options.out)]
+    words = [sys.executable, "-m", "benchmarks.claims.recipes", "--one", name]
+    words += ["--root", str(options.root), "--out", str(options.out)]
     words += ["--cache", str(options.cache), "--device", options.device]
     words += [*(["--tiny"] if options.tiny else []), *(["--make", model] if model else [])]
     threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
@@ -177,7 +179,6 @@ def write_summary(
     options: argparse.Namespace, names: list[str], results: dict[str, tuple[int, float]], failed: dict[str, str]
 ) -> None:
     """What was run and how long it took, and where the order of methods is not the paper's."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     text = [
         "# Every recipe in small",
         "",
@@ -192,9 +193,9 @@ def write_summary(
     flags += f" --only {' '.join(options.only)}" if options.only else ""
     text += [
         "",
-        f"- command: python benchmarks/recipes.py --root ../shared --out {options.out.name} --device {options.device} "
-        f"--jobs {options.jobs}{flags}",
-        f"- commit: {options.commit or commit.strip() or 'unknown'}",
+        f"- command: python -m benchmarks.claims.recipes --root ../shared --out {options.out.name} "
+        f"--device {options.device} --jobs {options.jobs}{flags}",
+        f"- commit: {options.commit or commit()}",
         *([f"- machine: {options.machine}"] if options.machine else []),
         f"- date: {time.strftime('%Y-%m-%d')}",
     ]

@@ -1,6 +1,6 @@
 """A report of 200 layers: how large it is, and how long a headless Chromium takes to open it.
 
-    python benchmarks/report_page.py --record out/tuneport.json --layers 200 --write benchmarks/results/report-page.md
+    python -m benchmarks.claims.report_page --record out/tuneport.json --layers 200 --write report-page.md
 
 The layers of a real run record are repeated under new names until there are enough. Opening is timed from the order to
 navigate to the end of the first layout, in a browser that is already running; the median of five.
@@ -13,17 +13,13 @@ import json
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from tests.builders.browser import Browser
 from tuneport.report.page import report_page
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-from browser import Browser  # noqa: E402
 
 ROLES = ("q", "k", "v", "out", "fc1", "fc2")
 
@@ -74,7 +70,7 @@ def main() -> None:
         "",
         "Messages: console output, exceptions, violations of the page's policy. Requests: all but the page itself.",
         "",
-        "- command: the one at the head of `benchmarks/report_page.py`",
+        "- command: the one at the head of `benchmarks/claims/report_page.py`",
         f"- machine: {platform.machine()}, two CPU cores, shared with other work at the time",
         f"- commit: {commit.strip()}",
         f"- date: {datetime.now(timezone.utc).date()}",

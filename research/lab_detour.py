@@ -1,7 +1,7 @@
 """Claim: a detour over a third base model carries about as much as the direct way, and their mean no more than it.
 
-    python benchmarks/lab_detour.py --root ../shared --out detour.jsonl [--cells a:c:b:cifar10 ...]
-    python benchmarks/lab_detour.py --out detour.jsonl --table
+    python research/lab_detour.py --root ../shared --out detour.jsonl [--cells a:c:b:cifar10 ...]
+    python research/lab_detour.py --out detour.jsonl --table
 
 A cell is source:over:target:task. The fine-tune of the source is ported to the target at once, and to the model between
 and on from there; both changes and their mean are scored on test images at every scale. Models run in bfloat16. Says so

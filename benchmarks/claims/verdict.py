@@ -1,7 +1,7 @@
 """Does the pre-flight verdict foretell the gain? Every pair and task of the zoo, BiCo at scale 1, N = 100.
 
-    python benchmarks/verdict.py --shared ../shared --runs runs-verdict
-    python benchmarks/verdict.py --runs runs-verdict --write benchmarks/results/verdict.md
+    python -m benchmarks.claims.verdict --shared ../shared --runs runs-verdict
+    python -m benchmarks.claims.verdict --runs runs-verdict --write benchmarks/results/verdict.md
 
 The first command runs `tuneport.pipeline.preflight.compare` for each cell on the calibration samples that the
 transfers of
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from scipy.stats import spearmanr
-from zoo import PAIRS
 
+from benchmarks.claims.zoo import PAIRS
 from tuneport.pipeline.preflight import (
     LIKELY,
     UNCERTAIN,
@@ -41,7 +41,7 @@ from tuneport.pipeline.preflight import (
     try_transfer,
 )
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 HARM = 0.5  # points: less than that is neither a gain nor a loss
 Cell = dict[str, Any]
 
@@ -217,7 +217,7 @@ def write(options: argparse.Namespace) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     lines += [
         "",
-        "- commands: those at the head of `benchmarks/verdict.py`",
+        "- commands: those at the head of `benchmarks/claims/verdict.py`",
         f"- machine: {platform.machine()}, CPU, torch {torch.__version__}",
         f"- commit: {commit.strip()}",
         f"- date: {datetime.now(timezone.utc).date()}",

@@ -1,7 +1,7 @@
 """Claim: two ports of one skill, from two old models, are better together than either: the mean of both changes.
 
-    python benchmarks/lab_sources.py --root ../shared --out sources.jsonl [--samples 100] [--seeds 0 1]
-    python benchmarks/lab_sources.py --out sources.jsonl --table
+    python research/lab_sources.py --root ../shared --out sources.jsonl [--samples 100] [--seeds 0 1]
+    python research/lab_sources.py --out sources.jsonl --table
 
 Sources a and c of the shared zoo, fine-tuned on the same task, are ported to a2 and b with `bico` and a scale that
 each chooses by `auto`; then half of each change is added. Accuracy on test images. Says so where the zoo is not there.
