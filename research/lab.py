@@ -33,7 +33,7 @@ from tuneport.job import Job
 from tuneport.measure.accuracy import encoded
 from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import RULES, SCALES, Scaled, Score, choose_scale, halves, transfer_auto
+from tuneport.pipeline.scale import RULES, SCALES, Scaled, Score, choose_on_halves, choose_scale
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.types import ScaleRule
 
@@ -76,7 +76,7 @@ class Places:
 
 def tested(job: Job, entries: Any, test: list[Any], dtype: torch.dtype) -> dict[float, float]:
     """Accuracy on test samples at each scale."""
-    head, found = job.target_head, {}
+    head, found = job.heads.target, {}
     assert head is not None
 
     def as_wanted(tensor: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
             method=method, samples=samples, seed=seed, scored=True, device=options.device, batch_size=options.batch,
             sampler="class_balanced" if task in TEXTS else "random",
         )  # fmt: skip
-        assert job.target_head is not None
+        assert job.heads is not None
         if test is None:
-            drawn = align_labels(read_data(data, "test"), job.target_head.classes)
+            drawn = align_labels(read_data(data, "test"), job.heads.target.classes)
             some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
             test = list(encoded(job.target, drawn.subset(some), 100))
         started = time.process_time()
-        sides = halves(job)
+        sides = job.halves()
         parts = (measure_job(sides[0]), measure_job(sides[1]))
         solved: dict[int, Any] = {}
 
@@ -119,7 +119,8 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
                 solved[id(found)] = method.transfer(problem_of(job, found))
             return solved[id(found)]
 
-        moved, choice = transfer_auto(sides, solve, parts, parts[0] + parts[1])
+        choice = choose_on_halves(sides, map(solve, parts))
+        moved = solve(parts[0] + parts[1])
         seconds = time.process_time() - started
         dtype = torch.bfloat16 if options.bfloat16 else torch.float32
         accuracy = tested(job, moved.task_vector, test, dtype)

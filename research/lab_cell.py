@@ -35,14 +35,14 @@ from torch.nn import functional as F
 
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
-from tuneport.job import Job, views_of
+from tuneport.job import Job
 from tuneport.measure.accuracy import encoded
 from tuneport.measure.capture import measure_pairs
 from tuneport.methods.entries import matrix_of
 from tuneport.models.heads import Head, choose_head
 from tuneport.pairing import DepthRule, LayerPair, nearest_block
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import SCALES, Score, choose_scale, halves, score_of_classes
+from tuneport.pipeline.scale import SCALES, Score, choose_scale, score_of_classes
 from tuneport.task_vectors.low_rank import as_dense
 
 READS = ("q_proj", "fc1", "self.query", "attn.q", "intermediate.dense")  # the residual stream
@@ -97,8 +97,8 @@ class Bench(nn.Module):
         for tower in (self.module, self.job.source.module):
             tower.config._attn_implementation = "eager"
         train = read_data(data, "train")
-        assert self.job.target_head is not None
-        self.head: Head = self.job.target_head
+        assert self.job.heads is not None
+        self.head: Head = self.job.heads.target
         self.source_head = choose_head(self.job.source, None, train)
         self.base = {name: tensor.detach().clone() for name, tensor in self.module.named_parameters()}
         sides = (self.job.source.module.config, self.module.config)
@@ -117,12 +117,12 @@ class Bench(nn.Module):
     @cached_property
     def unlabelled(self) -> list[Any]:
         options = {"samples": UNLABELLED, "seed": self.given[3] + 100, "device": self.given[4], "batch_size": 250}
-        return list(prepare(*self.more, scored=True, **options).batches)  # type: ignore[arg-type]
+        return list(prepare(*self.more, scored=True, **options).samples)  # type: ignore[arg-type]
 
     @cached_property
     def all(self) -> list[Any]:
         options = {"samples": ALL, "seed": 1000, "device": self.given[4], "batch_size": 250}
-        return list(prepare(*self.more, scored=True, **options).batches)  # type: ignore[arg-type]
+        return list(prepare(*self.more, scored=True, **options).samples)  # type: ignore[arg-type]
 
     @cached_property
     def other(self) -> Bench | None:
@@ -154,11 +154,11 @@ class Bench(nn.Module):
 
     def of(self, part: str) -> Job:
         if part not in self.jobs:
-            self.jobs[part[:-1] + "0"], self.jobs[part[:-1] + "1"] = halves(self.of(part[:-1]))
+            self.jobs[part[:-1] + "0"], self.jobs[part[:-1] + "1"] = self.of(part[:-1]).halves()
         return self.jobs[part]
 
     def batches(self, part: str) -> list[Any]:
-        return list(self.of(part).batches)
+        return list(self.of(part).samples)
 
     def labelled_by_source(self, batches: Iterable[Any]) -> list[Any]:
         """The same samples with the labels that the fine-tuned source gives them."""
@@ -181,10 +181,10 @@ class Bench(nn.Module):
         pairs: Any = None,
     ) -> Sums:  # fmt: skip
         job = self.job
-        ours, theirs = losses or (job.source_loss, job.target_loss)
+        source_loss, target_loss = losses or job.losses
         found = measure_pairs(
-            job.source.module, self.module, pairs or job.plan.pairs, batches, signals=[signal], source_loss=ours,
-            target_loss=theirs, match=job.match, make_sum=lambda *given: Moments(*given[2:], full=full),
+            job.source.module, self.module, pairs or job.plan.pairs, batches, signals=[signal], source_loss=source_loss,
+            target_loss=target_loss, match=job.match, make_sum=lambda *given: Moments(*given[2:], full=full),
         )  # fmt: skip
         return {key[0]: value for key, value in found.covariances.items()}  # type: ignore[misc]
 
@@ -224,9 +224,9 @@ class Bench(nn.Module):
             with self.tuned_source():
                 return joined(Moments.__add__, own, self.sums(kind, self.batches(part)))
         if name == "X views":
-            views = views_of(self.of(part))
+            views = self.of(part).samples.views(self.job.seed)
             assert views is not None
-            return joined(Moments.__add__, self.signal("X", part), self.sums(kind, views.batches))
+            return joined(Moments.__add__, self.signal("X", part), self.sums(kind, views))
         return self.sums(kind, self.batches(part), full=len(part) == 1)
 
     def _random_cotangents(self, part: str) -> Sums:
@@ -263,10 +263,10 @@ class Bench(nn.Module):
 
     def gradients(self, part: str) -> dict[str, Tensor]:
         """Of the loss with respect to the target's weights."""
-        assert self.job.target_loss is not None
+        assert self.job.losses is not None
         self.module.requires_grad_(True)
         for batch in self.batches(part):
-            self.job.target_loss(self.module, batch.target).backward()
+            self.job.losses.target(self.module, batch.target).backward()
         found = {name: p.grad.detach().clone() for name, p in self.module.named_parameters() if p.grad is not None}
         self.module.zero_grad(set_to_none=True)
         self.module.requires_grad_(False)

@@ -41,8 +41,8 @@ def run_cell(places: Places, cell: str, options: Any) -> Row:
     carried = between.task_vector.rename({name: between.target.file_names[name] for name in between.task_vector})
     detour = tuneport.transfer(places.model(over), carried, places.model(target), data, **wanted)
     job = tuneport.prepare(places.model(source), tuned, places.model(target), data, samples=10, device="cpu")
-    assert job.target_head is not None
-    test = align_labels(read_data(data, "test"), job.target_head.classes)
+    assert job.heads is not None
+    test = align_labels(read_data(data, "test"), job.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(test))[: options.test])
     batches = list(encoded(job.target, test.subset(some), 100))
     ways = {"direct": dense(direct.task_vector), "detour": dense(detour.task_vector)}

@@ -59,7 +59,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
     source, target, task = cell
     models = (places.model(source), places.model(f"{source}-{task}"), places.model(target))
     job = prepare(*models, places.data(task), samples=samples, seed=seed, scored=True, device="cpu")
-    assert job.target_head is not None
+    assert job.heads is not None
     moved = run(job, scale=1.0).task_vector
     bico = {name: as_dense(moved[name]).float() for name in moved}
     truth = truth_of(job.target, places.model(f"{target}-{task}"))
@@ -67,7 +67,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
     partner = {pair.target.weight: pair.source.weight for pair in job.plan.pairs}
     partner |= {p.target.bias: p.source.bias for p in job.plan.pairs if p.target.bias and p.source.bias}
     blocks = 1 + max(int(found[1]) for name in bico if (found := re.search(r"layers\.(\d+)\.", name)))
-    test = align_labels(read_data(places.data(task), "test"), job.target_head.classes)
+    test = align_labels(read_data(places.data(task), "test"), job.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(test))[:count])
     batches = list(encoded(job.target, test.subset(some), 100))
 

@@ -36,7 +36,7 @@ from tuneport.maps import covariance
 from tuneport.measure.accuracy import encoded
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled, halves
+from tuneport.pipeline.scale import Scaled
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.task_vectors.vector import TaskVector
 
@@ -83,11 +83,11 @@ class Places:
 
 def accuracy(job: Job, vector: TaskVector, test: list[Any]) -> float:
     """On test samples, in float32, at scale 1."""
-    assert job.target_head is not None
+    assert job.heads is not None
     with Scaled(job.target.module, vector) as scaled, torch.inference_mode():
         scaled.set(1.0)
         right = sum(
-            int((job.target_head.scores(job.target, scaled.module, batch).argmax(-1) == labels).sum())
+            int((job.heads.target.scores(job.target, scaled.module, batch).argmax(-1) == labels).sum())
             for batch, labels in test
         )
     return 100 * right / sum(len(labels) for _, labels in test)
@@ -97,11 +97,11 @@ def held_out(sides: tuple[Job, Job], vectors: list[TaskVector]) -> float:
     """The mean loss of each half of the samples, in float32, with what the other half has transferred."""
     total, count = 0.0, 0
     for judge, vector in zip(reversed(sides), vectors, strict=True):
-        assert judge.target_head is not None
+        assert judge.heads is not None
         with Scaled(judge.target.module, vector) as scaled, torch.inference_mode():
             scaled.set(1.0)
-            for batch in judge.batches:
-                scores = judge.target_head.scores(judge.target, scaled.module, batch.target[0])
+            for batch in judge.samples:
+                scores = judge.heads.target.scores(judge.target, scaled.module, batch.target[0])
                 total += float(F.cross_entropy(scores, batch.target[1], reduction="sum"))
                 count += len(scores)
     return total / count
@@ -131,15 +131,15 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
         for dtype in ("float32", "bfloat16")
     }  # fmt: skip
     judge = jobs["float32"]
-    assert judge.target_head is not None
-    drawn = align_labels(read_data(data, "test"), judge.target_head.classes)
+    assert judge.heads is not None
+    drawn = align_labels(read_data(data, "test"), judge.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
     test = list(encoded(judge.target, drawn.subset(some), 100))
     about = {"cell": cell, "samples": options.samples, "seed": seed, "test": len(some)}
     rows.append({**about, "dtype": "own", "accuracy": accuracy(judge, TaskVector({}), test)})
     for dtype, job in jobs.items():
         started = time.perf_counter()
-        parts = [measure_job(side) for side in halves(job)]
+        parts = [measure_job(side) for side in job.halves()]
         measured = time.perf_counter() - started
         for cut in [None, *options.cuts] if dtype == "bfloat16" else [None]:
             started = time.perf_counter()
@@ -159,7 +159,7 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
                     "dtype": dtype,
                     "cut": cut,
                     "accuracy": accuracy(judge, whole.task_vector, test),
-                    "held_out": held_out(halves(judge), [one.task_vector for one in moved[:2]]),
+                    "held_out": held_out(judge.halves(), [one.task_vector for one in moved[:2]]),
                     "agreement": likeness(whole.task_vector, exact),
                     "rank_in": float(ranks[0]),
                     "rank_out": float(ranks[1]),

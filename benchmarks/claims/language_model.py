@@ -37,7 +37,7 @@ from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled, halves, transfer_auto
+from tuneport.pipeline.scale import Scaled, choose_on_halves
 from tuneport.pipeline.statistics import measure_job, problem_of
 
 LENGTH = 256
@@ -198,7 +198,7 @@ def run(
                 samples=options.samples, seed=seed, batch_size=20, device=options.device,
             )  # fmt: skip
             share = job.record["tokens"]["share"]
-            sides = halves(job)
+            sides = job.halves()
             parts = tuple(measure_job(side, signals=signals) for side in sides)
             whole = parts[0] + parts[1]
             for method in METHOD_NAMES:
@@ -207,7 +207,8 @@ def run(
                 with Scaled(target.module, moved.task_vector) as scaled:
                     scaled.set(1.0)
                     add(name, method, target, seed=seed, coverage=share)
-                chosen, choice = transfer_auto(sides, solve, (parts[0], parts[1]), whole)
+                choice = choose_on_halves(sides, map(solve, parts))
+                chosen = solve(whole)
                 with Scaled(target.module, chosen.task_vector) as scaled:
                     scaled.set(choice.scale)
                     add(name, f"{method}, scale auto", target, seed=seed, scale=choice.scale)

@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled, halves, transfer_auto
+from tuneport.pipeline.scale import Scaled, choose_on_halves
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.training.finetune import Schedule, finetune
 
@@ -151,7 +150,7 @@ def run_cell(
             batch_size=budget,
             device=str(target.device),
         )
-        sides = halves(job)
+        sides = job.halves()
         parts = tuple(measure_job(side, signals=signals) for side in sides)
         whole = parts[0] if sides[0] is sides[1] else parts[0] + parts[1]
         indices = job.record["data"]["indices"]
@@ -165,7 +164,8 @@ def run_cell(
                 yield row_of(name, budget, judge.both(scaled.module, samples))
             if name != "bico":
                 continue
-            chosen, choice = transfer_auto(sides, partial(solved, method, job), (parts[0], parts[1]), whole)
+            choice = choose_on_halves(sides, (solved(method, job, part) for part in parts))
+            chosen = solved(method, job, whole)
             with Scaled(target.module, chosen.task_vector) as scaled:
                 scaled.set(choice.scale)
                 found = judge.both(scaled.module, samples)

@@ -1,22 +1,26 @@
-"""A transfer that has been checked whole, and the samples that it is measured on.
+"""A checked transfer, and the samples that it is measured on.
 
-What runs after preparation takes a Job. It is frozen: a part of it, such as some of its layers or samples, is a Job of
-its own, made by `replace`. Samples are read and encoded anew each time they are gone through.
+Everything after preparation takes a Job. It is frozen: a job on some of its layers is made by `replace`, a job on other
+samples by `Job.on`. Samples are read and encoded each time they are iterated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .data.dataset import Dataset, align_labels, with_prompts
 from .data.views import VIEWS, Views
-from .measure.batches import PairedBatch
+from .errors import DataError
+from .measure.batches import PairedBatch, count_samples
 from .measure.objectives import Objective, batch_for
 from .measure.tokens import Coverage, Match, coverage, match_spans, match_tokens
 from .methods import Method
@@ -26,120 +30,250 @@ from .models.offload import Placement
 from .models.tokenizer import Encoded
 from .pairing import Plan
 from .task_vectors.vector import TaskVector
-from .types import Completion, Loss
+from .types import Completion, Loss, Sides
+
+FEWEST = 4  # samples that can be divided into halves
+
+
+def first_half(count: int) -> int:
+    """The number of samples in the first half; all of them if there are fewer than four.
+
+    >>> [first_half(n) for n in (1, 3, 10, 25)]
+    [1, 3, 5, 13]
+    """
+    return (count + 1) // 2 if count >= FEWEST else count
+
+
+class Samples(ABC):
+    """Calibration samples in batches for both models. `len` is the number of samples, 0 where it is not known."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def batch_sizes(self) -> Sequence[int]:
+        """The number of samples in each batch; empty where it is not known."""
+
+    @abstractmethod
+    def take_batches(self, start: int, stop: int | None = None) -> Samples:
+        """The samples of some batches, in the same batches."""
+
+    @abstractmethod
+    def take(self, part: slice | NDArray[np.int64]) -> Drawn:
+        """The samples at these places of the draw, in batches of the same size."""
+
+    @abstractmethod
+    def halves(self) -> tuple[Samples, Samples]:
+        """Two halves, or twice all samples where there are too few: then both are one object."""
+
+    def listed(self) -> Samples:
+        """The same samples, which can be counted and iterated again."""
+        return self
+
+    def views(self, seed: int) -> Samples | None:
+        """Augmented copies of the samples; None where there are none (own batches, pairs of texts)."""
+        del seed
+        return None
+
+    @abstractmethod
+    def typical(self) -> PairedBatch | None:
+        """The largest batch, which stands for the others; None where batches can be read only once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn(Samples):
+    """Samples drawn from a data set, encoded for both models batch by batch."""
+
+    models: Sides[Model]
+    dataset: Dataset
+    indices: NDArray[np.int64]
+    heads: Sides[Head] | None
+    size: int
+    objective: Objective
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[PairedBatch]:
+        for sides in self._encoded():
+            yield self._paired(sides)
+
+    @property
+    def batch_sizes(self) -> Sequence[int]:
+        return [min(self.size, len(self) - start) for start in range(0, len(self), self.size)]
+
+    @property
+    def chosen(self) -> Dataset:
+        """The drawn samples as a data set."""
+        return self.dataset.subset(self.indices)
+
+    def take(self, part: slice | NDArray[np.int64]) -> Drawn:
+        return replace(self, indices=self.indices[part])
+
+    def take_batches(self, start: int, stop: int | None = None) -> Drawn:
+        return self.take(slice(start * self.size, None if stop is None else stop * self.size))
+
+    def halves(self) -> tuple[Drawn, Drawn]:
+        count = first_half(len(self))
+        return (self, self) if count == len(self) else (self.take(slice(count)), self.take(slice(count, None)))
+
+    def views(self, seed: int) -> Drawn | None:
+        chosen = self.chosen
+        if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
+            return None
+        more = replace(
+            chosen,
+            inputs=Views(chosen.inputs, VIEWS, seed),
+            labels=None if chosen.labels is None else np.tile(chosen.labels, VIEWS),
+            targets=None if chosen.targets is None else list(chosen.targets) * VIEWS,
+        )
+        return replace(self, dataset=more, indices=np.arange(VIEWS * len(chosen)))
+
+    def typical(self) -> PairedBatch | None:
+        return next(iter(self.take_batches(0, 1)), None)
+
+    def coverage(self) -> Coverage | None:
+        """How many tokens of both models meet, over all samples; None if a model reads no text."""
+        if any(model.reader is None for model in self.models):
+            return None
+        return sum((coverage(source.spans, target.spans) for source, target in self._encoded()), Coverage())
+
+    def _encoded(self) -> Iterator[Sides[Encoded]]:
+        labelled = [self.dataset, self.dataset]
+        if self.heads is not None:
+            labelled = [align_labels(self.dataset, head.classes) for head in self.heads]
+        for start in range(0, len(self), self.size):
+            rows = self.indices[start : start + self.size]
+            yield Sides(
+                *(
+                    self.objective.encode(
+                        model, with_prompts(data.subset(rows)) if model.prompted else data.subset(rows)
+                    )
+                    for model, data in zip(self.models, labelled, strict=True)
+                )
+            )
+
+    def _paired(self, sides: Sides[Encoded]) -> PairedBatch:
+        source, target = sides
+        batches = [batch_for(model, side) for model, side in zip(self.models, sides, strict=True)]
+        if source.spans and target.spans:
+            match = match_spans(source.spans, target.spans)
+        else:
+            layouts = [
+                model.layout(batch) if model.layout is not None else None
+                for model, (batch, _) in zip(self.models, batches, strict=True)
+            ]
+            match = match_tokens(*layouts)
+        rows = len(next(iter(target.inputs.values())))
+        size = len(target.labels) if target.labels is not None else rows
+        part = partial(self._part, sides) if rows == size and self.objective.by_sample else None
+        return PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows, part=part)
+
+    def _part(self, sides: Sides[Encoded], start: int, stop: int) -> PairedBatch:
+        return self._paired(Sides(*(side.part(start, stop) for side in sides)))
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Samples):
+    """Batches that the caller gives; they are iterated more than once only where they are a list."""
+
+    batches: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return sum(self.batch_sizes)
+
+    @property
+    def batch_sizes(self) -> Sequence[int]:
+        return [count_samples([batch]) for batch in self.batches] if isinstance(self.batches, (list, tuple)) else ()
+
+    def listed(self) -> Given:
+        return self if isinstance(self.batches, (list, tuple)) else Given(list(self.batches))
+
+    def take(self, part: slice | NDArray[np.int64]) -> Drawn:
+        del part
+        raise DataError("own batches cannot be divided by samples: pass a data set or a path, not batches.")
+
+    def take_batches(self, start: int, stop: int | None = None) -> Given:
+        return Given(list(islice(self.batches, start, stop)))
+
+    def typical(self) -> PairedBatch | None:
+        if iter(self.batches) is self.batches:
+            return None
+        batches = self.batches
+        if isinstance(batches, (list, tuple)) and batches:
+            batches = [max(batches, key=lambda batch: count_samples([batch]))]
+        found = next(iter(batches), None)
+        return found if found is None or isinstance(found, PairedBatch) else PairedBatch(found, found)
+
+    def halves(self) -> tuple[Given, Given]:
+        batches = list(self.batches)
+        if not batches:
+            raise DataError("choosing a scale needs labelled calibration data: pass `data`, or a number as `scale`.")
+        count = (len(batches) + 1) // 2
+        if len(batches) == 1:
+            return (whole := Given(batches)), whole
+        return Given(batches[:count]), Given(batches[count:])
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A transfer that has been checked whole: what will be moved, and how it will be measured."""
+    """A checked transfer: what will be moved, and how it will be measured."""
 
-    source: Model
-    target: Model
+    models: Sides[Model]
     task_vector: TaskVector
     plan: Plan
     method: Method
-    completion: Completion = "svd"
-    batches: Iterable[Any] = ()
-    samples: int = 0
-    source_loss: Loss | None = None
-    target_loss: Loss | None = None
+    samples: Samples = field(default_factory=Given)
+    losses: Sides[Loss] | None = None
+    heads: Sides[Head] | None = None
     match: Match | None = None
-    target_head: Head | None = None
+    completion: Completion = "svd"
     max_tokens: int | None = None
     memory_budget: int | None = None
+    seed: int = 0
+    device: torch.device | None = None  # where the models will run; None: where they are
+    placements: Sides[Placement] | None = None  # of both models while they run
     record: Mapping[str, Any] = field(default_factory=dict)
-    device: torch.device | None = None  # where it is to run; None: where the models are
-    placements: tuple[Placement, Placement] | None = None  # of both models while they run
-
-
-def runs_on(job: Job) -> torch.device:
-    """Where a job's models run and its maps are solved."""
-    if job.device is None or not (job.placements is not None or at_home(job)):
-        return job.target.device
-    return job.device
-
-
-def at_home(job: Job) -> bool:
-    """Whether the models are elsewhere than where they are to run."""
-    return any(
-        model.offloaded or (job.device is not None and model.device.type != job.device.type)
-        for model in (job.source, job.target)
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class PairedBatches:
-    """The chosen samples as both models want them, prepared batch by batch; can be gone through again."""
-
-    source: Model
-    target: Model
-    dataset: Dataset
-    indices: np.ndarray[Any, np.dtype[np.int64]]
-    heads: tuple[Head, ...] | None
-    size: int
-    objective: Objective
-
-    def __iter__(self) -> Iterator[PairedBatch]:
-        for ours, theirs in self._encoded():
-            yield self._paired(ours, theirs)
-
-    def _paired(self, ours: Encoded, theirs: Encoded) -> PairedBatch:
-        batches = [batch_for(model, side) for model, side in zip(self._sides, (ours, theirs), strict=True)]
-        if ours.spans and theirs.spans:
-            match = match_spans(ours.spans, theirs.spans)
-        else:
-            layouts = [
-                model.layout(batch) if model.layout is not None else None
-                for model, (batch, _) in zip(self._sides, batches, strict=True)
-            ]
-            match = match_tokens(*layouts)
-        rows = len(next(iter(theirs.inputs.values())))
-        size = len(theirs.labels) if theirs.labels is not None else rows
-        part = None
-        if rows == size and self.objective.by_sample:
-            part = partial(self._part, ours, theirs)
-        return PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows, part=part)
-
-    def _part(self, ours: Encoded, theirs: Encoded, start: int, stop: int) -> PairedBatch:
-        return self._paired(ours.part(start, stop), theirs.part(start, stop))
-
-    def coverage(self) -> Coverage | None:
-        """How well the tokens of both models meet on all samples; None where they are not texts."""
-        if self.source.reader is None or self.target.reader is None:
-            return None
-        return sum((coverage(ours.spans, theirs.spans) for ours, theirs in self._encoded()), Coverage())
 
     @property
-    def _sides(self) -> tuple[Model, Model]:
-        return self.source, self.target
+    def source(self) -> Model:
+        return self.models.source
 
-    def _encoded(self) -> Iterator[tuple[Encoded, Encoded]]:
-        chosen = [align_labels(self.dataset, self.heads[i].classes) if self.heads else self.dataset for i in range(2)]
-        for start in range(0, len(self.indices), self.size):
-            rows = self.indices[start : start + self.size]
-            ours, theirs = (
-                self.objective.encode(model, with_prompts(data.subset(rows)) if model.prompted else data.subset(rows))
-                for model, data in zip(self._sides, chosen, strict=True)
-            )
-            yield ours, theirs
+    @property
+    def target(self) -> Model:
+        return self.models.target
 
+    def on(self, samples: Samples) -> Job:
+        """The job on other samples, with as large a share of the token limit."""
+        limit = self.max_tokens
+        if limit is not None:
+            limit = max(limit * len(samples) // max(len(self.samples), 1), 1)
+        return replace(self, samples=samples, max_tokens=limit)
 
-def views_of(job: Job) -> Job | None:
-    """A job with changed views of the samples, for the input side only; None where there are none to be had.
+    def halves(self) -> tuple[Job, Job]:
+        """The job on each half of its samples; twice one job where there are too few to divide."""
+        job = replace(self, samples=self.samples.listed())
+        first, second = job.samples.halves()
+        return (job, job) if first is second else (job.on(first), job.on(second))
 
-    That is so where the batches are the caller's own, or pairs of texts.
-    """
-    if not isinstance(job.batches, PairedBatches) or not len(job.batches.indices):
-        return None
-    chosen = job.batches.dataset.subset(job.batches.indices)
-    if chosen.kind != "image" and not isinstance(chosen.inputs[0], str):
-        return None
-    seed = int(job.record.get("options", {}).get("seed", 0) or 0)
-    inputs = Views(chosen.inputs, VIEWS, seed)
-    labels = None if chosen.labels is None else np.tile(chosen.labels, VIEWS)
-    targets = None if chosen.targets is None else list(chosen.targets) * VIEWS
-    more = replace(chosen, inputs=inputs, labels=labels, targets=targets)
-    count = VIEWS * len(chosen)
-    tokens = None if job.max_tokens is None else max(job.max_tokens * count // max(job.samples, 1), 1)
-    batches = replace(job.batches, dataset=more, indices=np.arange(count))
-    return replace(job, batches=batches, samples=count, max_tokens=tokens)
+    @property
+    def needs_placement(self) -> bool:
+        """True if a model is not on the device that it will run on."""
+        return any(
+            model.offloaded or (self.device is not None and model.device.type != self.device.type)
+            for model in self.models
+        )
+
+    @property
+    def runs_on(self) -> torch.device:
+        """The device on which the models run and the maps are solved."""
+        if self.device is None or not (self.placements is not None or self.needs_placement):
+            return self.target.device
+        return self.device

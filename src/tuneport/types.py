@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from typing_extensions import NamedTuple
 
 if TYPE_CHECKING:  # the command line must answer without torch
     from torch import Tensor, nn
@@ -16,3 +18,12 @@ Split = Literal["train", "test"]
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
 Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps done and all its steps
+
+T = TypeVar("T")
+
+
+class Sides(NamedTuple, Generic[T]):
+    """The same thing of the source and of the target."""
+
+    source: T
+    target: T

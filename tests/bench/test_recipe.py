@@ -546,6 +546,7 @@ class TestRunning:
     def test_samplers_that_look_at_features_draw_as_a_transfer_does(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        from tuneport.pipeline import statistics as measuring
         from tuneport.pipeline.prepare import prepare
 
         looked: list[int] = []
@@ -553,11 +554,11 @@ class TestRunning:
         monkeypatch.setattr(cells, "features", lambda *given: looked.append(1) or plain(*given))
         recipe = self.recipe(root, tasks=["mnist"], samplers=["centroid_near", "centroid_far"], methods=["bico"])
         drawn = []
-        measured = cells.measure_job
+        measured = measuring.measure_job
         monkeypatch.setattr(
-            cells,
+            measuring,
             "measure_job",
-            lambda job, **more: drawn.append(job.batches.indices.tolist()) or measured(job, **more),
+            lambda job, **more: drawn.append(job.samples.indices.tolist()) or measured(job, **more),
         )
         run_recipe(recipe, tmp_path / "out")
         assert looked == [1]  # once for two samplers and two seeds

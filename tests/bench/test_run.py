@@ -26,13 +26,13 @@ from tuneport.bench import run as bench
 from tuneport.bench.recipe import Comparison, make_recipe, read_recipe
 from tuneport.bench.tables import Comparing, Row, auto_scale_summary, markdown, table_rows
 from tuneport.errors import DataError
+from tuneport.job import first_half
 from tuneport.maps.statistics import Statistics
 from tuneport.models import open
 from tuneport.models.open import open_model
 from tuneport.pipeline import statistics as measuring
 from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import first_half
 from tuneport.pipeline.statistics import measure_job
 from tuneport.training.finetune import Schedule
 
@@ -98,8 +98,7 @@ class TestEqualTerms:
             shots = next(shots for shots in (1, 3, 8) if 3 * shots >= count)
             paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
             job = prepare(*paths, settings["data"]["animals"], extra_signals=signals, shots=shots, seed=5, device="cpu")
-            batches: Any = job.batches
-            job = replace(job, batches=replace(batches, indices=batches.indices[:count]))
+            job = job.on(job.samples.take(slice(count)))
             alone, found = measure_job(job, signals=signals), given[count]
             assert found.samples == alone.samples == count
             assert set(found) == set(alone)
@@ -137,13 +136,13 @@ class TestEqualTerms:
 
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        plain = cells.measure_job
+        plain = measuring.measure_job
 
         def counted(job: Any, **options: Any) -> Statistics:
-            calls.append(len(job.batches.indices))
+            calls.append(len(job.samples))
             return plain(job, **options)
 
-        monkeypatch.setattr(cells, "measure_job", counted)
+        monkeypatch.setattr(measuring, "measure_job", counted)
         found = run_comparison(comparison_of(settings | {"steps": []}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed

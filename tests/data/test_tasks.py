@@ -434,8 +434,8 @@ def test_commands_take_references(
     assert job.record["data"]["path"] == str(tmp_path / "three.npz")
     assert list(job.record["data"]["sha256"]) == ["three.npz"]
     assert job.record["data"]["name"] == "mnist"
-    assert job.target_head is not None
-    assert job.target_head.classes == TASKS["mnist"].classes
+    assert job.heads is not None
+    assert job.heads.target.classes == TASKS["mnist"].classes
     words = ["tuneport", "evaluate", str(models[0]), "--data", reference, "--json", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as stop:

@@ -13,7 +13,7 @@ from PIL import Image
 from builders.folders import Zoo
 from tuneport import transfer
 from tuneport.data.views import VIEWS, Views
-from tuneport.job import Job, PairedBatches, views_of
+from tuneport.job import Drawn, Given, Job
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
@@ -70,32 +70,32 @@ class TestViews:
 class TestRehearsal:
     def test_every_sample_has_augmented_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        views = views_of(job)
-        assert views is not None
-        assert views.samples == VIEWS * 12
-        assert isinstance(views.batches, PairedBatches)
-        assert sum(batch.size or 0 for batch in views.batches) == views.samples
-        assert isinstance(job.batches, PairedBatches)
-        chosen = job.batches.dataset.subset(job.batches.indices)
-        assert np.array_equal(views.batches.dataset.labels, np.tile(chosen.labels, VIEWS))
+        views = job.samples.views(job.seed)
+        assert isinstance(views, Drawn)
+        assert len(views) == VIEWS * 12
+        assert sum(batch.size or 0 for batch in views) == len(views)
+        assert isinstance(job.samples, Drawn)
+        assert job.samples.chosen.labels is not None
+        assert np.array_equal(views.chosen.labels, np.tile(job.samples.chosen.labels, VIEWS))  # type: ignore[arg-type]
 
     def test_views_follow_the_seed(self, zoo: Zoo) -> None:
-        jobs = [views_of(job_of(zoo, seed=seed)) for seed in (0, 0, 1)]
-        first, again, other = ([np.asarray(view) for view in job.batches.dataset.inputs] for job in jobs if job)  # type: ignore[union-attr]
+        jobs = [job_of(zoo, seed=seed) for seed in (0, 0, 1)]
+        found = [job.samples.views(job.seed) for job in jobs]
+        first, again, other = ([np.asarray(view) for view in views.dataset.inputs] for views in found)  # type: ignore[union-attr]
         assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
         assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
 
     def test_given_batches_have_no_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        assert views_of(replace(job, batches=list(job.batches))) is None
+        assert Given(list(job.samples)).views(seed=0) is None
 
     def test_views_extend_input_statistics_but_not_gradients(self, zoo: Zoo) -> None:
         job = job_of(zoo)
         found = measure_job(job)
         plain = measure_job(replace(job, method=METHODS["bico"]))
-        views = views_of(job)
+        views = job.samples.views(job.seed)
         assert views is not None
-        more = measure_job(replace(views, method=METHODS["bico"]))
+        more = measure_job(replace(job.on(views), method=METHODS["bico"]))
         assert {signal for _, signal in found.covariances} == {INPUT, OUTPUT_GRADIENT}
         for key, covariance in found.covariances.items():
             wanted = plain.covariances[key].matrix

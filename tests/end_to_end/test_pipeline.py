@@ -260,9 +260,9 @@ class TestDraws:
 
     def test_shots_and_samplers(self, zoo: Zoo) -> None:
         job = prepare(*zoo.trio("vit"), zoo.data, shots=4)
-        assert job.samples == 12
+        assert len(job.samples) == 12
         for sampler in ("class_balanced", "centroid_near", "single_class"):
-            assert prepare(*zoo.trio("vit"), zoo.data, samples=6, sampler=sampler).samples == 6
+            assert len(prepare(*zoo.trio("vit"), zoo.data, samples=6, sampler=sampler).samples) == 6
 
     def test_labels_follow_the_names_not_the_numbers(self, zoo: Zoo) -> None:
         train = read_plain(zoo.data, "train")
@@ -279,7 +279,7 @@ class TestDraws:
 
     def test_gradients_are_those_of_the_aligned_labels(self, zoo: Zoo) -> None:
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=6)
-        batch = next(iter(job.batches))
+        batch = next(iter(job.samples))
         inputs, labels = batch.source
         model = open_model(zoo["clip_vision-base"])
         head = choose_head(model, None, empty_dataset("animals", CLASSES))
@@ -287,8 +287,8 @@ class TestDraws:
         assert labels.tolist() == train.subset(job.record["data"]["indices"]).labels.tolist()  # type: ignore[union-attr]
         scores = head.scores(model, model.module, inputs)
         by_hand = -torch.log_softmax(scores, -1)[torch.arange(6), labels].sum()
-        assert job.source_loss is not None
-        torch.testing.assert_close(job.source_loss(job.source.module, batch.source), by_hand)
+        assert job.losses is not None
+        torch.testing.assert_close(job.losses.source(job.source.module, batch.source), by_hand)
 
 
 class TestLiveModules:

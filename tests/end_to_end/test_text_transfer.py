@@ -40,7 +40,6 @@ from tuneport.measure import accuracy
 from tuneport.methods import METHODS
 from tuneport.models.open import describe_module, open_model
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import halves
 
 # --- the protocol of the paper's T5 table
 
@@ -314,7 +313,7 @@ def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp
     job = prepare(*folders, tmp_path / "rows.jsonl", samples=30)
     with torch.no_grad():  # contrastive losses depend on who else is in the batch: the halves are judged one by one
         total = sum(
-            float(job.target_loss(job.target.module, batch.target)) for half in halves(job) for batch in half.batches
+            float(job.losses.target(job.target.module, batch.target)) for half in job.halves() for batch in half.samples
         )
     assert losses[0.0] == pytest.approx(total / 30, rel=1e-5)
 

@@ -227,7 +227,7 @@ def statistics(job: Job, more: tuple[int, int] | None = None) -> Statistics:
     if more is None:
         return measure_job(job)
     batches = []
-    for batch, (ours, theirs) in zip(job.batches, job.batches._encoded(), strict=True):
+    for batch, (ours, theirs) in zip(job.samples, job.samples._encoded(), strict=True):
         longer = [
             [F.pad(spans, (0, 0, 0, count), value=-1.0) for spans in side.spans]
             for side, count in zip((ours, theirs), more, strict=True)
@@ -239,8 +239,8 @@ def statistics(job: Job, more: tuple[int, int] | None = None) -> Statistics:
         job.plan.pairs,
         batches,
         signals=job.method.signals,
-        source_loss=job.source_loss,
-        target_loss=job.target_loss,
+        source_loss=job.losses.source,
+        target_loss=job.losses.target,
     )
 
 
@@ -302,18 +302,18 @@ def test_one_tokenizer_on_both_sides_gives_the_sums_of_the_plain_path(tmp_path: 
     texts = [f"{one} {two}" for one in short for two in short]
     data = Dataset(inputs=texts, labels=np.arange(16) % 4, classes=tuple(map(str, range(LABELS))))
     job = prepare(*paths, data, samples=16)
-    assert list(job.batches)
-    assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.batches)
+    assert list(job.samples)
+    assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.samples)
     by_spans = measure_job(job)
-    plain = [replace(batch, match=None, part=None) for batch in job.batches]
+    plain = [replace(batch, match=None, part=None) for batch in job.samples]
     by_place = measure_pairs(
         job.source.module,
         job.target.module,
         job.plan.pairs,
         plain,
         signals={INPUT, OUTPUT_GRADIENT},
-        source_loss=job.source_loss,
-        target_loss=job.target_loss,
+        source_loss=job.losses.source,
+        target_loss=job.losses.target,
         most_samples=samples_at_once(torch.device("cpu")),
     )
     assert by_place.covariances.keys() == by_spans.covariances.keys() != set()

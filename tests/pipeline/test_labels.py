@@ -17,7 +17,7 @@ from tuneport import transfer
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
-from tuneport.job import PairedBatches
+from tuneport.job import Drawn
 from tuneport.measure.accuracy import encoded
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
@@ -48,8 +48,8 @@ class TestLabels:
     def test_are_those_of_the_fine_tuned_source(self, zoo: Zoo) -> None:
         trio, data = zoo.trio("clip_vision"), read_data(zoo.data, "train")
         job = prepare(*trio, zoo.data, samples=24, labels="source")
-        assert isinstance(job.batches, PairedBatches)
-        labelled = job.batches.dataset
+        assert isinstance(job.samples, Drawn)
+        labelled = job.samples.dataset
         chosen = data.subset(job.record["data"]["indices"])
         assert labelled.labels is not None
         assert labelled.labels.tolist() == answers(trio[1], chosen)
@@ -61,11 +61,11 @@ class TestLabels:
     def test_of_every_family(self, zoo: Zoo, family: str) -> None:
         trio, data = zoo.trio(family), read_data(zoo.data, "train")
         job = prepare(*trio, zoo.data, samples=10, labels="source")
-        assert isinstance(job.batches, PairedBatches)
-        assert job.batches.dataset.labels is not None
+        assert isinstance(job.samples, Drawn)
+        assert job.samples.dataset.labels is not None
         chosen = data.subset(job.record["data"]["indices"])
-        assert job.batches.dataset.labels.tolist() == answers(trio[1], chosen, trio[0])
-        assert len(list(job.batches)) == 1  # the target knows these classes
+        assert job.samples.dataset.labels.tolist() == answers(trio[1], chosen, trio[0])
+        assert len(list(job.samples)) == 1  # the target knows these classes
 
     def test_of_an_adapter(self, zoo: Zoo, tmp_path: Path) -> None:
         from peft import LoraConfig, get_peft_model
@@ -79,20 +79,20 @@ class TestLabels:
                     parameter.normal_(std=0.5)
         tuned.save_pretrained(tmp_path / "adapter")
         job = prepare(base, tmp_path / "adapter", target, zoo.data, samples=20, labels="source")
-        assert isinstance(job.batches, PairedBatches)
+        assert isinstance(job.samples, Drawn)
         data = read_data(zoo.data, "train").subset(job.record["data"]["indices"])
         found = answers(open_model(base).with_module(tuned.merge_and_unload()), data)
-        assert job.batches.dataset.labels is not None
-        assert job.batches.dataset.labels.tolist() == found != answers(base, data)
+        assert job.samples.dataset.labels is not None
+        assert job.samples.dataset.labels.tolist() == found != answers(base, data)
 
     @pytest.mark.parametrize(("family", "glob"), [("vit", "classifier*"), ("clip_vision", "*fc1*")])
     def test_are_the_whole_fine_tune_s_whatever_is_not_to_be_moved(self, zoo: Zoo, family: str, glob: str) -> None:
         some, every = (prepare(*zoo.trio(family), zoo.data, samples=12, labels="source", exclude=out)
                        for out in ([glob], []))  # fmt: skip
-        assert isinstance(some.batches, PairedBatches)
-        assert isinstance(every.batches, PairedBatches)
+        assert isinstance(some.samples, Drawn)
+        assert isinstance(every.samples, Drawn)
         assert set(some.task_vector) < set(every.task_vector)
-        assert some.batches.dataset.labels.tolist() == every.batches.dataset.labels.tolist()  # type: ignore[union-attr]
+        assert some.samples.dataset.labels.tolist() == every.samples.dataset.labels.tolist()  # type: ignore[union-attr]
 
     def test_leave_the_source_as_it_was(self, zoo: Zoo) -> None:
         trio, data = zoo.trio("clip_vision"), read_data(zoo.data, "train").subset(range(6))
@@ -117,8 +117,8 @@ class TestLabels:
     def test_give_what_the_same_labels_in_the_data_give(self, zoo: Zoo) -> None:
         trio = zoo.trio("clip_vision")
         found = prepare(*trio, zoo.data, samples=20, labels="source")
-        assert isinstance(found.batches, PairedBatches)
-        theirs = found.batches.dataset
+        assert isinstance(found.samples, Drawn)
+        theirs = found.samples.dataset
         drawn = prepare(*trio, theirs, samples=len(theirs)).record["data"]["indices"]
         in_order = theirs.subset(np.argsort(drawn))  # drawn in the order of `found`, so that the bits are the same
         given = transfer(*trio, in_order, samples=len(in_order))
@@ -136,8 +136,8 @@ class TestHeads:
             prepare(*zoo.trio(family), data, samples=8, labels="source")
         (tmp_path / "classes.json").write_text('{"cat": "a cat", "dog": "a dog"}')
         job = prepare(*zoo.trio(family), data, samples=8, labels="source", head=str(tmp_path / "classes.json"))
-        assert isinstance(job.batches, PairedBatches)
-        assert job.batches.dataset.classes == ("cat", "dog")
+        assert isinstance(job.samples, Drawn)
+        assert job.samples.dataset.classes == ("cat", "dog")
 
     def test_classes_that_the_target_does_not_know_are_refused_before_any_work(self, zoo: Zoo, tmp_path: Path) -> None:
         source, tuned, target = zoo.trio("clip_vision")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from builders.folders import Zoo, load
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.job import PairedBatches
+from tuneport.job import Drawn, Given
 from tuneport.pipeline.preflight import (
     FOLDS,
     LIKELY,
@@ -41,21 +41,21 @@ def job(zoo: Zoo) -> Any:
 class TestTrial:
     def test_every_sample_is_scored_by_maps_that_have_not_seen_it(self, job: Any) -> None:
         found = try_transfer(job)
-        indices = job.batches.indices
+        indices = job.samples.indices
         before, after = [], []
         for number in range(FOLDS):
             held_out = np.array_split(indices, FOLDS)[number]
             rest = np.concatenate([part for i, part in enumerate(np.array_split(indices, FOLDS)) if i != number])
-            fitted = replace(job, batches=replace(job.batches, indices=rest))
+            fitted = replace(job, samples=replace(job.samples, indices=rest))
             moved = job.method.transfer(problem_of(job, measure_job(fitted)))
             module = load(job.target.folder)
-            (batch, labels) = next(iter(replace(job.batches, indices=held_out))).target
+            (batch, labels) = next(iter(replace(job.samples, indices=held_out))).target
             for weights, scores in ((None, before), (moved.task_vector, after)):
                 with torch.no_grad():
                     for name, parameter in module.named_parameters() if weights else ():
                         if name in weights:
                             parameter.add_(weights[name])
-                    logits = job.target_head.scores(job.target, module, batch)
+                    logits = job.heads.target.scores(job.target, module, batch)
                 losses = F.cross_entropy(logits, labels, reduction="none")
                 scores += zip(losses.tolist(), (logits.argmax(-1) == labels).tolist(), strict=True)
         assert found.samples == 24
@@ -72,7 +72,7 @@ class TestTrial:
             limits.append(fold.max_tokens)
             return measure_job(fold, **given)
 
-        monkeypatch.setattr("tuneport.pipeline.preflight.measure_job", seen)
+        monkeypatch.setattr("tuneport.pipeline.statistics.measure_job", seen)
         source, tuned, target = zoo.trio("clip_vision")
         try_transfer(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, max_tokens=40))
         assert limits == [10] * 4
@@ -84,14 +84,14 @@ class TestTrial:
         job = prepare_pair(base, base, data, finetuned=zoo["clip_vision-tuned"], samples=24)
         found = try_transfer(job)
         module = job.source.module
-        batch, labels = next(iter(job.batches)).target
+        batch, labels = next(iter(job.samples)).target
         moved = {name: tensor for name, tensor in job.task_vector.items() if "norm" not in name}
         with torch.no_grad():
-            before = F.cross_entropy(job.target_head.scores(job.target, module, batch), labels)
+            before = F.cross_entropy(job.heads.target.scores(job.target, module, batch), labels)
             for name, parameter in module.named_parameters():
                 if name in moved and parameter.ndim > 1:
                     parameter.add_(moved[name])
-            after = F.cross_entropy(job.target_head.scores(job.target, module, batch), labels)
+            after = F.cross_entropy(job.heads.target.scores(job.target, module, batch), labels)
         assert found.loss_before == pytest.approx(float(before), rel=1e-5)
         assert (found.loss_after > found.loss_before) == (float(after) > float(before))
 
@@ -107,7 +107,7 @@ class TestTrial:
         assert try_transfer(naive).samples == 24
 
     def test_without_a_head_only_the_loss_counts(self, job: Any) -> None:
-        found = try_transfer(replace(job, target_head=None))
+        found = try_transfer(replace(job, heads=None))
         assert found.gain is None
         assert found.samples == 24
         assert math.isfinite(found.loss_after)
@@ -170,6 +170,6 @@ class TestPair:
         with pytest.raises(DataError, match="at least 8 samples, got 5"):
             compare(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=5))
         job = prepare(source, tuned, target, zoo.data, samples=8)
-        assert isinstance(job.batches, PairedBatches)
+        assert isinstance(job.samples, Drawn)
         with pytest.raises(DataError, match="draws its own samples"):
-            compare(replace(job, batches=list(job.batches)))
+            compare(replace(job, samples=Given(list(job.samples))))

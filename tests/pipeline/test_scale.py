@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tuneport.pipeline.scale import FEWEST, SCALES, Scaled, Score, choose_scale, first_half, score_of_classes
+from tuneport.job import FEWEST, first_half
+from tuneport.pipeline.scale import SCALES, Scaled, Score, choose_scale, score_of_classes
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import ScaleRule
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
-from tuneport.job import Job
+from tuneport.job import Given, Job
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import halves
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
 from tuneport.runtime.budget import plan_passes
@@ -88,7 +87,7 @@ def test_a_budget_below_one_layer_is_refused_with_the_least_sufficient_one() -> 
         TuneportError, match=r"a `memory_budget` of 9.77 KiB is too small: the models and the result take"
     ):
         plan_passes(job(), 10_000)
-    once = replace(job(), batches=iter(batches()))
+    once = replace(job(), samples=Given(iter(batches())))
     with pytest.raises(TuneportError, match=r"needs batches that can be read more than once: pass a list"):
         plan_passes(once, 10**9)
 
@@ -104,7 +103,7 @@ def test_max_tokens_count_over_the_whole_measurement() -> None:
     few = measure_job(job(max_tokens=30))
     assert {covariance.tokens for covariance in few.covariances.values()} == {30}
     assert few.samples == 48
-    fit, rest = halves(replace(job(max_tokens=30), batches=batches(count=48, batch=4)))
+    fit, rest = replace(job(max_tokens=30), samples=Given(batches(count=48, batch=4))).halves()
     assert fit is not rest
     both = measure_job(fit) + measure_job(rest)
     assert {covariance.tokens for covariance in both.covariances.values()} <= {28, 29, 30}

@@ -136,7 +136,7 @@ def test_models_that_read_values_are_not_counted() -> None:
     assert cost_of(plain, 64)["counted"]["forward"] > 0
     once = prepare(source, toy.finetuned(source), target, iter(batches), **{**options, "loss": toy.loss})
     assert cost_of(once, 64)["counted"] is None, "batches that can be read once are not used up"
-    assert len(list(once.batches)) == len(batches)
+    assert len(list(once.samples)) == len(batches)
 
 
 def test_batches_in_named_tuples() -> None:

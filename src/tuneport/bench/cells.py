@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import SAMPLERS, select
 from ..data.tasks import read_data
-from ..job import Job, PairedBatches
+from ..job import Drawn, Job, first_half
 from ..maps.statistics import Statistics
 from ..measure.accuracy import features, linear_probe
 from ..methods import METHODS, Method, Transfer, get_method
@@ -24,8 +25,8 @@ from ..models.base import Model
 from ..models.heads import Head, choose_head
 from ..models.open import open_model
 from ..pipeline.prepare import prepare
-from ..pipeline.scale import RULES, Scaled, first_half, halves, transfer_auto
-from ..pipeline.statistics import measure_job, problem_of
+from ..pipeline.scale import RULES, Scaled, choose_on_halves
+from ..pipeline.statistics import measure_in_parts, problem_of
 from ..task_vectors.vector import TaskVector
 from ..training.finetune import Schedule, batch_reader, finetune
 from .recipe import Comparison
@@ -96,7 +97,6 @@ def run_cell(
             judges["judge"] = _judge(comparison, target, task)
         head = judges["judge"].head
         yield from _fixed_rows(comparison, source, judges, blank)
-    assert isinstance(job.batches, PairedBatches)
     measured = _Measured(job, signals, sorted({cut for n in budgets.values() for cut in (first_half(n), n)}))
     captures["captures"] += 1 if signals else 0
     for name in ("forward", "backward"):
@@ -117,7 +117,7 @@ def run_cell(
         return solve
 
     for budget, count in budgets.items():
-        chosen = replace(job, batches=replace(job.batches, indices=job.batches.indices[:count]), samples=count)
+        chosen = job.on(job.samples.take(slice(count)))
         score = _probe(chosen, target, judges["test"]) if probing else judges["judge"].accuracy
         blank = replace(blank, budget=budget, sampler=sampler)
         if probing:
@@ -143,11 +143,8 @@ class _Measured:
 
     def __init__(self, job: Job, signals: frozenset[str], cuts: Sequence[int]) -> None:
         self._job, self.cuts = job, cuts
-        self._sums: dict[tuple[int, int], Statistics] = {}
+        self._sums = dict(zip(pairwise((0, *cuts)), measure_in_parts(job, cuts, signals=signals), strict=True))
         self._rehearsed: dict[tuple[str, int], tuple[Statistics, Statistics, Statistics]] = {}
-        for before, cut in zip([0, *cuts], cuts, strict=False):
-            part = self._part(before, cut)
-            self._sums[before, cut] = measure_job(part, signals=signals) if signals else Statistics()
 
     def between(self, start: int, stop: int) -> Statistics:
         """Of the samples from `start` to `stop`, both among the cuts."""
@@ -165,17 +162,9 @@ class _Measured:
             return first, self.between(half, count) if half < count else first, whole
         key = (repr(method), count)
         if key not in self._rehearsed:
-            first = second = whole = measure_job(replace(self._part(0, half), method=method))
-            if half < count:
-                second = measure_job(replace(self._part(half, count), method=method))
-                whole = first + second
-            self._rehearsed[key] = (first, second, whole)
+            parts = measure_in_parts(replace(self._job, method=method), [half, count] if half < count else [half])
+            self._rehearsed[key] = (parts[0], parts[-1], sum(parts, Statistics()))
         return self._rehearsed[key]
-
-    def _part(self, start: int, stop: int) -> Job:
-        assert isinstance(self._job.batches, PairedBatches)
-        batches = replace(self._job.batches, indices=self._job.batches.indices[start:stop])
-        return replace(self._job, batches=batches, samples=stop - start)
 
 
 def _fixed_rows(comparison: Comparison, source: Model, judges: dict[str, Any], blank: Row) -> Iterator[Row]:
@@ -218,10 +207,14 @@ def _probed_rows(comparison: Comparison, models: Sequence[Model], judges: dict[s
     yield from (replace(row, seed=blank.seed) for row in judges["fixed"])
 
 
+def _chosen(job: Job) -> Dataset:
+    assert isinstance(job.samples, Drawn)
+    return job.samples.chosen
+
+
 def _probe(job: Job, model: Model, test: Dataset) -> Scorer:
     """Accuracy of a linear probe that is trained on the samples that made the maps, and no others."""
-    assert isinstance(job.batches, PairedBatches)
-    train = job.batches.dataset.subset(job.batches.indices)
+    train = _chosen(job)
     return lambda module: linear_probe(model.with_module(module), train, test).accuracy
 
 
@@ -261,14 +254,14 @@ def _largest_job(
         **drawn,
     )
     if looks:
-        assert isinstance(job.batches, PairedBatches)
+        assert isinstance(job.samples, Drawn)
         if "features" not in kept:
-            kept["features"] = features(target, job.batches.dataset)
-        chosen = select(job.batches.dataset, sampler=sampler, features=lambda _: kept["features"], **drawn)
-        job = replace(job, batches=replace(job.batches, indices=chosen))
+            kept["features"] = features(target, job.samples.dataset)
+        chosen = select(job.samples.dataset, sampler=sampler, features=lambda _: kept["features"], **drawn)
+        job = replace(job, samples=replace(job.samples, indices=chosen))
     for name in comparison.methods:
         get_method(name).check(job.plan)
-    per_budget = job.samples // budgets[-1] if shots else 1
+    per_budget = len(job.samples) // budgets[-1] if shots else 1
     return job, {budget: budget * per_budget for budget in budgets}
 
 
@@ -284,7 +277,8 @@ def _method_rows(
     for rule in comparison.scales:
         before = after = None
         if rule in RULES:
-            moved, choice = transfer_auto(halves(job), solve, (parts[0], parts[1]), whole, rule)
+            choice = choose_on_halves(job.halves(), map(solve, parts), rule)
+            moved = solve(whole)
             scale = choice.scale
             before, after = choice.scores[0.0].accuracy, choice.scores[scale].accuracy
         else:
@@ -304,8 +298,7 @@ def _finetuning_rows(
     accuracy: Scorer,
 ) -> Iterator[Row]:
     """Few-shot fine-tuning of the target on the same samples, from its own weights and from the ported ones."""
-    assert isinstance(job.batches, PairedBatches)
-    samples: Dataset = job.batches.dataset.subset(job.batches.indices)
+    samples = _chosen(job)
     for steps in comparison.steps:
         size = len(samples) if comparison.full_batch else Schedule.batch_size
         schedule = Schedule(steps, size, comparison.learning_rate, seed=blank.seed)

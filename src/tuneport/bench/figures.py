@@ -16,7 +16,7 @@ from typing import Any
 from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import DataError
-from ..job import PairedBatches
+from ..job import Drawn
 from ..measure.likeness import activation_drift, by_block, layer_similarity, output_similarity
 from ..measure.objectives import OBJECTIVES, forward_only
 from ..measure.signals import INPUT
@@ -32,6 +32,7 @@ from ..pipeline.transfer import run
 from ..report.record import to_json
 from ..runtime.cost import cost_of
 from ..training.finetune import CHECKPOINTS, Schedule, finetune
+from ..types import Sides
 from .charts import bars, chart
 from .recipe import Comparison, Recipe
 from .tables import RESULTS, grid, write_csv
@@ -63,7 +64,7 @@ def _similarity(comparison: Comparison, models: Sequence[Model], task: str, samp
     count = comparison.budgets[-1]
     both = select(data, samples=min(2 * count, len(data)), sampler=sampler, seed=seed)
     batches, held_out = (
-        PairedBatches(source, target, data, rows, None, comparison.batch_size, OBJECTIVES["classification"])
+        Drawn(Sides(source, target), data, rows, None, comparison.batch_size, OBJECTIVES["classification"])
         for rows in (both[:count], both[count:])
     )
     found = layer_similarity(

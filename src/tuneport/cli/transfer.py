@@ -124,12 +124,12 @@ def transfer(
             if as_ == "adapter":
                 check_adapter(job, rank, energy)
             if test is not None:
-                check_test_split(test, job.target_head)
+                check_test_split(test, job.heads.target if job.heads is not None else None)
             verdict = _compared(job) if compare else None
             passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
             if passes is not None:
                 _note_passes(passes)
-            with progress("measuring", job.samples * (len(passes.groups) if passes else 1)) as advance:
+            with progress("measuring", len(job.samples) * (len(passes.groups) if passes else 1)) as advance:
                 record = pipeline.port(
                     job,
                     out,
@@ -267,7 +267,7 @@ def _plan_shapes(options: dict[str, Any]) -> None:
     if options["json"]:
         emit(to_json({"options": job.record["options"], "rates": vars(rates), "plans": lines}))
         return
-    title = f"{len(job.plan.pairs)} layers, {job.samples} texts of {options['length']} tokens"
+    title = f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {options['length']} tokens"
     show(map(describe_line, lines), *COLUMNS, title=title)
     say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
 
@@ -309,7 +309,11 @@ def compare(
     found = _compared(job, trial=finetuned is not None)
     means = preflight.summary(found.similarity)
     if json:
-        emit(to_json({"source": source, "target": target, "samples": job.samples, "summary": means, **found.record()}))
+        emit(
+            to_json(
+                {"source": source, "target": target, "samples": len(job.samples), "summary": means, **found.record()}
+            )
+        )
         return
     show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS)
     say(f"verdict: {found.verdict.verdict}")
@@ -348,7 +352,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
     if not tell:
         return job
     if words := label_words(job.record):
-        note(f"{job.samples} samples {words}")
+        note(f"{len(job.samples)} samples {words}")
     for text in job.record.get("notes", ()):
         note(text)
     return job

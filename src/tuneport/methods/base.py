@@ -7,7 +7,7 @@ must be measured, so that nothing is captured in vain; `transfer` is pure and de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,6 +65,16 @@ class Transfer:
     task_vector: TaskVector
     records: tuple[LayerRecord, ...]
     kept: tuple[Kept, ...] = ()
+
+    @classmethod
+    def join(cls, parts: Iterable[Transfer]) -> Transfer:
+        """The transfers of several groups of layers as one, in their order."""
+        parts = tuple(parts)
+        if len(parts) == 1:
+            return parts[0]
+        entries = {name: entry for part in parts for name, entry in part.task_vector.items()}
+        records = tuple(record for part in parts for record in part.records)
+        return cls(TaskVector(entries), records, tuple(item for part in parts for item in part.kept))
 
 
 class Method(ABC):

@@ -17,6 +17,7 @@ from ..io.sizes import free_memory
 from ..io.tensors import describe
 from ..io.validate import check_unquantised
 from ..task_vectors.lora_format import is_adapter
+from ..types import Sides
 from .base import Family, Model, ModelLike, Stored, describe_any
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
@@ -64,7 +65,7 @@ def open_both(
     dtype: torch.dtype,
     memory_budget: int | None = None,
     trust_remote_code: bool = False,
-) -> tuple[Model, Model]:
+) -> Sides[Model]:
     """Open source and target in the same way; live modules stay where they are.
 
     Their size together decides: on `device` if they take at most a quarter of the memory budget, else in RAM, or
@@ -85,7 +86,7 @@ def open_both(
             return outline_model(model, dtype=dtype)
         return open_model(model, device=home, dtype=dtype, trust_remote_code=trust_remote_code)
 
-    return open_one(source), open_one(target)
+    return Sides(open_one(source), open_one(target))
 
 
 def describe_module(module: nn.Module) -> Model:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
 from ..errors import TuneportError
-from ..job import Job, runs_on
+from ..job import Job
 from ..maps.statistics import Statistics
 from ..methods import Transfer
 from ..models.offload import pinned, to_temporary_file
@@ -24,7 +26,7 @@ from ..runtime.passes import Passes, jobs_by_block, jobs_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Progress, ScaleRule
-from .scale import ScaleChoice, halves, transfer_auto
+from .scale import ScaleChoice, choose_on_halves
 from .statistics import measure_job, problem_of
 
 
@@ -57,7 +59,7 @@ def move(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as `scale`, "
             "or a larger `memory_budget`."
         )
-    moved, choice, counted = _move_auto(scale, halves(job), passes, meter)
+    moved, choice, counted = _move_auto(scale, job.halves(), passes, meter)
     return Moved(moved, choice.scale, choice, counted, meter.seconds)
 
 
@@ -72,7 +74,7 @@ class _Meter:
     def measure(self, job: Job, stage: str) -> Statistics:
         started = time.perf_counter()
         statistics = measure_job(job, progress=self.progress, work=self.work, stage=stage)
-        if (device := runs_on(job)).type == "cuda":
+        if (device := job.runs_on).type == "cuda":
             torch.cuda.synchronize(device)
         self.seconds += time.perf_counter() - started
         return statistics
@@ -86,8 +88,8 @@ def _solve(job: Job, statistics: Statistics) -> Transfer:
 def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Statistics]:
     """Measure and move, group by group; also the count of samples and passes, without sums."""
     moved, counted = [], Statistics()
-    ours, theirs = (passes.placements if passes is not None else None) or (None, None)
-    with pinned(job.source.module, ours), pinned(job.target.module, theirs):
+    source, target = (passes.placements if passes is not None else None) or (None, None)
+    with pinned(job.source.module, source), pinned(job.target.module, target):
         for index, group in enumerate(groups := jobs_of(job, passes)):
             statistics = meter.measure(group, _stage("all", index, groups))
             if passes is not None and passes.result_in_files and ranks().size == 1:
@@ -96,7 +98,7 @@ def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Sta
                 moved.append(_solve(group, statistics))
             counted = _count(counted, statistics)
             del statistics  # before the next group's are made
-    return _together(moved), counted
+    return Transfer.join(moved), counted
 
 
 def _shelved(moved: Transfer) -> Transfer:
@@ -112,30 +114,22 @@ def _move_auto(
     rule: ScaleRule, sides: tuple[Job, Job], passes: Passes | None, meter: _Meter
 ) -> tuple[Transfer, ScaleChoice, Statistics]:
     """As `_move`, with the scale chosen by the two halves of the samples."""
-    groups = [jobs_of(side, passes) for side in sides]
-    names, held_out = ("first", "second", "whole"), sides[0] is not sides[1]
-    moved: dict[str, list[Transfer]] = {name: [] for name in names}
-    counted = Statistics()
-    found: dict[str, Statistics] = {}
-    for index, (first, second) in enumerate(zip(*groups, strict=True)):
-        found["first"] = found["second"] = found["whole"] = meter.measure(first, _stage("first", index, groups[0]))
-        if held_out:
-            found["second"] = meter.measure(second, _stage("second", index, groups[0]))
-            found["whole"] = found["first"] + found["second"]
-        counted = _count(counted, found["whole"])
-        if len(groups[0]) > 1:
-            solved = {id(found[name]): _solve(first, found[name]) for name in names}
-            for name in names:
-                moved[name].append(solved[id(found[name])])
-            found = {}  # before the next group's are made
-    if len(groups[0]) == 1:
-        parts = (found["first"], found["second"])
-        return *transfer_auto(sides, lambda given: _solve(sides[0], given), parts, found["whole"], rule), counted
-    done = {name: _together(parts) for name, parts in moved.items()}
-    marks = {name: Statistics() for name in names}
-    by_mark = {id(mark): name for name, mark in marks.items()}
-    parts = (marks["first"], marks["second"])
-    return *transfer_auto(sides, lambda given: done[by_mark[id(given)]], parts, marks["whole"], rule), counted
+    groups = [jobs_of(side, passes) for side in sides[: 2 if sides[0] is not sides[1] else 1]]
+    moved: list[list[Transfer]] = [[] for _ in groups]
+    whole, counted = [], Statistics()
+    for index, jobs in enumerate(zip(*groups, strict=True)):
+        named = zip(jobs, ("first", "second"), strict=False)
+        parts = [meter.measure(job, _stage(name, index, groups[0])) for job, name in named]
+        found = reduce(add, parts)
+        counted = _count(counted, found)
+        if len(groups[0]) == 1:
+            choice = choose_on_halves(sides, (_solve(sides[0], part) for part in parts), rule)
+            return _solve(sides[0], found), choice, counted
+        for done, part in zip(moved, parts, strict=True):
+            done.append(_solve(jobs[0], part))
+        whole.append(_solve(jobs[0], found) if len(parts) > 1 else moved[0][-1])
+        del parts, found  # before the next group is measured
+    return Transfer.join(whole), choose_on_halves(sides, map(Transfer.join, moved), rule), counted
 
 
 def _stage(name: str, index: int, groups: Sequence[Job]) -> str:
@@ -150,11 +144,3 @@ def _count(counted: Statistics, more: Statistics) -> Statistics:
     """The passes of both and the samples of one: groups see the same samples."""
     passes = {name: counted.passes.get(name, 0) + count for name, count in more.passes.items()}
     return Statistics(samples=more.samples, passes=passes)
-
-
-def _together(parts: Sequence[Transfer]) -> Transfer:
-    if len(parts) == 1:
-        return parts[0]
-    entries = {name: entry for part in parts for name, entry in part.task_vector.items()}
-    records = tuple(record for part in parts for record in part.records)
-    return Transfer(TaskVector(entries), records, tuple(item for part in parts for item in part.kept))

@@ -6,7 +6,7 @@ from a short probe of this machine (`runtime.speed`), so they are a rough guide.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
-from ..job import Job, runs_on
+from ..job import Given, Job
 from ..measure.batches import PairedBatch
 from ..measure.objectives import forward_only, token_loss
 from ..methods import get_method
@@ -26,6 +26,7 @@ from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
 from ..task_vectors.vector import TaskVector
+from ..types import Sides
 from .plan import left_behind, not_transported_by, plan_of
 
 
@@ -37,13 +38,13 @@ def expected(job: Job) -> dict[str, Any]:
     once = batch_cost(job)
     cost = cost_of(job, once=once)
     paper = cost["paper"]
-    flops = flops_of(job, job.samples, once) if cost["counted"] else None
+    flops = flops_of(job, len(job.samples), once) if cost["counted"] else None
     flops = flops or Flops(forward=paper["passes"], transport=paper["alignment"])
-    rates = probe(runs_on(job), next(job.target.module.parameters()).dtype)
+    rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
     passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
     return {
         "method": job.record["method"],
-        "samples": job.samples,
+        "samples": len(job.samples),
         "layers": [
             {
                 "target": pair.target.name,
@@ -140,31 +141,28 @@ def prepare_shapes(
             f"{samples} texts of {length} tokens in batches of {batch_size}: plan for one text or more, and for {MOST} "
             "texts and tokens in a batch at most."
         )
-    models = [outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target)]
+    models = Sides(*(outline_model(path, dtype=pick_dtype(dtype), weights=False) for path in (source, target)))
     for model in models:
         if model.kind != "text" or model.generates == "seq2seq":
             raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
-    names = {layer.weight: layer.weight_shape for layer in models[0].layers}
-    biased = [layer for layer in models[0].layers if layer.bias is not None and not layer.rows]
+    names = {layer.weight: layer.weight_shape for layer in models.source.layers}
+    biased = [layer for layer in models.source.layers if layer.bias is not None and not layer.rows]
     names |= {layer.bias: (layer.out_features,) for layer in biased if layer.bias is not None}
     vector = TaskVector({name: torch.empty(shape, device="meta") for name, shape in names.items()})
     chosen = get_method(method)
-    plan = plan_of(models[0], models[1], vector)
+    plan = plan_of(*models, vector)
     chosen.check(plan)
-    count = -(-samples // batch_size)
-    batch = PairedBatch(_texts(batch_size, length), _texts(batch_size, length), size=batch_size)
-    losses = [token_loss(m) if m.generates == "causal" else forward_only(m) for m in models]
+    sizes = [batch_size] * (samples // batch_size) + [samples % batch_size] * bool(samples % batch_size)
+    texts = {size: PairedBatch(_texts(size, length), _texts(size, length), size=size) for size in sizes}
+    losses = Sides(*(token_loss(m) if m.generates == "causal" else forward_only(m) for m in models))
     options = {"samples": samples, "length": length, "batch_size": batch_size, "max_tokens": max_tokens, "dtype": dtype}
     return Job(
-        models[0],
-        models[1],
+        models,
         vector,
         plan,
         chosen,
-        batches=[batch] * count,
-        samples=samples,
-        source_loss=losses[0],
-        target_loss=losses[1],
+        Given([texts[size] for size in sizes]),
+        losses,
         max_tokens=max_tokens,
         memory_budget=memory_budget,
         record={"method": method, "options": options},
@@ -184,13 +182,15 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
     """
     if job.memory_budget is None:
         raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
-    flops = flops_of(job, job.samples)
+    batches = len(job.samples.batch_sizes)
+    flops = flops_of(job, len(job.samples))
     assert flops is not None
     forecast = Forecast.of(job)
     lines: list[dict[str, Any]] = []
     for count in devices:
         try:
-            passes = plan_passes(part := _part(job, count), job.memory_budget, forecast)
+            part = job.on(job.samples.take_batches(0, -(-batches // count)))
+            passes = plan_passes(part, job.memory_budget, forecast)
         except TuneportError as error:
             lines.append({"devices": count, "error": str(error)})
             continue
@@ -215,20 +215,12 @@ def _line(passes: Passes, job: Job) -> dict[str, Any]:
         "home_bytes": passes.home_bytes,
         "fetched_bytes": passes.fetched_bytes,
         "blocks_that_stay": ["all" if paths is None else len(paths) for paths in kept],
-        "samples": job.samples,
+        "samples": len(job.samples),
     }
 
 
-def _part(job: Job, count: int) -> Job:
-    """The part of a job that one device measures."""
-    batches = list(job.batches)[: -(-len(list(job.batches)) // count)]
-    samples = min(job.samples, len(batches) * batches[0].size)
-    tokens = None if job.max_tokens is None else -(-job.max_tokens * samples // job.samples)
-    return replace(job, batches=batches, samples=samples, max_tokens=tokens)
-
-
 def _models_bytes(job: Job) -> int:
-    return sum(bytes_of((*m.module.parameters(), *m.module.buffers())) for m in (job.source, job.target))
+    return sum(bytes_of((*m.module.parameters(), *m.module.buffers())) for m in job.models)
 
 
 def describe_line(line: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import DataError
-from ..job import Job, PairedBatches
+from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
 from ..measure.signals import frozen
@@ -32,8 +32,8 @@ from ..models.open import open_model, pick_device
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
 from .prepare import prepare
-from .scale import Scaled, token_share
-from .statistics import measure_job, problem_of
+from .scale import Scaled
+from .statistics import measure_in_parts, problem_of
 
 FOLDS = 4
 LEAST_SAMPLES = 2 * FOLDS
@@ -120,18 +120,16 @@ def compare(job: Job, *, trial: bool = True, progress: Progress | None = None) -
 
     With `trial=False` only likeness is measured. Nothing is written, and both models come back as they were.
     """
-    folds = _folds(job)
-    held_out, *fit = folds
-    assert job.source_loss is not None
-    assert job.target_loss is not None
+    held_out, *_ = _folds(job)
+    assert job.losses is not None
     likeness = layer_similarity(
         job.source.module,
         job.target.module,
         job.plan.pairs,
-        _together(fit).batches,
-        held_out=held_out.batches,
-        source_loss=job.source_loss,
-        target_loss=job.target_loss,
+        job.samples.take(slice(held_out.stop, None)),
+        held_out=job.samples.take(held_out),
+        source_loss=job.losses.source,
+        target_loss=job.losses.target,
         completion=job.completion,
         match=job.match,
         progress=progress,
@@ -143,13 +141,13 @@ def compare(job: Job, *, trial: bool = True, progress: Progress | None = None) -
 def try_transfer(job: Job, *, progress: Progress | None = None) -> Trial:
     """Score the target on every fold of the samples, with maps from the other folds (cross-fitting)."""
     folds = _folds(job)
-    sums = [measure_job(fold, progress=progress) for fold in folds] if job.method.signals else []
+    sums = measure_in_parts(job, [fold.stop for fold in folds], progress=progress)
     before: list[tuple[float, bool | None]] = []
     after: list[tuple[float, bool | None]] = []
     for number, fold in enumerate(folds):
-        assert isinstance(fold.batches, PairedBatches)
-        size = fold.batches.size if job.target_head is not None else 1  # a loss is a sum: one sample, one number
-        batches = [batch.target for batch in replace(fold.batches, size=size)]
+        samples = job.samples.take(fold)
+        size = samples.size if job.heads is not None else 1  # a loss is a sum: one sample, one number
+        batches = [batch.target for batch in replace(samples, size=size)]
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         moved = job.method.transfer(problem_of(job, rest))
         before += _scores(job, job.target.module, batches)
@@ -252,44 +250,29 @@ def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
             yield f"{signal.replace('_', ' ')}s: CKA {means['cka']:.2f}{told} (means over layers)"
 
 
-def _folds(job: Job) -> list[Job]:
-    """The job in parts, each with some of its samples, in the order of the draw."""
-    for model in (job.source, job.target):
+def _folds(job: Job) -> list[slice]:
+    """The places of each fold in the order of the draw."""
+    for model in job.models:
         model.require_in_memory("a comparison", "give a larger one, or leave the comparison out")
-    if not isinstance(job.batches, PairedBatches):
+    if not isinstance(job.samples, Drawn):
         raise DataError("a comparison draws its own samples: pass a data set or a path, not batches.")
-    if len(job.batches.indices) < LEAST_SAMPLES:
-        raise DataError(f"a comparison needs at least {LEAST_SAMPLES} samples, got {len(job.batches.indices)}.")
-    parts = np.array_split(job.batches.indices, FOLDS)
-    return [
-        replace(
-            job,
-            batches=replace(job.batches, indices=part),
-            samples=len(part),
-            max_tokens=token_share(job, len(part), job.samples),
-        )
-        for part in parts
-    ]
-
-
-def _together(folds: list[Job]) -> Job:
-    batches = [fold.batches for fold in folds]
-    assert isinstance(batches[0], PairedBatches)
-    joined = np.concatenate([part.indices for part in batches if isinstance(part, PairedBatches)])
-    return replace(folds[0], batches=replace(batches[0], indices=joined), samples=len(joined))
+    if len(job.samples) < LEAST_SAMPLES:
+        raise DataError(f"a comparison needs at least {LEAST_SAMPLES} samples, got {len(job.samples)}.")
+    parts = np.array_split(np.arange(len(job.samples)), FOLDS)
+    return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
 def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[tuple[float, bool | None]]:
     """The loss of each sample and whether its class is right; without a head, the loss of each batch."""
-    assert job.target_loss is not None
+    assert job.losses is not None
     found: list[tuple[float, bool | None]] = []
     with frozen(module), torch.no_grad():
         for batch in batches:
-            if job.target_head is None:
-                found.append((float(job.target_loss(module, batch)), None))
+            if job.heads is None:
+                found.append((float(job.losses.target(module, batch)), None))
                 continue
             inputs, labels = batch
-            scores = job.target_head.scores(job.target, module, inputs)
+            scores = job.heads.target.scores(job.target, module, inputs)
             losses = F.cross_entropy(scores, labels, reduction="none")
             found += zip(losses.tolist(), (scores.argmax(-1) == labels).tolist(), strict=True)
     return found

@@ -19,7 +19,7 @@ from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError
 from ..io.hub import local
-from ..job import Job, PairedBatches
+from ..job import Drawn, Given, Job, Samples
 from ..measure.accuracy import features
 from ..measure.objectives import Objective, check_objective, forward_only, load_loss, objective_of
 from ..measure.signals import NEEDS_BACKWARD
@@ -32,7 +32,7 @@ from ..pairing import DepthRule, LayerPair, nearest_block
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..types import Completion, Loss
+from ..types import Completion, Loss, Sides
 from .change import Finetuned, change_of, exclude_note, names_of, opened
 from .labels import agreement, check_labels, labelled_by
 from .plan import plan_of
@@ -105,9 +105,8 @@ def prepare(
     )
     elsewhere = memory_budget is not None and where.type != "cpu"  # live modules run on the device too
     notes = [note, "" if elsewhere else slow_note(*models)]
-    ours, theirs = models
     tuned = opened(finetuned)
-    vector = change_of(ours, tuned, exclude)
+    vector = change_of(models.source, tuned, exclude)
 
     if isinstance(data, (str, Path)) and not Path(data).exists():
         raise DataError(f"no data at {data}: no such file or folder.")
@@ -124,13 +123,13 @@ def prepare(
             '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
         )
 
-    plan = plan_of(ours, theirs, vector, pairs=pairs, roles=roles, depth_rule=depth_rule, exclude=exclude)
+    plan = plan_of(*models, vector, pairs=pairs, roles=roles, depth_rule=depth_rule, exclude=exclude)
     method.check(plan)
     if runs and data is None:
         raise DataError(f"method {name} needs calibration data: pass `data`, or batches with a loss in Python.")
-    losses = _losses(models, asked, loss, gradients) if runs else (None, None)
+    losses = _losses(models, asked, loss, gradients) if runs else None
 
-    batches: Iterable[Any] = ()
+    calibration: Samples = Given()
     count, about = 0, None
     if asked is not None:
         indices = select(
@@ -139,11 +138,11 @@ def prepare(
             shots=shots,
             sampler=sampler,
             seed=seed,
-            features=lambda chosen: _features(theirs, chosen, where),
+            features=lambda chosen: _features(models.target, chosen, where),
         )
-        batches = drawn = PairedBatches(ours, theirs, asked.dataset, indices, asked.heads, batch_size, asked.objective)
+        calibration = drawn = Drawn(models, asked.dataset, indices, asked.heads, batch_size, asked.objective)
         if by_source:
-            batches = drawn = _labelled_by_source(drawn, _whole_change(ours, tuned) if exclude else vector)
+            calibration = drawn = _labelled_by_source(drawn, _whole_change(models.source, tuned) if exclude else vector)
         count, about = len(indices), data_identity(data, asked.dataset, indices, asked.heads)
         if by_source:
             share = agreement(drawn.dataset, asked.dataset.subset(indices))
@@ -151,7 +150,7 @@ def prepare(
     elif runs:
         assert not isinstance(data, (str, Path, Dataset))
         assert data is not None
-        batches = data
+        calibration = Given(data)
 
     usual = asked.objective.name if asked is not None and gradients and loss is None else None
     own = {"loss": loss_name is None and loss is not None, "match": match is not None, "pairs": pairs is not None}
@@ -175,20 +174,18 @@ def prepare(
         "dtype": dtype,
     }
     job = Job(
-        ours,
-        theirs,
+        models,
         vector,
         plan,
         method,
-        completion,
-        batches,
-        count,
-        source_loss=losses[0],
-        target_loss=losses[1],
+        calibration,
+        losses,
+        heads=asked.heads if asked is not None else None,
         match=match,
-        target_head=asked.heads[1] if asked is not None and asked.heads else None,
+        completion=completion,
         max_tokens=max_tokens,
         memory_budget=memory_budget,
+        seed=seed,
         device=where if memory_budget is not None else None,
     )
     about = (about or data_identity(data)) | ({"task": task.name} if task is not None else {})
@@ -214,10 +211,10 @@ class _Asked:
 
     dataset: Dataset
     objective: Objective
-    heads: tuple[Head, ...] | None = None
+    heads: Sides[Head] | None = None
 
 
-def _asked(data: str | Path | Dataset, models: tuple[Model, Model], wanted: str | None) -> _Asked:
+def _asked(data: str | Path | Dataset, models: Sides[Model], wanted: str | None) -> _Asked:
     """The training split, with the objective of that name or the one that data and models suggest."""
     dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
     for model in models:
@@ -230,7 +227,7 @@ def _asked(data: str | Path | Dataset, models: tuple[Model, Model], wanted: str 
 def _with_heads(
     asked: _Asked,
     data: str | Path | Dataset,
-    models: tuple[Model, Model],
+    models: Sides[Model],
     wanted: str | None,
     labels: str,
     device: torch.device,
@@ -255,26 +252,25 @@ def _with_heads(
         known = Dataset((), blank, heads[0].classes, name=f"the head of {models[0].name}")
     for head in heads:
         align_labels(known, head.classes)
-    return replace(asked, dataset=dataset, heads=tuple(heads))
+    return replace(asked, dataset=dataset, heads=Sides(*heads))
 
 
 def _losses(
-    models: tuple[Model, Model], asked: _Asked | None, loss: Loss | tuple[Loss, Loss] | None, gradients: bool
-) -> tuple[Loss, Loss]:
-    source, target = models
+    models: Sides[Model], asked: _Asked | None, loss: Loss | tuple[Loss, Loss] | None, gradients: bool
+) -> Sides[Loss]:
     if isinstance(loss, tuple):
-        return loss
+        return Sides(*loss)
     if loss is not None:
-        return loss, loss
+        return Sides(loss, loss)
     if asked is not None and (asked.heads is not None or asked.objective.name != "classification"):
-        ours, theirs = asked.heads or (None, None)
-        return asked.objective.loss(source, ours), asked.objective.loss(target, theirs)
+        heads = asked.heads or (None, None)
+        return Sides(*(asked.objective.loss(model, head) for model, head in zip(models, heads, strict=True)))
     for model in models:
         if gradients or (model.features is None and model.logits is None):
             known = model.features is not None
             reason = "batches say nothing of the task" if known else f"{model.name} is a module tuneport does not know"
             raise TuneportError(f"{reason}: pass loss=lambda module, batch: ...")
-    return forward_only(source), forward_only(target)
+    return Sides(forward_only(models.source), forward_only(models.target))
 
 
 def _features(model: Model, dataset: Dataset, device: torch.device) -> Tensor:
@@ -292,12 +288,11 @@ def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
         ) from error
 
 
-def _labelled_by_source(batches: PairedBatches, vector: TaskVector) -> PairedBatches:
+def _labelled_by_source(drawn: Drawn, vector: TaskVector) -> Drawn:
     """The same samples, labelled by the fine-tuned source."""
-    assert batches.heads is not None
-    chosen = batches.dataset.subset(batches.indices)
-    labelled = labelled_by(batches.source, vector, batches.heads[0], chosen, batch_size=batches.size)
-    return replace(batches, dataset=labelled, indices=np.arange(len(labelled)))
+    assert drawn.heads is not None
+    labelled = labelled_by(drawn.models.source, vector, drawn.heads.source, drawn.chosen, batch_size=drawn.size)
+    return replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
 
 
 def _record(
@@ -321,7 +316,7 @@ def _record(
         "versions": versions(),
         "blocks": {"source": dict(job.plan.source_blocks), "target": dict(job.plan.target_blocks)},
     }
-    if isinstance(job.batches, PairedBatches) and (found := job.batches.coverage()) is not None:
+    if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
     named = [names for model in (job.source, job.target) for names in (model.file_names, model.tensors)]
     notes = [*known, base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None]

@@ -16,20 +16,17 @@ the square, so that little can go wrong there, and more must be earned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import DataError
 from ..io.tensors import describe
-from ..job import Job, PairedBatches
-from ..maps.statistics import Statistics
-from ..measure.batches import PairedBatch, count_samples
+from ..job import Job
+from ..measure.batches import PairedBatch
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..task_vectors.low_rank import Entry, LowRank
@@ -37,7 +34,6 @@ from ..task_vectors.vector import TaskVector
 from ..types import ScaleRule
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
-FEWEST = 4  # samples that can be parted
 SHARPEST = 20.0  # the head's sharpness is fitted from one in so many to so many times its own
 RULES: dict[
     ScaleRule, tuple[float, float]
@@ -69,15 +65,6 @@ class ScaleChoice:
     samples: int
     held_out: bool
     rule: ScaleRule = "auto"
-
-
-def first_half(count: int) -> int:
-    """How many of `count` samples are the first half; all of them where too few to be parted.
-
-    >>> [first_half(n) for n in (1, 3, 10, 25)]
-    [1, 3, 5, 13]
-    """
-    return (count + 1) // 2 if count >= FEWEST else count
 
 
 def score_of_classes(scores: Tensor, labels: Tensor) -> Score:
@@ -204,60 +191,24 @@ def _beside(entry: Entry, parameter: Tensor) -> Entry:
     return entry.to(parameter.device)
 
 
-def halves(job: Job) -> tuple[Job, Job]:
-    """The job with each half of its samples, for a scale chosen by `transfer_auto`; twice the same where too few."""
-    if isinstance(job.batches, PairedBatches):
-        count = first_half(len(job.batches.indices))
-        if count == len(job.batches.indices):
-            return job, job
-        first, second = (
-            replace(
-                job,
-                batches=replace(job.batches, indices=side),
-                samples=len(side),
-                max_tokens=token_share(job, len(side), job.samples),
-            )
-            for side in np.split(job.batches.indices, [count])
-        )
-        return first, second
-    batches = list(job.batches)
-    if not batches:
-        raise DataError("choosing a scale needs labelled calibration data: pass `data`, or a number as `scale`.")
-    if len(batches) == 1:
-        return (whole := replace(job, batches=batches)), whole
-    count = (len(batches) + 1) // 2
-    first, second = (
-        replace(job, batches=side, samples=count_samples(side), max_tokens=token_share(job, len(side), len(batches)))
-        for side in (batches[:count], batches[count:])
-    )
-    return first, second
+def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: ScaleRule = "auto") -> ScaleChoice:
+    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
 
-
-def token_share(job: Job, part: int, whole: int) -> int | None:
-    """The part of the token limit that goes to a part of the samples."""
-    return None if job.max_tokens is None else max(job.max_tokens * part // whole, 1)
-
-
-def transfer_auto(
-    sides: tuple[Job, Job], solve: Callable[[Statistics], Transfer], found: tuple[Statistics, Statistics],
-    whole: Statistics, rule: ScaleRule = "auto",
-) -> tuple[Transfer, ScaleChoice]:  # fmt: skip
-    """Choose the scale of a transfer, by a rule, by two halves of the samples, each judging the maps of the other.
-
-    The maps that ship come from the `whole` statistics.
+    Args:
+        sides: the job on each half, as `Job.halves` gives it.
+        moved: the transfer from each half; a generator solves the second after the first is judged.
     """
     held_out = sides[0] is not sides[1]
     answers: dict[float, list[Answers]] = {scale: [] for scale in SCALES}
-    for statistics, judge in zip(found, reversed(sides), strict=True):
-        batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.batches]
-        with Scaled(judge.target.module, solve(statistics).task_vector, judge.target.stored_parameters()) as scaled:
+    for done, judge in zip(moved, reversed(sides), strict=False):
+        batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.samples]
+        with Scaled(judge.target.module, done.task_vector, judge.target.stored_parameters()) as scaled:
             for scale, seen in answers.items():
                 seen += _answers(judge, scaled, scale, batches)
         if not held_out:
             break
-    samples = sum(side.samples for side in (sides if held_out else sides[:1]))
-    choice = choose_scale(lambda scale: _score(answers[scale]), samples=samples, held_out=held_out, rule=rule)
-    return solve(whole), choice
+    samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
+    return choose_scale(lambda scale: _score(answers[scale]), samples=samples, held_out=held_out, rule=rule)
 
 
 Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or its mean loss for each sample
@@ -266,15 +217,15 @@ Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, o
 def _answers(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> list[Answers]:
     """What the target says at one scale, forward passes only."""
     scaled.set(scale)
-    assert job.target_loss is not None
+    assert job.losses is not None
     found: list[Answers] = []
     with frozen(scaled.module), torch.no_grad():
         for batch in batches:
-            if job.target_head is not None:
-                found.append((job.target_head.scores(job.target, scaled.module, batch[0]).cpu(), batch[1].cpu()))
+            if job.heads is not None:
+                found.append((job.heads.target.scores(job.target, scaled.module, batch[0]).cpu(), batch[1].cpu()))
             else:
                 size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-                loss = float(job.target_loss(scaled.module, batch)) / size
+                loss = float(job.losses.target(scaled.module, batch)) / size
                 found.append((torch.full((size,), loss, dtype=torch.float64), None))
     return found
 

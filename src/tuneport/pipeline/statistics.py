@@ -1,20 +1,17 @@
-"""The statistics of a job: measured where its models run, on its samples and on what its method rehearses.
+"""The statistics of a job: its models run on its samples, and on augmented ones where its method asks for them.
 
-`capture.measure_pairs` knows modules and batches; here the limits of a job come in: tokens, memory, processes, and
-what an
-earlier run has measured already.
+`capture.measure_pairs` knows modules and batches. The limits of a job are applied here: tokens, memory, processes, and
+what an earlier run has measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import Any
 
-from ..job import Job, PairedBatches, runs_on, views_of
+from ..job import Job
 from ..maps.statistics import Statistics
-from ..measure.batches import count_samples, nested_to, samples_at_once
+from ..measure.batches import nested_to, samples_at_once
 from ..measure.capture import measure_pairs
 from ..measure.signals import INPUT
 from ..measure.tokens import TokenLimit
@@ -48,23 +45,31 @@ def measure_job(
 ) -> Statistics:
     """The statistics that a job's method needs (or the given signals, to serve several methods at once).
 
-    With `work`, they are saved under the name of the `stage` from time to time, and begin with what it holds. A method
-    that rehearses sees changed views of the samples too (`tuneport.data.views`), which are not saved.
+    `work` saves them under the name of the `stage`, and continues what an earlier run has saved there. A method that
+    rehearses also measures augmented samples (`tuneport.data.views`), which are not saved.
     """
     wanted = frozenset(job.method.signals if signals is None else signals)
     if not wanted:
         return Statistics()
-    if job.max_tokens is not None and not job.samples:
-        job = replace(job, batches=(batches := list(job.batches)), samples=count_samples(batches))
-    earlier = work.load(stage, runs_on(job)) if work is not None else None
+    if job.max_tokens is not None:
+        job = replace(job, samples=job.samples.listed())
+    earlier = work.load(stage, job.runs_on) if work is not None else None
     if earlier is not None and progress is not None:
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
     statistics = _measured(job, wanted, progress, earlier, keeper)
-    more = views_of(job) if job.method.rehearses and INPUT in wanted else None
-    if more is not None:
-        statistics = statistics.extend(_measured(more, frozenset({INPUT})))
+    views = job.samples.views(job.seed) if job.method.rehearses and INPUT in wanted else None
+    if views is not None:
+        statistics = statistics.extend(_measured(job.on(views), frozenset({INPUT})))
     return reduce_statistics(statistics, job.plan)
+
+
+def measure_in_parts(
+    job: Job, cuts: Sequence[int], *, signals: Iterable[str] | None = None, progress: Progress | None = None
+) -> list[Statistics]:
+    """The statistics of consecutive parts of the samples, each up to a cut; their sum is that of all up to the last."""
+    parts = [job.samples.take(slice(start, stop)) for start, stop in zip((0, *cuts), cuts, strict=False)]
+    return [measure_job(job.on(part), signals=signals, progress=progress) for part in parts]
 
 
 def _measured(
@@ -75,46 +80,35 @@ def _measured(
     keeper: Callable[[Statistics], None] | None = None,
 ) -> Statistics:
     """This process's share of the statistics."""
-    assert job.source_loss is not None
-    assert job.target_loss is not None
-    limit = _token_limit(job)
-    mine, before = share_of(job)
-    ours, theirs = job.placements or (None, None)
-    if theirs is None:
-        for model in (job.source, job.target):
+    assert job.losses is not None
+    if job.placements is None:
+        for model in job.models:
             model.require_in_memory("measuring without a plan", "give a larger one, or run a transfer")
-    left = _batches_after(mine.batches, earlier)
-    with placed(job.source.module, ours), placed(job.target.module, theirs):
+    mine, before = share_of(job.samples)
+    left = mine if earlier is None else mine.take_batches(earlier.passes["forward"])
+    source, target = job.placements or (None, None)
+    with placed(job.source.module, source), placed(job.target.module, target):
         return measure_pairs(
             job.source.module,
             job.target.module,
             job.plan.pairs,
-            left if theirs is None else (nested_to(batch, theirs.device) for batch in left),
+            left if target is None else (nested_to(batch, target.device) for batch in left),
             signals=signals,
-            source_loss=job.source_loss,
-            target_loss=job.target_loss,
+            source_loss=job.losses.source,
+            target_loss=job.losses.target,
             match=job.match,
             progress=progress,
             start=earlier,
             on_batch=keeper,
-            limit=replace(limit, offset=before) if limit is not None else None,
-            most_samples=samples_at_once(job.target.device) if theirs is None else None,  # each part would fetch anew
+            limit=_token_limit(job, before),
+            # each part of a batch would fetch the weights again
+            most_samples=samples_at_once(job.target.device) if target is None else None,
         )
 
 
-def _token_limit(job: Job) -> TokenLimit | None:
-    """The limit of a job whose samples are counted."""
+def _token_limit(job: Job, before: int) -> TokenLimit | None:
+    """The limit of this process, `before` which others have samples."""
     if job.max_tokens is None:
         return None
-    seed = job.record.get("options", {}).get("seed", 0)
-    return TokenLimit(job.max_tokens, job.samples, seed, first=job.target.layout is not None)
-
-
-def _batches_after(batches: Iterable[Any], earlier: Statistics | None) -> Iterable[Any]:
-    """The batches that were not measured yet, cut where they were cut before."""
-    if earlier is None:
-        return batches
-    done = earlier.passes["forward"]
-    if isinstance(batches, PairedBatches):
-        return replace(batches, indices=batches.indices[done * batches.size :])
-    return islice(batches, done, None)
+    first = job.target.layout is not None
+    return TokenLimit(job.max_tokens, len(job.samples), job.seed, first=first, offset=before)

@@ -18,7 +18,7 @@ from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.output import check_new_file, check_new_folder, claimed
 from ..io.tensors import describe
-from ..job import Job, PairedBatches
+from ..job import Given, Job
 from ..measure.accuracy import before_and_after
 from ..methods import LayerRecord, Method, get_method
 from ..models.base import ModelLike
@@ -57,7 +57,7 @@ def transfer(
     strength = check_scale(scale, options.get("method", "bico"))
     job = prepare(source, finetuned, target, data, scored=isinstance(strength, str), **options)
     result = run(job, scale=strength, progress=progress)
-    if not isinstance(job.batches, PairedBatches) or options.get("loss") is not None:
+    if isinstance(job.samples, Given) or options.get("loss") is not None:
         return result  # counting would run a loss that is not ours once more
     return replace(result, record={**result.record, "cost": cost_of(job, result.record["samples"])})
 
@@ -130,10 +130,10 @@ def _layer_entries(job: Job, records: Iterable[LayerRecord]) -> list[dict[str, A
         pair = pairs.get(record.target)
         place: dict[str, Any] = {}
         if pair is not None:
-            ours, theirs = pair.source, pair.target
-            place = {"role": theirs.role, "stack": theirs.stack, "block": theirs.block}
-            place["width_in"] = min(ours.in_features, theirs.in_features)
-            place["width_out"] = min(ours.out_features, theirs.out_features)
+            source, target = pair.source, pair.target
+            place = {"role": target.role, "stack": target.stack, "block": target.block}
+            place["width_in"] = min(source.in_features, target.in_features)
+            place["width_out"] = min(source.out_features, target.out_features)
         entries.append({**asdict(record), **place})
     return entries
 
@@ -203,8 +203,8 @@ def port(
         more: dict[str, Any] = {"fingerprint": fingerprint(conditions)}
         more["cost"] = cost_of(job, result.record["samples"])
         if test is not None:
-            assert job.target_head is not None
-            more["evaluation"] = before_and_after(job.target, result.apply(), job.target_head, test)
+            assert job.heads is not None
+            more["evaluation"] = before_and_after(job.target, result.apply(), job.heads.target, test)
         if verdict is not None:
             more |= verdict
         result = replace(result, record={**result.record, **more})

@@ -16,17 +16,18 @@ import torch
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
-from ..job import Job, at_home, runs_on
+from ..job import Job
 from ..measure.signals import NEEDS_BACKWARD
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair
 from ..task_vectors.low_rank import LowRank
+from ..types import Sides
 from .forecast import Forecast, NeedsValuesError
 from .passes import Passes, check_by_layer, grouped, units
 
 SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forecast
 
-Placements = tuple[Placement, Placement]
+Placements = Sides[Placement]
 
 
 def plan_passes(job: Job, budget: int | None, forecast: Forecast | None = None) -> Passes:
@@ -34,7 +35,7 @@ def plan_passes(job: Job, budget: int | None, forecast: Forecast | None = None) 
 
     A `forecast` of the same models and batches, if there is one, is used again.
     """
-    offloaded = budget is not None and at_home(job)
+    offloaded = budget is not None and job.needs_placement
     if forecast is not None:
         forecast = forecast.of_part(job)
     else:
@@ -59,7 +60,7 @@ class _InPlace:
 
     def __init__(self, job: Job, budget: int | None, forecast: Forecast) -> None:
         self._job, self._budget, self._forecast = job, budget, forecast
-        self._device = runs_on(job)
+        self._device = job.runs_on
         slack = 0.0 if self._device.type == "cpu" else SLACK
         self._limit = math.inf if budget is None else int(budget * (1 - slack))
         self._models = (job.source, job.target)
@@ -189,7 +190,7 @@ class _Offloaded(_InPlace):
         return self._placements(recomputed=True, fetched=fetched)
 
     def _placements(self, *, recomputed: bool, fetched: Sequence[Sequence[str]] = ((), ())) -> Placements:
-        source, target = (
+        each = (
             Placement(
                 self._device,
                 paths if recomputed else (),
@@ -198,7 +199,7 @@ class _Offloaded(_InPlace):
             )
             for model, paths, own in zip(self._models, self._paths, fetched, strict=True)
         )
-        return source, target
+        return Sides(*each)
 
     def _fixed(self, placements: Placements | None) -> int:
         assert placements is not None
@@ -210,8 +211,8 @@ class _Offloaded(_InPlace):
     def _live(self, pairs: Sequence[LayerPair], placements: Placements | None) -> int:
         """The most that one batch needs, as if every block were fetched: at most one block too much."""
         assert placements is not None
-        source, target = (replace(placement, fetched=frozenset(placement.blocks)) for placement in placements)
-        return self._forecast.peak(pairs, (source, target))
+        fetched = Sides(*(replace(placement, fetched=frozenset(placement.blocks)) for placement in placements))
+        return self._forecast.peak(pairs, fetched)
 
     def _coming(self, placements: Placements) -> int:
         """The bytes of the blocks that are fetched."""

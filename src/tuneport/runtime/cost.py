@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..job import Job, PairedBatches
+from ..job import Drawn, Job
 from ..layers import Layer
 from ..measure.batches import PairedBatch, count_samples
 from ..measure.signals import (
@@ -29,8 +29,8 @@ from ..measure.signals import (
 )
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
-from ..types import Loss
-from .forecast import NeedsValuesError, TrueOnMeta, meta_errors, shapes_of, to_meta, typical_batch
+from ..types import Loss, Sides
+from .forecast import NeedsValuesError, TrueOnMeta, meta_errors, shapes_of, to_meta
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
@@ -85,7 +85,7 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
     2,000 steps of fine-tuning at 16 P_B, each a pass over as many tokens. `counted` is the count for this plan; None
     if the models need data to run. A search for the scale is not counted.
     """
-    samples = job.samples if samples is None else samples
+    samples = len(job.samples) if samples is None else samples
     once = once or (batch_cost(job) if samples else None)
     scale = samples / once.samples if once is not None else 0.0
     tokens = [round(count * scale) for count in once.tokens] if once is not None else _likely_tokens(job, samples)
@@ -181,12 +181,12 @@ def _transport(job: Job, pair: LayerPair) -> int:
 
 def batch_cost(job: Job) -> BatchCost | None:
     """Count one batch; None if nothing is measured, or if the models need data to run."""
-    batch = typical_batch(job) if job.method.signals else None
-    if batch is None or job.source_loss is None or job.target_loss is None:
+    batch = job.samples.typical() if job.method.signals else None
+    if batch is None or job.losses is None:
         return None
     try:
         with meta_errors():
-            return _count(job, batch, job.source_loss, job.target_loss)
+            return _count(job, batch, job.losses)
     except NeedsValuesError:
         return None
 
@@ -195,9 +195,9 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
     """Tokens of each model by the layout of its inputs, or one per sample; 0 if nothing is measured."""
     if not job.method.signals:
         return [0, 0]
-    if not isinstance(job.batches, PairedBatches):
+    if not isinstance(job.samples, Drawn):
         return [samples, samples]
-    first = next(iter(replace(job.batches, indices=job.batches.indices[:1])))
+    first = next(iter(job.samples.take(slice(1))))
     layouts = [
         model.layout(batch[0]) if model.layout is not None else None
         for model, batch in ((job.source, first.source), (job.target, first.target))
@@ -205,7 +205,7 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
     return [samples * (found.prefix + found.grid[0] * found.grid[1] if found else 1) for found in layouts]
 
 
-def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -> BatchCost:
+def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
     backward = bool(NEEDS_BACKWARD & job.method.signals)
     forward_flops = backward_flops = 0
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
@@ -215,8 +215,8 @@ def _count(job: Job, batch: PairedBatch, source_loss: Loss, target_loss: Loss) -
         target_layers[pair.target] = found = _signals(pair, job.method.signals)
         source_layers[pair.source] = source_layers.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     sides = (
-        (job.source.module, batch.source, source_loss, source_layers),
-        (job.target.module, batch.target, target_loss, target_layers),
+        (job.source.module, batch.source, losses.source, source_layers),
+        (job.target.module, batch.target, losses.target, target_layers),
     )
     size = count_samples([batch])
     wanted = set(job.method.signals)

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..errors import TuneportError
-from ..job import Job, PairedBatches
+from ..job import Samples
 from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics, WeightGradient
-from ..measure.batches import count_samples
 from ..methods import Problem, Transfer
 from ..pairing import Plan
 from ..task_vectors.low_rank import LowRank
@@ -65,20 +64,15 @@ def ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
-def share_of(job: Job) -> tuple[Job, int]:
-    """The part of a job's batches that this process measures, in whole batches, and the number of samples before it."""
+def share_of(samples: Samples) -> tuple[Samples, int]:
+    """The part of the samples that this process measures, in whole batches, and the number of samples before it."""
     here = ranks()
     if here.size == 1:
-        return job, 0
-    batches = job.batches
-    if isinstance(batches, PairedBatches):
-        starts = list(range(0, len(batches.indices), batches.size))
-        first, last = _slice(len(starts), here)
-        begin, end = (starts[i] if i < len(starts) else len(batches.indices) for i in (first, last))
-        return replace(job, batches=replace(batches, indices=batches.indices[begin:end])), begin
-    batches = list(batches)
-    first, last = _slice(len(batches), here)
-    return replace(job, batches=batches[first:last]), count_samples(batches[:first])
+        return samples, 0
+    samples = samples.listed()
+    sizes = samples.batch_sizes
+    first, last = _slice(len(sizes), here)
+    return samples.take_batches(first, last), sum(sizes[:first])
 
 
 def _slice(count: int, here: Ranks) -> tuple[int, int]:

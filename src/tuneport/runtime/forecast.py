@@ -22,15 +22,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
-from ..job import Job, PairedBatches, at_home, runs_on
+from ..job import Job
 from ..maps.covariance import work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
-from ..measure.batches import PairedBatch, change_tensors, count_samples, parts_of, samples_at_once
+from ..measure.batches import PairedBatch, change_tensors, parts_of, samples_at_once
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
 from ..pairing import LayerPair
+from ..types import Sides
 
 
 class NeedsValuesError(TuneportError):
@@ -131,13 +132,13 @@ class Forecast:
         """Run one batch of a job on the meta device; or one sample through its models, for those that need values."""
         if not job.method.signals:
             return cls(job, None, 1, 1, 1)
-        batch = typical_batch(job)
+        batch = job.samples.typical()
         if batch is None:
             raise TuneportError("a `memory_budget` needs batches that can be read more than once: pass a list.")
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
-        batch, at_once = next(parts_of(batch, None if at_home(job) else samples_at_once(job.target.device)))
+        batch, at_once = next(parts_of(batch, None if job.needs_placement else samples_at_once(job.target.device)))
         batch, size = (batch, at_once) if on_meta else next(parts_of(batch, 1))
-        samples = job.samples or (count_samples(job.batches) if isinstance(job.batches, (list, tuple)) else size)
+        samples = len(job.samples) or size
         match = batch.match or job.match or match_tokens(None, None)
         if on_meta:
             batch = replace(batch, source=to_meta(batch.source), target=to_meta(batch.target), match=_by_shape(match))
@@ -147,9 +148,9 @@ class Forecast:
 
     def of_part(self, job: Job) -> Forecast:
         """The forecast for a job with some of the batches and the same share of the tokens."""
-        return replace(self, job=job, samples=job.samples or self.samples)
+        return replace(self, job=job, samples=len(job.samples) or self.samples)
 
-    def peak(self, pairs: Sequence[LayerPair], placements: tuple[Placement, Placement] | None = None) -> int:
+    def peak(self, pairs: Sequence[LayerPair], placements: Sides[Placement] | None = None) -> int:
         """The most bytes of signals, graphs and fetched weights while these pairs are measured on one batch."""
         if self.batch is None:
             return 0
@@ -175,7 +176,7 @@ class Forecast:
         maps: dict[tuple[str, int | None], int] = {}
         works: dict[tuple[int, int], list[int]] = {}
         blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
-        device = runs_on(self.job)
+        device = self.job.runs_on
         for layer, found in self._of(pairs):
             mapped, working = solving_bytes(found.shape, self._tokens(found), device)
             maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
@@ -212,13 +213,12 @@ class Forecast:
     def _run(
         self,
         pairs: Sequence[LayerPair],
-        placements: tuple[Placement, Placement] | None,
+        placements: Sides[Placement] | None,
         limit: TokenLimit | None,
     ) -> tuple[Sums, int]:
         """Measure these pairs on the batch; the sums, and the peak of live bytes."""
         job = self.job
-        assert job.source_loss is not None
-        assert job.target_loss is not None
+        assert job.losses is not None
         modules = [job.source.module, job.target.module]
         if self.on_meta:
             modules = [shapes_of(module) for module in modules]
@@ -245,8 +245,8 @@ class Forecast:
                 pairs,
                 [self.batch],
                 signals=job.method.signals,
-                source_loss=job.source_loss,
-                target_loss=job.target_loss,
+                source_loss=job.losses.source,
+                target_loss=job.losses.target,
                 limit=limit,
                 make_sum=make_sum,
             )
@@ -281,22 +281,6 @@ def _by_shape(match: Match) -> Match:
         return source.new_empty(known[shapes], source.shape[-1]), target.new_empty(known[shapes], target.shape[-1])
 
     return matched
-
-
-def typical_batch(job: Job) -> PairedBatch | None:
-    """The largest batch of a list, otherwise the first; None if the batches can be read only once.
-
-    Texts differ in length: this batch stands for the others.
-    """
-    batches = job.batches
-    if isinstance(batches, PairedBatches):
-        batches = replace(batches, indices=batches.indices[: batches.size])
-    elif isinstance(batches, (list, tuple)):
-        batches = [max(batches, key=lambda batch: count_samples([batch]))] if batches else []
-    elif iter(batches) is batches:
-        return None
-    first = next(iter(batches), None)
-    return first if first is None or isinstance(first, PairedBatch) else PairedBatch(first, first)
 
 
 class TrueOnMeta(TorchDispatchMode):

@@ -11,6 +11,7 @@ from ..io.sizes import format_bytes
 from ..job import Job
 from ..models.offload import Placement
 from ..pairing import LayerPair
+from ..types import Sides
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Passes:
     groups: tuple[tuple[LayerPair, ...], ...]
     fixed_bytes: int
     group_bytes: tuple[int, ...]
-    placements: tuple[Placement, Placement] | None = None
+    placements: Sides[Placement] | None = None
     home_bytes: int = 0
     fetched_bytes: int = 0
     result_in_files: bool = False
