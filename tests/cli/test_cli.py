@@ -569,7 +569,7 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda s: {"data": text_file(s.tmp / "texts.csv", "text,label\na,cat\nb,dog\n"), "samples": 2},
         ("texts holds texts, but", "reads images"),
     ),
-    "odd data": (lambda s: {"data": text_file(s.tmp / "data.xyz", "")}, ("cannot tell what data", ".npz")),
+    "odd data": (lambda s: {"data": text_file(s.tmp / "data.xyz", "")}, ("the format of", ".npz")),
     "scale nan": (lambda _: {"scale": "nan"}, ("the scale must be a finite number",)),
     "scale inf": (lambda _: {"scale": "inf"}, ("the scale must be a finite number",)),
     "scale word": (lambda _: {"scale": "strong"}, ("the scale must be a number",)),

@@ -107,7 +107,7 @@ def test_half_class(classes: int, half: int) -> None:
 
 
 def test_half_class_too_small() -> None:
-    with raises("asked for 5 samples, but the 1 of 3 classes drawn by half_class have 3; lower --samples."):
+    with raises("asked for 5 samples, but the 1 of 3 classes drawn by half_class have 3; lower `samples`."):
         draw(labelled([0, 1, 2] * 3), "half_class", samples=5)
 
 
@@ -118,7 +118,7 @@ def test_single_class() -> None:
     assert seen == {(1,), (2,)}
     small = {int(data.labels[draw(data, "single_class", samples=2, seed=s)][0]) for s in range(20)}
     assert small == {0, 1, 2}
-    with raises("asked for 31 samples of one class, but the largest class has 30; lower --samples."):
+    with raises("asked for 31 samples of one class, but the largest class has 30; lower `samples`."):
         draw(data, "single_class", samples=31)
 
 
@@ -153,18 +153,18 @@ def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"samples": 5000}, ["asked for 5000 samples but train split of pets has 6; lower --samples."]),
-        ({}, ["asked for 100 samples but train split of pets has 6; lower --samples."]),
-        ({"samples": 0}, ["asked for 0 samples; expected at least 1 in --samples."]),
+        ({"samples": 5000}, ["asked for 5000 samples but train split of pets has 6; lower `samples`."]),
+        ({}, ["asked for 100 samples but train split of pets has 6; lower `samples`."]),
+        ({"samples": 0}, ["asked for 0 samples; expected at least 1 in `samples`."]),
         ({"samples": -1}, ["asked for -1 samples"]),
-        ({"shots": 0}, ["asked for 0 shots; expected at least 1 in --shots."]),
+        ({"shots": 0}, ["asked for 0 shots; expected at least 1 in `shots`."]),
         (
             {"shots": 2},
             ["asked for 2 shots but 1 of 3 classes of train split of pets have fewer: class2 (1); lower"],
         ),
         (
             {"samples": 2, "shots": 2},
-            ["asked for 2 samples and for 2 shots; pass --samples or --shots, not both."],
+            ["asked for 2 samples and for 2 shots; pass `samples` or `shots`, not both."],
         ),
         ({"sampler": "randon"}, ["unknown sampler 'randon'. Did you mean 'random'? Known: centroid_far, "]),
         (
@@ -173,7 +173,7 @@ def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) 
         ),
         (
             {"shots": 1, "sampler": "half_class"},
-            ["--shots takes", "'half_class' does not. Use random, class_balanced"],
+            ["`shots` takes", "'half_class' does not. Use random, class_balanced"],
         ),
     ],
 )
@@ -186,9 +186,9 @@ def test_select_errors(options: dict[str, Any], parts: list[str]) -> None:
 def test_select_from_unlabelled_data() -> None:
     data = Dataset(list("abc"), None, (), name="raw")
     assert sorted(select(data, samples=3).tolist()) == [0, 1, 2]
-    with raises("raw has no labels; expected a label per sample for sampler 'class_balanced'. Use --samples"):
+    with raises("raw has no labels; expected a label per sample for sampler 'class_balanced'. Use `samples`"):
         select(data, samples=2, sampler="class_balanced")
-    with raises("raw has no labels; expected a label per sample for --shots."):
+    with raises("raw has no labels; expected a label per sample for `shots`."):
         select(data, shots=1)
 
 

@@ -95,7 +95,7 @@ def test_table_of_image_paths(tmp_path: Path) -> None:
         assert (data.kind, data.classes) == ("image", ("cat", "dog"))
         assert data.inputs[1].getpixel((0, 0)) == (11, 11, 11)
     jsonl(root / "t.jsonl", [*rows, {"image": "deep/7.png", "label": "cat"}])
-    with raises("1 of 3 images of", "are not there: deep/7.png. Paths are relative to"):
+    with raises("1 of 3 images of", "do not exist: deep/7.png. Paths are relative to"):
         read_plain(root / "t.jsonl", "train")
 
 
@@ -134,7 +134,7 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
             ["has columns text1, label; expected", "text1 and text2, or prompt; and label or target."],
         ),
         ('{"text": "a"}', ["has no labels; expected a column label or target."]),
-        ('{"text": "a", "label": null}', ["has no labels: the column label is there, but empty"]),
+        ('{"text": "a", "label": null}', ["has no labels: the column label is empty"]),
         ('{"text": "a", "label": -1}', ["has no labels"]),
         (
             '{"text": "a", "label": 0}\n{"text": "b"}',

@@ -1,8 +1,7 @@
-"""Labelled images and texts from whatever a user already has: class folders, an `.npz`, a table or a saved HF dataset.
+"""Labelled images and texts from the usual formats: class folders, an `.npz`, a table or a saved HF dataset.
 
-Rules kept here: images stay on disk until they are looked at; nothing that is read can run code (no pickles); class
-names come from the whole source, so its splits agree on them; and whatever cannot be read is a `DataError` of one line
-that names the file.
+Rules kept here: images are read on access; no file can run code (no pickles); class names come from the whole source,
+so its splits agree on them; a file that cannot be read is a `DataError` of one line that names it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from ..errors import DataError, brief, first_of, unknown_name
 from ..types import Split
 from .dataset import (
     SPLIT_NAMES,
-    TABLE_SUFFIXES,
     Dataset,
     LazySequence,
     choose_split,
@@ -39,9 +37,9 @@ _MOST_CLASSES = 10**6
 def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
     """Read one split of an image folder, an `.npz`, a table or a saved HF dataset.
 
-    A source without splits serves both, and its `Dataset.split` is "all". Without a test split, the
-    validation split (dev, validation, val) stands in for it. `labelled=False` also lets data through
-    that have neither labels nor text targets.
+    A source without splits serves as both, and its `Dataset.split` is "all". Without a test split, the
+    validation split (dev, validation, val) replaces it. `labelled=False` also accepts data with neither labels nor
+    text targets.
     """
     path = Path(path)
     if split not in SPLIT_NAMES:
@@ -56,27 +54,23 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
         elif path.name.lower().endswith(".npz"):
             data = _read_npz(path, split)
         else:
-            raise DataError(f"cannot tell what data {path} holds from its name. Pass {_FORMATS}.")
+            raise DataError(f"the format of {path} is unknown by its name. Pass {_FORMATS}.")
     if labelled and data.labels is None and data.targets is None:
-        if is_table(path) and has_label_column(path):
-            raise DataError(
-                f"{path} has no labels: the column label is there, but empty (null, NaN, -1 or no text) in every row "
-                f"of the split {data.split}. Fill it."
-            )
-        raise DataError(f"{path} has no labels; expected {_label_place(path)}.")
+        raise DataError(f"{path} has no labels{_missing_labels(path, data.split)}.")
     return data
 
 
-def _label_place(path: Path) -> str:
-    if path.name.lower().endswith(".npz"):
-        return "an array y, or y_train and y_test, beside the images"
-    if path.name.lower().endswith(TABLE_SUFFIXES) or is_table(path):
-        return "a column label or target"
-    return "one sub-folder of images per class"
+def _missing_labels(path: Path, split: str) -> str:
+    if is_table(path):
+        if has_label_column(path):
+            return f': the column label is empty (null, NaN, -1 or "") in every row of the split {split}. Fill it'
+        return "; expected a column label or target"
+    npz = path.name.lower().endswith(".npz")
+    return f"; expected {'an array y, or y_train and y_test' if npz else 'one sub-folder of images per class'}"
 
 
 def _read_folder(path: Path, split: Split) -> Dataset:
-    # A class may itself be called "train": a split is a folder of folders.
+    # A class may be called "train": a split is a folder of folders.
     splits = {f.name: f for f in _sub_folders(path) if f.name.lower() in _ANY_SPLIT and _sub_folders(f)}
     found = choose_split(list(splits), split, path)
     files = {
@@ -140,7 +134,7 @@ def _read_npz(path: Path, split: Split) -> Dataset:
 
 
 class _Arrays(NamedTuple):
-    """What an archive holds: the split's name in it, its images, the labels of all splits by key, and class names."""
+    """The arrays of an archive: the split's name in it, its images, the labels of all splits by key, class names."""
 
     split: str | None
     images: NDArray[Any]
@@ -153,7 +147,7 @@ def _unpack(path: Path, split: Split) -> _Arrays:
         with zipfile.ZipFile(path) as packed:
             unpacked = sum(member.file_size for member in packed.infolist())
         if unpacked > _LARGEST_ARCHIVE:
-            raise DataError(f"{path} is refused: unpacked it would take {unpacked / 1e9:.0f} GB. Split it up.")
+            raise DataError(f"{path} is refused: it has {unpacked / 1e9:.0f} GB uncompressed. Split it.")
         with np.load(path, allow_pickle=False) as archive:
             found = choose_split([key[2:] for key in archive.files if key.startswith("x_")], split, path)
             x = "x" if found is None else f"x_{found}"
@@ -168,7 +162,7 @@ def _unpack(path: Path, split: Split) -> _Arrays:
             return _Arrays(found, images, labels, archive["classes"] if "classes" in archive.files else None)
     except DataError:
         raise
-    except Exception as error:  # a broken archive fails in zipfile, zlib or NumPy, each in its own way
+    except Exception as error:  # errors of zipfile, zlib and NumPy share no base class
         hint = "it holds pickled objects; save plain arrays" if "pickle" in str(error) else brief(error)
         raise DataError(f"cannot read {path}: {hint}.") from error
 
@@ -183,7 +177,7 @@ def _check_labels(labels: NDArray[Any], key: str, path: Path) -> NDArray[np.int6
 
 
 def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None, path: Path) -> tuple[str, ...]:
-    """The given names, or else the numbers up to the largest label of any split."""
+    """The given names, else the numbers up to the largest label of all splits."""
     if names is not None:
         if names.dtype.kind not in "USiub" or names.size > _MOST_CLASSES:
             given = f"{names.dtype} of shape {names.shape}"

@@ -1,7 +1,7 @@
-"""Pictures, opened: RGB images from files, from the cells of tables and from arrays.
+"""Decode RGB images from files, table cells and arrays.
 
-Only common formats are decoded, none that starts other programs, and nothing of absurd size. Whatever cannot be read is
-a DataError of one line that says which picture.
+Only common formats are decoded, no formats whose decoders spawn other programs, and no decompression bombs. An image
+that cannot be read is a DataError of one line that names it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from PIL import Image, UnidentifiedImageError
 from ..errors import DataError, brief
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
-_IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # none that starts other programs
+_IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _IMAGES = "uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W)"
 
 
 def open_file(paths: Sequence[Path], index: int) -> Image.Image:
-    """The picture in one of the files."""
+    """The image in one of the files."""
     return _decode(paths[index], str(paths[index]))
 
 
 def open_cell(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
-    """An image kept in a table: its bytes, or the `{bytes, path}` of HF datasets."""
+    """An image in a table: its bytes, its path, or the `{bytes, path}` of HF datasets."""
     cell: Any = cells[index]
     where = f"in row {index + 1} of {path}"
     content, place = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
@@ -41,7 +41,7 @@ def open_cell(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
 
 
 def open_array(images: NDArray[Any], index: int) -> Image.Image:
-    """One of the pictures in an array that `check_images` has checked."""
+    """One image of an array that `check_images` has checked."""
     pixels = images[index]
     if pixels.dtype != np.uint8:
         pixels = np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
@@ -49,7 +49,7 @@ def open_array(images: NDArray[Any], index: int) -> Image.Image:
 
 
 def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
-    """The images as (N, H, W, C), or an error that says what is accepted."""
+    """The images as (N, H, W, C), or a DataError with the accepted shapes and dtypes."""
     given, kind = f"{images.dtype} of shape {images.shape}", images.dtype.kind
     if images.ndim == 3:
         images = images[..., None]  # (N, H, W) -> (N, H, W, 1)
@@ -75,7 +75,7 @@ def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
 
 def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
     try:
-        with warnings.catch_warnings(), _opened(source) as image:
+        with warnings.catch_warnings(), _open(source) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are floats without a known range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
@@ -90,8 +90,8 @@ def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
         raise DataError(f"cannot read image {where}: {brief(error)}. Replace it.") from error
 
 
-def _opened(source: Path | io.BytesIO) -> Image.Image:
-    """An image of a common format; one of absurd size is an error, not a warning."""
+def _open(source: Path | io.BytesIO) -> Image.Image:
+    """Open an image of a common format; a decompression bomb is an error, not a warning."""
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     return Image.open(source, formats=_IMAGE_FORMATS)

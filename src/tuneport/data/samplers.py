@@ -1,9 +1,8 @@
-"""Choosing the calibration samples: N through a sampler, or K of every class.
+"""Choose the calibration samples: N through a sampler, or K of every class.
 
-A draw depends on the labels, the seed and (for the centroid samplers) the features, on nothing
-global. Samplers put the samples in an order and take the first N of it, so with one seed a small
-draw is the beginning of a larger one and curves over N compare like with like. (The one exception:
-`single_class` moves to another class when its first choice has too few samples.)
+A draw depends only on the labels, the seed and (for the centroid samplers) the features. Samplers order the samples
+and take the first N, so with one seed a small draw is a prefix of a larger one. (The one exception: `single_class`
+takes another class if the first has too few samples.)
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tens
 
 @dataclass(frozen=True)
 class Sampler:
-    """A way to compose a calibration set, as in the paper's study of sampling strategies.
+    """A sampling strategy of the paper's study.
 
     `rule(labels, count, generator, features)` returns the indices; `draw` checks the request first.
-    A `balanced` sampler takes equally many of every class, as far as they go round.
+    A `balanced` sampler takes equally many samples of every class, as far as a class has them.
     """
 
     description: str
@@ -41,7 +40,7 @@ class Sampler:
     balanced: bool = False
 
     def draw(self, labels: Tensor, count: int, generator: Generator, features: Tensor | None = None) -> Tensor:
-        """Indices of `count` distinct samples, in the order in which they were chosen.
+        """Indices of `count` distinct samples, in the order of the draw.
 
         >>> labels = torch.tensor([0, 0, 0, 0, 1, 1])
         >>> chosen = SAMPLERS["class_balanced"].draw(labels, 4, torch.Generator().manual_seed(0))
@@ -108,7 +107,7 @@ def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | No
     if len(samples) < count:
         raise DataError(
             f"asked for {count} samples, but the {len(chosen)} of {len(present)} classes drawn by half_class "
-            f"have {len(samples)}; lower --samples."
+            f"have {len(samples)}; lower `samples`."
         )
     return samples[:count]
 
@@ -120,7 +119,7 @@ def _single_class(labels: Tensor, count: int, generator: Generator, _: Tensor | 
     enough = order[sizes[order] >= count]
     if not len(enough):
         largest = f"the largest class has {int(sizes.max())}"
-        raise DataError(f"asked for {count} samples of one class, but {largest}; lower --samples.")
+        raise DataError(f"asked for {count} samples of one class, but {largest}; lower `samples`.")
     samples = _shuffled(len(labels), generator)
     return samples[labels[samples] == present[enough[0]]][:count]
 
@@ -162,9 +161,13 @@ def select(
 ) -> NDArray[np.int64]:
     """Indices of the calibration samples: `samples` (100) through a sampler, or `shots` of every class.
 
-    `features` maps a dataset to its pre-trained features (N, width), and is called only for the
-    samplers that need them. With `shots`, random means at random within every class; classes of
-    which the data have no sample at all are left aside.
+    Args:
+        dataset: the samples to draw from.
+        samples: how many samples to draw, 100 by default.
+        shots: how many samples of every class that occurs in the data, in place of `samples`.
+        sampler: a name in SAMPLERS; with `shots`, "random" draws at random within every class.
+        seed: the seed of the draw.
+        features: maps a dataset to its pre-trained features (N, width); called only if the sampler needs them.
 
     >>> data = Dataset(inputs=list("abcdef"), labels=np.array([0, 0, 0, 1, 1, 1]), classes=("x", "y"))
     >>> few, more = select(data, samples=2, seed=3), select(data, samples=4, seed=3)
@@ -174,18 +177,20 @@ def select(
     if sampler not in SAMPLERS:
         raise DataError(unknown_name("sampler", sampler, SAMPLERS))
     if samples is not None and shots is not None:
-        raise DataError(f"asked for {samples} samples and for {shots} shots; pass --samples or --shots, not both.")
+        raise DataError(f"asked for {samples} samples and for {shots} shots; pass `samples` or `shots`, not both.")
     chosen = SAMPLERS[sampler]
     if dataset.labels is None and (shots is not None or chosen.needs_labels):
-        need = "--shots" if shots is not None else f"sampler '{sampler}'"
-        raise DataError(f"{dataset} has no labels; expected a label per sample for {need}. Use --samples and random.")
+        need = "`shots`" if shots is not None else f"sampler '{sampler}'"
+        raise DataError(
+            f"{dataset} has no labels; expected a label per sample for {need}. Use `samples` and the sampler random."
+        )
     if shots is None:
         count = _check_samples(dataset, DEFAULT_SAMPLES if samples is None else samples)
     else:
         count = _check_shots(dataset, shots, sampler)
         chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
     if chosen.needs_features and features is None:
-        raise DataError(f"sampler '{sampler}' needs features of the pre-trained model. Pass features=.")
+        raise DataError(f"sampler '{sampler}' needs features of the pre-trained model. Pass `features`.")
     labels = np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
     generator = torch.Generator().manual_seed(seed)
     points = features(dataset) if features is not None and chosen.needs_features else None
@@ -195,26 +200,26 @@ def select(
 
 def _check_samples(dataset: Dataset, samples: int) -> int:
     if samples <= 0:
-        raise DataError(f"asked for {samples} samples; expected at least 1 in --samples.")
+        raise DataError(f"asked for {samples} samples; expected at least 1 in `samples`.")
     if samples > len(dataset):
-        raise DataError(f"asked for {samples} samples but {dataset} has {len(dataset)}; lower --samples.")
+        raise DataError(f"asked for {samples} samples but {dataset} has {len(dataset)}; lower `samples`.")
     return samples
 
 
 def _check_shots(dataset: Dataset, shots: int, sampler: str) -> int:
-    """How many samples `shots` of every class are."""
+    """The number of samples that `shots` of every class are."""
     if shots <= 0:
-        raise DataError(f"asked for {shots} shots; expected at least 1 in --shots.")
+        raise DataError(f"asked for {shots} shots; expected at least 1 in `shots`.")
     fitting = [name for name, known in SAMPLERS.items() if known.balanced or name == "random"]
     if sampler not in fitting:
         raise DataError(
-            f"--shots takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
+            f"`shots` takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
         )
     sizes = Counter([] if dataset.labels is None else dataset.labels.tolist())
     short = [f"{dataset.classes[label]} ({size})" for label, size in sorted(sizes.items()) if size < shots]
     if short:
         raise DataError(
             f"asked for {shots} shots but {len(short)} of {len(sizes)} classes of {dataset} have fewer: "
-            f"{first_of(short)}; lower --shots."
+            f"{first_of(short)}; lower `shots`."
         )
     return shots * len(sizes)

@@ -1,7 +1,7 @@
-"""Tables of samples: equally long columns, from JSONL, CSV, TSV and Parquet files and saved HF datasets.
+"""Tables of samples: JSONL, CSV, TSV and Parquet files and saved HF datasets.
 
-A table is held in memory, up to a limit; its pictures stay where they are until they are looked at. Class names come
-from the whole table, so its splits agree on them.
+A table is held in memory, up to a size limit; its images are decoded on access. Class names come from the whole table,
+so its splits agree on them. JSONL, CSV and TSV need no further package.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from .images import open_cell, open_file
 _INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))  # the first complete
 _PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "prompt", "label", "target", "split"}
 _COLUMNS = "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target"
-_LARGEST_TABLE = 4 * 2**30  # bytes, unpacked: a table is held in memory
+_LARGEST_TABLE = 4 * 2**30  # uncompressed bytes, since a table is held in memory
 
 
 def is_table(path: Path) -> bool:
-    """Whether this is a table by its name, or the folder of a saved HF dataset."""
+    """True for a file with the suffix of a table and for the folder of a saved HF dataset."""
     if path.is_dir():
         return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
     return path.name.lower().endswith(TABLE_SUFFIXES)
 
 
 def read_table(path: Path, split: Split) -> Dataset:
-    """One split of a table or a saved HF dataset whose columns have our names."""
+    """Read one split of a table or a saved HF dataset."""
     return _from_table(_columns(path), path, split)
 
 
 def has_label_column(path: Path) -> bool:
-    """Whether a table has labels by its header, whatever stands below it."""
+    """True if a table has a column label, even an empty one."""
     return "label" in _columns(path).columns
 
 
 def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
-    """One split of a table or a saved HF dataset whose columns have names of their own; None where it lacks them.
+    """Read one split of a table with other column names; None if the table does not have them.
 
-    `columns` leads from their names to ours, and `also` are further names of the split. Rows without a label (-1, or a
-    dash) are dropped.
+    `columns` maps its names to text, text_pair and label; `also` holds further names of the split. Rows without a label
+    (-1 or a dash) are dropped.
     """
     if not is_table(path):
         return None
@@ -71,7 +71,7 @@ def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Seq
 
 @dataclass(frozen=True)
 class _Table:
-    """Equally long columns by name; `classes` where the file itself names them."""
+    """Columns of equal length by name, and the class names if the file has them."""
 
     columns: Mapping[str, Sequence[Any]]
     classes: tuple[str, ...] | None = None
@@ -100,7 +100,7 @@ def _read_file(path: Path) -> _Table:
 
 
 class _Limited(io.RawIOBase):
-    """The bytes of a file, unpacked, up to what fits in memory: a small archive can hold a huge table."""
+    """The uncompressed bytes of a file, up to a limit: a small archive can hold a huge table."""
 
     def __init__(self, file: Any, path: Path) -> None:
         self._file, self._path, self._left = file, path, _LARGEST_TABLE
@@ -113,7 +113,7 @@ class _Limited(io.RawIOBase):
         self._left -= count
         if self._left < 0:
             limit = f"{_LARGEST_TABLE / 2**30:.0f} GiB"
-            raise DataError(f"{self._path} is refused: a table may take {limit} unpacked. Split it up.")
+            raise DataError(f"{self._path} is refused: a table may have {limit} uncompressed. Split it.")
         return count
 
 
@@ -167,7 +167,7 @@ def _arrow_cell(column: Any, index: int) -> Any:
 
 
 def _read_saved(path: Path) -> _Table:
-    """A dataset saved by HF `datasets`, its splits one below the other."""
+    """A dataset saved by HF `datasets`, with its splits concatenated."""
     datasets = _optional("datasets", path)
     try:
         loaded = datasets.load_from_disk(str(path))
@@ -240,7 +240,7 @@ def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazyS
     missing = [name for name, file in zip(names, paths, strict=True) if not file.is_file()]
     if missing:
         raise DataError(
-            f"{len(missing)} of {len(paths)} images of {path} are not there: {first_of(missing)}. "
+            f"{len(missing)} of {len(paths)} images of {path} do not exist: {first_of(missing)}. "
             f"Paths are relative to {path.parent}."
         )
     return LazySequence(np.arange(len(paths)), partial(open_file, paths))
@@ -259,7 +259,7 @@ def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDAr
 def _read_labels(
     values: Sequence[Any], classes: tuple[str, ...] | None, rows: NDArray[np.int64], path: Path
 ) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    """Labels of `rows` and the class names of the whole column; no labels if all of them are missing."""
+    """Labels of `rows` and the class names of the whole column; None if all labels of `rows` are missing."""
     names = [_class_name(value, row, path) for row, value in enumerate(values, start=1)]
     present = {name for name in names if name is not None}
     if classes is None:
@@ -286,7 +286,7 @@ def _read_labels(
 
 
 def _class_name(value: Any, row: int, path: Path) -> str | None:
-    """A label as a class name; None where it is missing, which many sets write as -1."""
+    """A label as a class name; None if it is missing (null, NaN, empty or -1)."""
     if value is None or value in ("", "-1", -1) or value != value:
         return None
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""More calibration from the same samples, for methods that ask for it: changed views.
+"""Data augmentation of the calibration samples.
 
-Few samples show few inputs, so the maps of wide layers are made of noise. The input side needs no labels: it may see
-each sample again in changed views, which depend on the samples and a seed only.
+With few samples the maps of wide layers are mostly noise. The input side needs no labels, so it can also use augmented
+views of each sample, which depend only on the sample and a seed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-VIEWS = 4  # changed copies of each sample
-DROPPED = 0.2  # of the words of a text
-SHIFT = 8  # an image is moved by at most this part of its side
+VIEWS = 4  # views of each sample
+DROPPED = 0.2  # share of the words of a text
+SHIFT = 8  # an image is shifted by at most 1/8 of its side
 
 
 @dataclass(frozen=True, eq=False)
 class Views(Sequence[Any]):
-    """Each input `copies` times over, each time changed: an image moved and perhaps mirrored, a text without some of
-    its words and in another order. Made when looked at.
+    """`copies` augmented views of each input, computed on access.
+
+    An image is shifted and flipped at random; a text loses some words, and the others are shuffled.
 
     >>> list(Views(["a short text of seven words only"], 2, seed=0))
     ['words seven a short only', 'of a only short text words']
