@@ -64,6 +64,6 @@ def test_the_record_names_places_that_are_there(record: dict[str, Any], shown: d
 
 def test_another_run_needs_leave_to_overwrite(shown: dict[str, Any], place: Path) -> None:
     before = (Path(shown["out"]) / "tuneport.json").read_bytes()
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(CheckpointError, match="overwrite=True"):
         run_demo(place)
     assert (Path(shown["out"]) / "tuneport.json").read_bytes() == before

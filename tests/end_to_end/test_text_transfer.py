@@ -344,7 +344,7 @@ def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path]
                 for index in range(24)
             ]
             write_rows(tmp_path / "data" / task / f"{split}.jsonl", rows)
-    recipe = Path(__file__).parents[2] / "recipes" / "t5-linear-probe.toml"
+    recipe = Path(bench.__file__).parent / "recipes" / "t5-linear-probe.toml"
     text = recipe.read_text(encoding="utf-8").replace("samples = [50, 100, 200]", "samples = [6, 12]", 1)
     (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
     bench.run_recipe(tmp_path / "recipe.toml", tmp_path / "out", root=tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -478,7 +479,7 @@ class TestHeads:
         folders = [tmp_path / name for name in ("base", "tuned", "base")]
         with pytest.raises(CheckpointError) as caught:
             prepare(*folders, method="naive")
-        patterns = re.findall(r'--exclude "(.*?)"', str(caught.value))
+        patterns = json.loads(re.findall(r"`exclude=(\[.*?\])`", str(caught.value))[0])
         assert patterns == ["bert.pooler.*", "classifier.*", "cls.*"]
         assert prepare(*folders, method="naive", exclude=patterns).plan.pairs
 

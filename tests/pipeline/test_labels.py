@@ -167,7 +167,7 @@ class TestRefused:
         [
             ({"labels": "sauce"}, "unknown labels 'sauce'"),
             ({"labels": "source", "sampler": "class_balanced"}, "sampler 'class_balanced' needs them"),
-            ({"labels": "source", "shots": 2}, "--shots needs them"),
+            ({"labels": "source", "shots": 2}, "`shots` needs them"),
         ],
     )
     def test_in_one_line(self, zoo: Zoo, options: dict[str, Any], words: str) -> None:

@@ -132,7 +132,7 @@ class TestSaved:
         with pytest.raises(CheckpointError, match="exists already"):
             result.save(out)
         assert [file.name for file in tmp_path.rglob("*")] == ["out", "precious"]
-        with pytest.raises(CheckpointError, match="no output of this command"):
+        with pytest.raises(CheckpointError, match="not an output of this command"):
             result.save(out, overwrite=True)
         (out / "tuneport.json").write_text("")
         result.save(out, overwrite=True)

@@ -23,8 +23,8 @@ from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics, WeightGradient
 from ..methods import Problem, Transfer
 from ..pairing import Plan
-from ..task_vectors.low_rank import LowRank
-from ..task_vectors.vector import Entry, TaskVector
+from ..task_vectors.low_rank import Entry, LowRank
+from ..task_vectors.vector import TaskVector
 from .passes import blocks_of
 
 
