@@ -19,7 +19,7 @@ from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import check_scale, run
-from tuneport.report.record import repeat_command
+from tuneport.report.summary import repeat_command
 
 
 def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:

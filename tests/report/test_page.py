@@ -23,7 +23,8 @@ from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import port, transfer
 from tuneport.report.page import figure_html, report_page
 from tuneport.report.plots import curves, heat_map
-from tuneport.report.record import repeat_command, to_json
+from tuneport.report.record import to_json
+from tuneport.report.summary import repeat_command
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
 VOID = {"meta", "br", "line", "polyline"}

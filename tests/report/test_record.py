@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors import safe_open
 
 import tuneport
 from builders.folders import Zoo, load, write_data
+from builders.loras import adapted, saved
 from tuneport.data.formats import read_plain
 from tuneport.models.base import describe_any
 from tuneport.pipeline.change import apply, extract
@@ -22,16 +25,22 @@ from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import port, transfer
 from tuneport.report.card import model_card
 from tuneport.report.page import report_page
-from tuneport.report.record import to_json
+from tuneport.report.record import record_schema, to_json
 from tuneport.task_vectors.vector import save_task_vector
 from tuneport.training.finetune import Schedule, prepare_training, run_training
 
-ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((Path(tuneport.__file__).parent / "report" / "schema.json").read_text())
 
 
-def test_the_published_schema_is_the_one_in_the_package() -> None:
-    assert json.loads((ROOT / "docs" / "tuneport.schema.json").read_text()) == SCHEMA
+def test_the_schema_is_that_of_the_types() -> None:
+    """If it is not: python -m tuneport.report.record > src/tuneport/report/schema.json"""
+    pytest.importorskip("pydantic")
+    assert record_schema() == SCHEMA
+
+
+def test_records_need_no_pydantic() -> None:
+    code = "import sys; sys.modules['pydantic'] = None; import tuneport.report.page, tuneport.report.card"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class TestSchema:
@@ -80,6 +89,41 @@ class TestSchema:
             out = tmp_path / f"out{number}"
             apply(given, zoo["vit-base"], out, scale=0.5)
             valid(json.loads((out / "tuneport.json").read_text()))
+
+    def test_transfer_of_an_adapter(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        pytest.importorskip("peft")
+        adapter = saved(adapted(load(zoo["vit-base"]), target_modules=["q_proj"]), tmp_path / "lora")
+        result = transfer(zoo["vit-base"], adapter, zoo["vit-target"], zoo.data, samples=24)
+        result.save(tmp_path / "out", kind="adapter")
+        stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+        valid(stored)
+        assert set(stored["finetuned"]["adapter"]) == {"rank", "base_model", "task_type"}
+
+    @pytest.mark.parametrize(
+        ("path", "value"),
+        [
+            (("samples",), -1),
+            (("fingerprint",), "x"),
+            (("source", "sha256", "model.safetensors"), "x"),
+            (("source", "owner"), "x"),
+            (("options", "dtype"), "float8"),
+            (("layers", 0, "rank_in"), 0.5),
+            (("not_transported", 0, "reason"), None),
+            (("as",), None),
+        ],
+    )
+    def test_a_wrong_value_is_not_valid(
+        self, record: dict[str, Any], valid: Any, path: tuple[str | int, ...], value: Any
+    ) -> None:
+        jsonschema = pytest.importorskip("jsonschema")
+        written = record | {"out": "out", "as": "model"}
+        valid(written)
+        place: Any = written
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(jsonschema.ValidationError):
+            valid(written)
 
     def test_other_things_are_not_valid(self, valid: Any) -> None:
         jsonschema = pytest.importorskip("jsonschema")

@@ -332,7 +332,7 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
     """The job of the options of `transfer` or `plan` by name; prints its notes on stderr."""
     from ..io.sizes import parse_bytes
     from ..pipeline.prepare import prepare
-    from ..report.record import label_words
+    from ..report.summary import label_words
 
     as_given = (
         *("method", "samples", "shots", "sampler", "seed", "head", "labels", "loss"),
@@ -359,14 +359,14 @@ def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True
 
 
 def _print_summary(record: dict[str, Any]) -> None:
-    from ..report.record import summary_rows
+    from ..report.summary import summary_rows
 
     show_list(summary_rows(record), "dim")
     _print_kept(record)
 
 
 def _print_kept(record: dict[str, Any]) -> None:
-    from ..report.record import kept_rows
+    from ..report.summary import kept_rows
 
     for reason, count in kept_rows(record):
         say(f"  kept {count}: {reason}")

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .record import Record, kept_rows, summary_rows
+from .record import Record
+from .summary import kept_rows, summary_rows
 
 
 def model_card(record: Record, library: str | None = None) -> str:

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .plots import Curves, HeatMap, Number, curves, heat_map
-from .record import LAYER_COLUMNS, Record, layer_rows, repeat_command, summary_rows
+from .record import Record
+from .summary import LAYER_COLUMNS, layer_rows, repeat_command, summary_rows
 
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest

@@ -1,20 +1,295 @@
-"""Turning a run record into what people read: the JSON file, the model card, rows of tables. Renders, decides nothing.
+"""The run record: its types, its JSON and its schema.
 
-A record is a plain dict of JSON values, made by the pipeline; everything here is a function of it, but for the name
-of the library in a model card.
+A record is a plain dict of JSON values that the pipeline builds. Its types are TypedDicts, so that a run needs no
+library for them. pydantic (extra `test`) turns them into the JSON Schema that the package ships:
+
+    python -m tuneport.report.record > src/tuneport/report/schema.json
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from typing_extensions import NotRequired, TypedDict  # comes with torch; pydantic reads no other before Python 3.12
 
 Record = Mapping[str, Any]
+
+
+class Keywords:
+    """JSON Schema keywords of an annotated type."""
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), **self.keywords}
+
+
+Count = Annotated[int, Keywords(minimum=0)]
+Positive = Annotated[int, Keywords(minimum=1)]
+Seconds = Annotated[float, Keywords(minimum=0)]
+Digest = Annotated[str, Keywords(pattern="^[0-9a-f]{64}$")]
+Digests = Annotated[dict[str, Digest], Keywords(description="SHA-256 by file name, relative to the path.")]
+Measured = float | None  # null if the number is NaN or infinite
+Spectrum = Annotated[
+    Sequence[Measured] | None,
+    Keywords(description="Singular values of the cross-covariance at 17 evenly spaced places, the largest 1."),
+]
+Width = Annotated[int, Keywords(minimum=0, description="The largest possible rank of this map.")]
+
+
+class Versions(TypedDict):
+    torch: str
+    transformers: str
+    safetensors: str
+    numpy: str
+    python: str
+
+
+class AdapterInput(TypedDict):
+    rank: int | None
+    base_model: str | None
+    task_type: str | None
+
+
+class Input(TypedDict):
+    name: str
+    path: NotRequired[str]
+    revision: NotRequired[str]
+    license: NotRequired[str | None]
+    sha256: NotRequired[Digests]
+    adapter: NotRequired[AdapterInput]
+
+
+class Labels(TypedDict):
+    by: Literal["source"]
+    agreement: Annotated[float, Keywords(minimum=0, maximum=1)] | None
+
+
+class Data(TypedDict):
+    name: str | None
+    path: NotRequired[str]
+    revision: NotRequired[str]
+    sha256: NotRequired[Digests]
+    split: NotRequired[str]
+    classes: NotRequired[Count]
+    indices: NotRequired[list[Count]]
+    task: NotRequired[str]
+    heads: NotRequired[list[str]]
+    labels: NotRequired[Labels]
+
+
+class Options(TypedDict):
+    samples: int | None
+    shots: int | None
+    sampler: str
+    seed: Count
+    head: str | None
+    labels: NotRequired[Literal["data", "source"]]
+    completion: Literal["svd", "none"]
+    max_tokens: Positive | None
+    memory_budget: Positive | None
+    batch_size: Positive
+    exclude: Sequence[str]
+    roles: Mapping[str, str | None]
+    device: str
+    dtype: NotRequired[Literal["float32", "bfloat16", "float16"]]
+
+
+class LayerEntry(TypedDict):
+    target: str
+    source: str
+    rank_in: int | None
+    rank_out: int | None
+    residual_in: Measured
+    residual_out: Measured
+    norm_source: Measured
+    norm_target: Measured
+    rank: NotRequired[int | None]
+    spectrum_in: NotRequired[Spectrum]
+    spectrum_out: NotRequired[Spectrum]
+    role: NotRequired[str]
+    stack: NotRequired[str]
+    block: NotRequired[int | None]
+    width_in: NotRequired[Width]
+    width_out: NotRequired[Width]
+
+
+class KeptTensor(TypedDict):
+    tensor: str
+    reason: str
+
+
+class Candidate(TypedDict):
+    scale: float
+    loss: Measured
+    accuracy: Measured
+    sharpness: NotRequired[Measured]
+
+
+class ScaleChoice(TypedDict):
+    rule: NotRequired[Literal["auto", "safe"]]
+    samples: Count
+    held_out: bool
+    candidates: list[Candidate]
+
+
+class Sizes(TypedDict):
+    source: Count
+    target: Count
+
+
+class PaperCost(TypedDict):
+    passes: Count
+    alignment: Count
+    total: Count
+    fine_tuning: Count
+
+
+class CountedCost(TypedDict):
+    forward: Count
+    backward: Count
+    statistics: Count
+    solves: Count
+    transport: Count
+    total: Count
+
+
+class Cost(TypedDict):
+    """Floating-point operations."""
+
+    parameters: Sizes
+    tokens: Sizes
+    paper: PaperCost
+    statistics_bytes: Count
+    counted: CountedCost | None
+
+
+class Evaluation(TypedDict):
+    data: str
+    samples: Count
+    protocol: str
+    before: float
+    after: float
+
+
+class Trial(TypedDict):
+    samples: Count
+    loss_before: Measured
+    loss_after: Measured
+    loss_falls: Measured
+    accuracy_before: NotRequired[Measured]
+    accuracy_after: NotRequired[Measured]
+    turned_right: NotRequired[int | None]
+    turned_wrong: NotRequired[int | None]
+
+
+class Verdict(TypedDict):
+    verdict: Literal["likely to help", "uncertain", "unlikely to help"]
+    reasons: Sequence[str]
+    trial: Trial | None
+
+
+class Similarity(TypedDict):
+    target: str
+    source: str
+    role: str
+    block: int | None
+    signal: str
+    tokens: Count
+    cka: Measured
+    cka_debiased: Measured
+    cosine_before: Measured
+    cosine_after: Measured
+    cosine_held_out: Measured
+    rank: int | None
+    residual: Measured
+
+
+class Blocks(TypedDict):
+    source: dict[str, Count]
+    target: dict[str, Count]
+
+
+class PreparedRecord(TypedDict):
+    """The record of a transfer before anything has run."""
+
+    tuneport: str
+    command: Literal["transfer"]
+    method: str
+    options: Options
+    source: Input
+    finetuned: Input
+    target: Input
+    data: Data
+    versions: Versions
+    blocks: Blocks
+    notes: NotRequired[list[str]]
+
+
+class RunRecord(PreparedRecord):
+    """The record of a transfer, before it is written."""
+
+    scale: float
+    samples: Count
+    seconds: Seconds
+    fingerprint: Digest
+    seconds_by_stage: dict[str, Seconds]
+    passes: dict[str, Count]
+    layers: list[LayerEntry]
+    not_transported: list[KeptTensor]
+    left_behind: list[KeptTensor]
+    scale_choice: NotRequired[ScaleChoice]
+    cost: NotRequired[Cost]
+    evaluation: NotRequired[Evaluation]
+    verdict: NotRequired[Verdict]
+    similarity: NotRequired[list[Similarity]]
+
+
+Place = TypedDict("Place", {"out": str, "as": str})  # "as" is a keyword, which a class cannot have as a field
+
+
+class TransferRecord(RunRecord, Place):
+    """tuneport.json of a transfer."""
+
+
+class ApplyRecord(TypedDict):
+    """tuneport.json of a task vector applied to a model."""
+
+    tuneport: str
+    command: Literal["apply"]
+    out: str
+    scale: float
+    tensors: Count
+    base: Input
+    vector: Input
+    versions: Versions
+
+
+OPEN = ("TransferRecord", "Options", "LayerEntry", "Versions")  # may have more keys than the schema names
+
+
+def record_schema() -> dict[str, Any]:
+    """The JSON Schema of tuneport.json. Needs pydantic."""
+    from pydantic import TypeAdapter
+
+    schema: dict[str, Any] = TypeAdapter(TransferRecord | ApplyRecord).json_schema()
+    for name, definition in schema["$defs"].items():
+        definition["additionalProperties"] = name in OPEN
+        for item in definition["properties"].values():
+            item.pop("title", None)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "tuneport.schema.json",
+        "title": "tuneport run record",
+        "description": "The content of tuneport.json in an output, of the output of `transfer --json`, and of the "
+        "metadata entry 'record' of a task vector made by a transfer.",
+        **schema,
+    }
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -27,144 +302,6 @@ def to_json(record: Any) -> str:
     return json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def summary_rows(record: Record) -> list[tuple[str, str]]:
-    """What was done, in a few lines: label and text."""
-    layers, kept = record["layers"], record["not_transported"]
-    rows = [
-        ("method", f"{record['method']}, scale {record['scale']:g}"),
-        ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
-        ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
-    ]
-    for side, words in (("in", "input"), ("out", "output")):
-        residuals = [layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None]
-        if residuals:
-            middle = sorted(residuals)[len(residuals) // 2]
-            rows.append(
-                (f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}")
-            )
-    if "adapter" in record:
-        modules = record["adapter"]["modules"]
-        ranks, lost = [item["rank"] for item in modules], max(item["lost_energy"] for item in modules)
-        span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
-        cost = f"at most {100 * lost:.2g} % of a layer's energy lost" if lost > 0 else "nothing lost"
-        rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
-    if "verdict" in record:
-        rows.append(("verdict", record["verdict"]["verdict"]))
-    if "evaluation" in record:
-        found = record["evaluation"]
-        rows.append(
-            ("accuracy", f"{found['before']:.2f} % before, {found['after']:.2f} % after ({found['data']}, test)")
-        )
-    rows.append(("time", f"{record['seconds']:.1f} s"))
-    return rows
-
-
-def label_words(record: Record) -> str:
-    """Who labelled the samples, where that was not the data, and how well."""
-    found = record.get("data", {}).get("labels")
-    if not found:
-        return ""
-    share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
-    return f"labelled by the fine-tuned source{share}"
-
-
-def layer_rows(record: Record) -> list[list[str]]:
-    """One row of text per layer: target, source, ranks, residuals, norms."""
-    return [
-        [
-            layer["target"],
-            layer["source"],
-            _number(layer["rank_in"]),
-            _number(layer["rank_out"]),
-            _number(layer["residual_in"]),
-            _number(layer["residual_out"]),
-            _number(layer["norm_source"]),
-            _number(layer["norm_target"]),
-            _number(layer.get("rank")),
-        ]
-        for layer in record["layers"]
-    ]
-
-
-LAYER_COLUMNS = (
-    "target layer",
-    "source layer",
-    "rank in",
-    "rank out",
-    "residual in",
-    "residual out",
-    "|tau| source",
-    "|tau| target",
-    "rank",
-)
-
-
-def kept_rows(record: Record) -> list[tuple[str, int]]:
-    """Reasons for what stayed, with how many tensors each holds."""
-    return Counter(item["reason"] for item in record["not_transported"]).most_common()
-
-
-def repeat_command(record: Record) -> str | None:
-    """The command line that does the same again; None for a run from Python on what no command line can say."""
-    places = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
-    if record.get("data", {}).get("name"):
-        task, path = record["data"].get("task"), record["data"].get("path")
-        places["data"] = f"{task}:{path}" if task and path else path
-    options = record.get("options", {})
-    if not all(places.values()) or options.get("roles") or options.get("python"):
-        return None
-    words: list[Any] = ["tuneport", "transfer"]
-    for key, path in places.items():
-        words += [f"--{key}", path]
-    words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
-    words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
-    words += ["--scale", _rule_of(record) or f"{record['scale']:g}"]
-    for key in (
-        "sampler",
-        "seed",
-        "head",
-        "labels",
-        "loss",
-        "completion",
-        "max_tokens",
-        "batch_size",
-        "dtype",
-        "as",
-        "rank",
-        "energy",
-    ):
-        value = record.get("as") if key == "as" else options.get(key)
-        if value is not None and value != REPEATED_DEFAULTS.get(key):
-            words += [f"--{key.replace('_', '-')}", value]
-    for pattern in options.get("exclude", ()):
-        words += ["--exclude", pattern]
-    if options.get("samples") is None and "--samples" in words:
-        at = words.index("--samples")
-        del words[at : at + 2]
-    return shlex.join(str(word) for word in words)
-
-
-def _rule_of(record: Record) -> str | None:
-    """The rule that chose the scale; in older records there was one only."""
-    choice = record.get("scale_choice")
-    return choice.get("rule", "auto") if choice else None
-
-
-REPEATED_DEFAULTS = {
-    "sampler": "random",
-    "seed": 0,
-    "labels": "data",
-    "completion": "svd",
-    "batch_size": 32,
-    "dtype": "float32",
-    "as": "model",
-}
-
-
-def _number(value: float | int | None) -> str:
-    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -175,3 +312,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Sequence, Iterable)):
         return [_plain(item) for item in value]
     return str(value)
+
+
+if __name__ == "__main__":
+    print(json.dumps(record_schema(), indent=2))

@@ -1,0 +1,148 @@
+"""A run record in words: rows of tables, and the command that repeats the run."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .record import Record
+
+
+def summary_rows(record: Record) -> list[tuple[str, str]]:
+    """What was done, in a few lines: label and text."""
+    layers, kept = record["layers"], record["not_transported"]
+    rows = [
+        ("method", f"{record['method']}, scale {record['scale']:g}"),
+        ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
+        ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
+    ]
+    for side, words in (("in", "input"), ("out", "output")):
+        residuals = [layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None]
+        if residuals:
+            middle = sorted(residuals)[len(residuals) // 2]
+            rows.append(
+                (f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}")
+            )
+    if "adapter" in record:
+        modules = record["adapter"]["modules"]
+        ranks, lost = [item["rank"] for item in modules], max(item["lost_energy"] for item in modules)
+        span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
+        cost = f"at most {100 * lost:.2g} % of a layer's energy lost" if lost > 0 else "nothing lost"
+        rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
+    if "verdict" in record:
+        rows.append(("verdict", record["verdict"]["verdict"]))
+    if "evaluation" in record:
+        found = record["evaluation"]
+        rows.append(
+            ("accuracy", f"{found['before']:.2f} % before, {found['after']:.2f} % after ({found['data']}, test)")
+        )
+    rows.append(("time", f"{record['seconds']:.1f} s"))
+    return rows
+
+
+def label_words(record: Record) -> str:
+    """Who labelled the samples, where that was not the data, and how well."""
+    found = record.get("data", {}).get("labels")
+    if not found:
+        return ""
+    share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
+    return f"labelled by the fine-tuned source{share}"
+
+
+def layer_rows(record: Record) -> list[list[str]]:
+    """One row of text per layer: target, source, ranks, residuals, norms."""
+    return [
+        [
+            layer["target"],
+            layer["source"],
+            _number(layer["rank_in"]),
+            _number(layer["rank_out"]),
+            _number(layer["residual_in"]),
+            _number(layer["residual_out"]),
+            _number(layer["norm_source"]),
+            _number(layer["norm_target"]),
+            _number(layer.get("rank")),
+        ]
+        for layer in record["layers"]
+    ]
+
+
+LAYER_COLUMNS = (
+    "target layer",
+    "source layer",
+    "rank in",
+    "rank out",
+    "residual in",
+    "residual out",
+    "|tau| source",
+    "|tau| target",
+    "rank",
+)
+
+
+def kept_rows(record: Record) -> list[tuple[str, int]]:
+    """Reasons for what stayed, with how many tensors each holds."""
+    return Counter(item["reason"] for item in record["not_transported"]).most_common()
+
+
+def repeat_command(record: Record) -> str | None:
+    """The command line that does the same again; None for a run from Python on what no command line can say."""
+    places = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
+    if record.get("data", {}).get("name"):
+        task, path = record["data"].get("task"), record["data"].get("path")
+        places["data"] = f"{task}:{path}" if task and path else path
+    options = record.get("options", {})
+    if not all(places.values()) or options.get("roles") or options.get("python"):
+        return None
+    words: list[Any] = ["tuneport", "transfer"]
+    for key, path in places.items():
+        words += [f"--{key}", path]
+    words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
+    words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
+    words += ["--scale", _rule_of(record) or f"{record['scale']:g}"]
+    for key in (
+        "sampler",
+        "seed",
+        "head",
+        "labels",
+        "loss",
+        "completion",
+        "max_tokens",
+        "batch_size",
+        "dtype",
+        "as",
+        "rank",
+        "energy",
+    ):
+        value = record.get("as") if key == "as" else options.get(key)
+        if value is not None and value != REPEATED_DEFAULTS.get(key):
+            words += [f"--{key.replace('_', '-')}", value]
+    for pattern in options.get("exclude", ()):
+        words += ["--exclude", pattern]
+    if options.get("samples") is None and "--samples" in words:
+        at = words.index("--samples")
+        del words[at : at + 2]
+    return shlex.join(str(word) for word in words)
+
+
+def _rule_of(record: Record) -> str | None:
+    """The rule that chose the scale; in older records there was one only."""
+    choice = record.get("scale_choice")
+    return choice.get("rule", "auto") if choice else None
+
+
+REPEATED_DEFAULTS = {
+    "sampler": "random",
+    "seed": 0,
+    "labels": "data",
+    "completion": "svd",
+    "batch_size": 32,
+    "dtype": "float32",
+    "as": "model",
+}
+
+
+def _number(value: float | int | None) -> str:
+    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
