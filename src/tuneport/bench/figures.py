@@ -166,7 +166,7 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
     started = time.perf_counter()
     list(finetune(target, head, few, Schedule(TIMED_STEPS)))
     one = (time.perf_counter() - started) / TIMED_STEPS
-    rows = {f"parameters of the {side}": count for side, count in cost["parameters"].items()}
+    rows: dict[str, Any] = {f"parameters of the {side}": count for side, count in cost["parameters"].items()}
     rows |= {f"the paper's estimate, FLOP: {name.replace('_', ' ')}": flops for name, flops in cost["paper"].items()}
     rows |= {f"counted for this plan, FLOP: {name}": flops for name, flops in (cost["counted"] or {}).items()}
     rows |= {

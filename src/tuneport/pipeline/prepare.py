@@ -30,6 +30,7 @@ from ..models.heads import Head, choose_head
 from ..models.open import dtype_on, open_both, pick_device, pick_dtype, runnable, slow_note
 from ..pairing import DepthRule, LayerPair, nearest_block
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
+from ..report.record import Data, Options, PreparedRecord
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Completion, Loss, Sides
@@ -146,7 +147,7 @@ def prepare(
         count, about = len(indices), data_identity(data, asked.dataset, indices, asked.heads)
         if by_source:
             share = agreement(drawn.dataset, asked.dataset.subset(indices))
-            about["labels"] = {"by": labels, "agreement": None if share is None else round(share, 4)}
+            about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
     elif runs:
         assert not isinstance(data, (str, Path, Dataset))
         assert data is not None
@@ -155,7 +156,7 @@ def prepare(
     usual = asked.objective.name if asked is not None and gradients and loss is None else None
     own = {"loss": loss_name is None and loss is not None, "match": match is not None, "pairs": pairs is not None}
     own["depth_rule"] = depth_rule is not nearest_block
-    options = {
+    options: Options = {
         "samples": count or samples,
         "shots": shots,
         "sampler": sampler,
@@ -298,13 +299,13 @@ def _labelled_by_source(drawn: Drawn, vector: TaskVector) -> Drawn:
 def _record(
     job: Job,
     method: str,
-    options: Mapping[str, Any],
+    options: Options,
     finetuned: Finetuned,
-    data: Mapping[str, Any],
+    data: Data,
     known: Sequence[str],
-) -> dict[str, Any]:
-    """What the run record says before anything has run: options, inputs and their SHA-256, versions."""
-    record = {
+) -> PreparedRecord:
+    """The run record before anything has run: options, inputs and their SHA-256, versions."""
+    record: PreparedRecord = {
         "tuneport": package_version("tuneport"),
         "command": "transfer",
         "method": method,

@@ -25,9 +25,10 @@ from ..models.heads import Head
 from ..models.open import open_stored
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
+from .record import Data, Input, Versions
 
 
-def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
+def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     """What a model is called, where it is, and the SHA-256 of each of its weight files."""
     if isinstance(model, Adapter):
         return _adapter_identity(model)
@@ -48,17 +49,18 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
     beside = companions(path, README) if path.is_dir() else []
     home = path if path.is_dir() else path.parent
     digests = file_digests([*files, *beside])
-    known = hub_name(path)
-    return {
-        "name": known[0] if known else path.absolute().name,
+    identity: Input = {
+        "name": path.absolute().name,
         "path": str(path),
-        **({"revision": known[1]} if known else {}),
         "license": _licence(path / README),
         "sha256": {str(Path(file).relative_to(home)): digest for file, digest in digests.items()},
     }
+    if known := hub_name(path):
+        identity["name"], identity["revision"] = known
+    return identity
 
 
-def files_identity(path: str | Path, files: Iterable[Path]) -> dict[str, Any]:
+def files_identity(path: str | Path, files: Iterable[Path]) -> Input:
     """What the folder or file at a path is called, and the SHA-256 of these files of it by their bare names."""
     return {"name": Path(path).absolute().name, "path": str(path), "sha256": _by_name(files)}
 
@@ -67,8 +69,8 @@ def _by_name(files: Iterable[Path]) -> dict[str, str]:
     return {Path(name).name: digest for name, digest in file_digests(files).items()}
 
 
-def _adapter_identity(adapter: Adapter) -> dict[str, Any]:
-    identity = files_identity(adapter.name, adapter.files) if adapter.files else {"name": adapter.name}
+def _adapter_identity(adapter: Adapter) -> Input:
+    identity: Input = files_identity(adapter.name, adapter.files) if adapter.files else {"name": adapter.name}
     task = adapter.config.get("task_type")
     return {
         **identity,
@@ -103,9 +105,9 @@ def _licence(card: Path) -> str | None:
 
 def data_identity(
     data: Any, dataset: Dataset | None = None, indices: Any = None, heads: tuple[Head, ...] | None = None
-) -> dict[str, Any]:
+) -> Data:
     """What the data are called, where they are, and the SHA-256 of the files that were used."""
-    identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
+    identity: Data = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         path = Path(data)
         identity["path"] = str(data)
@@ -124,10 +126,15 @@ def data_identity(
     return identity
 
 
-def versions() -> dict[str, str]:
+def versions() -> Versions:
     """Of the packages that a result depends on, and of Python."""
-    packages = ("torch", "transformers", "safetensors", "numpy")
-    return {**{package: package_version(package) for package in packages}, "python": platform.python_version()}
+    return {
+        "torch": package_version("torch"),
+        "transformers": package_version("transformers"),
+        "safetensors": package_version("safetensors"),
+        "numpy": package_version("numpy"),
+        "python": platform.python_version(),
+    }
 
 
 def package_version(package: str) -> str:

@@ -39,6 +39,7 @@ Spectrum = Annotated[
     Sequence[Measured] | None,
     Keywords(description="Singular values of the cross-covariance at 17 evenly spaced places, the largest 1."),
 ]
+Dtype = Annotated[str, Keywords(enum=["float32", "bfloat16", "float16"])]
 Width = Annotated[int, Keywords(minimum=0, description="The largest possible rank of this map.")]
 
 
@@ -90,14 +91,16 @@ class Options(TypedDict):
     seed: Count
     head: str | None
     labels: NotRequired[Literal["data", "source"]]
+    loss: NotRequired[str | None]
     completion: Literal["svd", "none"]
     max_tokens: Positive | None
     memory_budget: Positive | None
     batch_size: Positive
     exclude: Sequence[str]
     roles: Mapping[str, str | None]
+    python: NotRequired[list[str]]
     device: str
-    dtype: NotRequired[Literal["float32", "bfloat16", "float16"]]
+    dtype: NotRequired[Dtype]
 
 
 class LayerEntry(TypedDict):
@@ -131,7 +134,7 @@ class Candidate(TypedDict):
     sharpness: NotRequired[Measured]
 
 
-class ScaleChoice(TypedDict):
+class ScaleChoiceEntry(TypedDict):
     rule: NotRequired[Literal["auto", "safe"]]
     samples: Count
     held_out: bool
@@ -177,7 +180,7 @@ class Evaluation(TypedDict):
     after: float
 
 
-class Trial(TypedDict):
+class TrialEntry(TypedDict):
     samples: Count
     loss_before: Measured
     loss_after: Measured
@@ -188,13 +191,13 @@ class Trial(TypedDict):
     turned_wrong: NotRequired[int | None]
 
 
-class Verdict(TypedDict):
+class VerdictEntry(TypedDict):
     verdict: Literal["likely to help", "uncertain", "unlikely to help"]
     reasons: Sequence[str]
-    trial: Trial | None
+    trial: TrialEntry | None
 
 
-class Similarity(TypedDict):
+class SimilarityEntry(TypedDict):
     target: str
     source: str
     role: str
@@ -228,6 +231,7 @@ class PreparedRecord(TypedDict):
     data: Data
     versions: Versions
     blocks: Blocks
+    tokens: NotRequired[dict[str, float]]
     notes: NotRequired[list[str]]
 
 
@@ -243,11 +247,11 @@ class RunRecord(PreparedRecord):
     layers: list[LayerEntry]
     not_transported: list[KeptTensor]
     left_behind: list[KeptTensor]
-    scale_choice: NotRequired[ScaleChoice]
+    scale_choice: NotRequired[ScaleChoiceEntry]
     cost: NotRequired[Cost]
     evaluation: NotRequired[Evaluation]
-    verdict: NotRequired[Verdict]
-    similarity: NotRequired[list[Similarity]]
+    verdict: NotRequired[VerdictEntry]
+    similarity: NotRequired[list[SimilarityEntry]]
 
 
 Place = TypedDict("Place", {"out": str, "as": str})  # "as" is a keyword, which a class cannot have as a field

@@ -29,6 +29,7 @@ from ..measure.signals import (
 )
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
+from ..report.record import Cost, CountedCost, PaperCost
 from ..types import Loss, Sides
 from .forecast import NeedsValuesError, TrueOnMeta, meta_errors, shapes_of, to_meta
 
@@ -51,16 +52,16 @@ class Flops:
     thin: int = 0
     transport: int = 0
 
-    def record(self) -> dict[str, int]:
+    def record(self) -> CountedCost:
         """The kinds that a run record lists, and their total."""
-        kinds = {
+        return {
             "forward": self.forward,
             "backward": self.backward,
             "statistics": self.statistics,
             "solves": self.dense + self.thin,
             "transport": self.transport,
+            "total": self.forward + self.backward + self.statistics + self.dense + self.thin + self.transport,
         }
-        return {**kinds, "total": sum(kinds.values())}
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class BatchCost:
     matched: Mapping[tuple[str, str], int]
 
 
-def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None) -> dict[str, Any]:
+def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None) -> Cost:
     """The FLOPs of a job on `samples` samples (default: those it has drawn), as plain numbers.
 
     `paper` follows the appendix on cost: 2 P FLOPs forward and 4 P backward per token and model, and
@@ -92,8 +93,8 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
     sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
     counted = flops_of(job, samples, once) if once is not None or not job.method.signals else None
     return {
-        "parameters": dict(zip(("source", "target"), sizes, strict=True)),
-        "tokens": dict(zip(("source", "target"), tokens, strict=True)),
+        "parameters": {"source": sizes[0], "target": sizes[1]},
+        "tokens": {"source": tokens[0], "target": tokens[1]},
         "paper": _paper(job, sizes, tokens),
         "statistics_bytes": sum(8 * rows * columns for _, _, rows, columns in _sums(job, once)),
         "counted": None if counted is None else counted.record(),
@@ -130,7 +131,7 @@ def thin_flops(short: int, long: int, tokens: int) -> int:
     return 30 * (short + long) * tokens**2 + 100 * tokens**3
 
 
-def _paper(job: Job, sizes: list[int], tokens: list[int]) -> dict[str, int]:
+def _paper(job: Job, sizes: list[int], tokens: list[int]) -> PaperCost:
     """The formula of the paper's appendix on cost (eqs. 13 to 17)."""
     backward = BACKWARD if NEEDS_BACKWARD & job.method.signals else 0
     passes = (FORWARD + backward) * sum(size * count for size, count in zip(sizes, tokens, strict=True))
