@@ -116,7 +116,7 @@ class _InPlace:
         for _ in range(8):
             if largest > spare:
                 break
-            groups = [tuple(group) for group in grouped(pairs, lambda group, most=spare: bound(group) <= most)]
+            groups = [tuple(group) for group in grouped(pairs, _fits(bound, spare))]
             over = max(self._peak(group, placements) for group in sorted(groups, key=bound)[-2:]) - int(self._limit)
             if over <= 0:
                 if len(groups) > 1:
@@ -229,6 +229,10 @@ class _Offloaded(_InPlace):
         times = 2 if NEEDS_BACKWARD & self._job.method.signals else 1
         batches = -(-self._forecast.samples // self._forecast.size)
         return runs * (self._models_bytes() - coming + times * batches * coming)
+
+
+def _fits(bound: Callable[[Sequence[LayerPair]], int], most: int) -> Callable[[Sequence[LayerPair]], bool]:
+    return lambda group: bound(group) <= most
 
 
 def result_device(job: Job) -> torch.device:

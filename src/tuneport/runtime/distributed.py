@@ -147,7 +147,7 @@ def gather_entries(own: Mapping[str, Entry]) -> dict[str, Entry]:
     for owner, names in enumerate(everyone):
         for name, parts in names.items():
             sent = _tensors(own[name]) if owner == here.rank else [None] * len(parts)
-            found = [_broadcast(tensor, *spec, owner) for tensor, spec in zip(sent, parts, strict=True)]
+            found = [_broadcast(tensor, owner, *spec) for tensor, spec in zip(sent, parts, strict=True)]
             entries[name] = found[0] if len(found) == 1 else LowRank(found[0], found[1])
     return entries
 
@@ -156,7 +156,7 @@ def _tensors(entry: Entry) -> list[Tensor]:
     return [entry.out_factor, entry.in_factor] if isinstance(entry, LowRank) else [entry]
 
 
-def _broadcast(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, device_type: str, owner: int) -> Tensor:
+def _broadcast(tensor: Tensor | None, owner: int, shape: torch.Size, dtype: torch.dtype, device_type: str) -> Tensor:
     """The owner's tensor, on a device of the same type; all other processes pass None."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     if tensor is None:
