@@ -12,8 +12,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tuneport.bench.recipe import Comparison, Recipe
+from tuneport.bench.recipe import Recipe
 from tuneport.bench.run import check_models, run_pair
+from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import RESULTS, Comparing, Row, write_tables
 from tuneport.errors import DataError, first_of
 from tuneport.io.output import new_folder

@@ -24,8 +24,9 @@ from pathlib import Path
 
 from benchmarks.common import commit, load
 from tuneport.bench.figures import draw
-from tuneport.bench.recipe import FIGURES, RECIPES, Comparison, Recipe, read_recipe
+from tuneport.bench.recipe import FIGURES, RECIPES, Recipe, read_recipe
 from tuneport.bench.run import make_finetunes, run_recipe, wanted_finetunes
+from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import plot
 from tuneport.errors import TuneportError
 

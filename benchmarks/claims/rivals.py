@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import commit, load, merge, run_comparison, save
-from tuneport.bench.recipe import Comparison
+from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import Comparing, markdown
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import commit, load, run_comparison, save
-from tuneport.bench.recipe import Comparison
+from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import Comparing
 
 PAIRS = {

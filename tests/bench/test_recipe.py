@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 import tuneport
 from builders.folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
 from tuneport.bench import cells, figures, run
-from tuneport.bench.recipe import FIGURES, KINDS, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
+from tuneport.bench.recipe import FIGURES, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
 from tuneport.bench.run import Cells, cell_names, plan_lines, run_recipe, wanted_finetunes
+from tuneport.bench.schema import KINDS
 from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
 from tuneport.cli import app
 from tuneport.data.tasks import TASKS
@@ -218,6 +219,14 @@ def test_without_a_package_of_the_extra_the_error_names_it(package: str) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     expected = f'tuneport.errors.TuneportError: tuneport bench needs {package}. Run: pip install "tuneport[bench]".'
     assert done.stderr.splitlines()[-1] == expected
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_without_matplotlib_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(TuneportError, match=r'tuneport bench needs matplotlib\. Run: pip install "tuneport\[bench\]"'):
+        run_recipe("width", tmp_path / "out")
+    assert CliRunner().invoke(app, ["bench", "--list"]).exit_code == 0
 
 
 class TestReading:
@@ -423,7 +432,9 @@ class TestRunning:
     def test_cells_of_unknown_settings_are_refused(self, tmp_path: Path, first: str) -> None:
         cells = Cells(tmp_path / "out", "conditions")
         cells.path.write_text(f'{first}\n{{"cell": "1/mnist/random/0", "rows": []}}\n')
-        with pytest.raises(CheckpointError, match=r"out\.tuneport-cells is damaged\. Start over without --resume\."):
+        with pytest.raises(
+            CheckpointError, match=r"out\.tuneport-cells is damaged\. Start over without `resume=True`\."
+        ):
             cells.load()
 
     def test_cells_are_not_kept_through_a_link(self, root: Path, tmp_path: Path) -> None:

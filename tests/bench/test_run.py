@@ -23,7 +23,8 @@ from builders.folders import LARGE, Zoo, build
 from tuneport import cli
 from tuneport.bench import cells
 from tuneport.bench import run as bench
-from tuneport.bench.recipe import Comparison, make_recipe, read_recipe
+from tuneport.bench.recipe import make_recipe, read_recipe
+from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import Comparing, Row, auto_scale_summary, markdown, table_rows
 from tuneport.errors import DataError
 from tuneport.job import first_half
@@ -381,8 +382,8 @@ class TestWriting:
         assert all(f"- {key}: {value}" in text for key, value in result.about.items())
         plot = ElementTree.parse(out / "plot.svg").getroot()
         assert plot.tag.endswith("svg")
-        drawn = [part for part in plot.iter() if part.tag.endswith("polyline")]
-        assert len(drawn) == len({(row.method, row.scale_rule) for row in result.rows})
+        drawn = [name for part in plot.iter() if (name := part.get("id", "")).startswith("line ")]
+        assert len(set(drawn)) == len(drawn) == len({(row.method, row.scale_rule) for row in result.rows})
 
     def test_the_table_by_hand(self) -> None:
         accuracies = {("a", 0): 10.0, ("a", 1): 20.0, ("b", 0): 30.0, ("b", 1): 60.0}

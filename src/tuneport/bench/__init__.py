@@ -4,5 +4,11 @@ from importlib.util import find_spec
 
 from ..errors import TuneportError
 
-if missing := [name for name in ("pydantic",) if find_spec(name) is None]:
-    raise TuneportError(f'tuneport bench needs {" and ".join(missing)}. Run: pip install "tuneport[bench]".')
+
+def require(package: str) -> None:
+    """Raise an error that says how to install a package of the extra, if it is missing."""
+    if find_spec(package) is None:
+        raise TuneportError(f'tuneport bench needs {package}. Run: pip install "tuneport[bench]".')
+
+
+require("pydantic")

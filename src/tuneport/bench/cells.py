@@ -29,7 +29,7 @@ from ..pipeline.scale import RULES, Scaled, choose_on_halves
 from ..pipeline.statistics import measure_in_parts, problem_of
 from ..task_vectors.vector import TaskVector
 from ..training.finetune import Schedule, batch_reader, finetune
-from .recipe import Comparison
+from .schema import Comparison
 from .tables import Row
 
 Scorer = Callable[[nn.Module], float]

@@ -33,8 +33,9 @@ from ..report.record import to_json
 from ..runtime.cost import cost_of
 from ..training.finetune import CHECKPOINTS, Schedule, finetune
 from ..types import Sides
-from .charts import bars, chart
-from .recipe import Comparison, Recipe
+from .charts import bar_chart, line_chart
+from .recipe import Recipe
+from .schema import Comparison
 from .tables import RESULTS, grid, write_csv
 
 Point = dict[str, Any]
@@ -240,11 +241,11 @@ def _drawn(title: str, plot: str, means: Mapping[str, Mapping[float, float]]) ->
     if plot == "cost":
         seconds = {name: next(iter(values.values())) for name, values in means.items() if "seconds" in name}
         named = {name.removeprefix("seconds of "): value for name, value in seconds.items()}
-        return bars(named, title=title, x_label="seconds on this machine")
+        return bar_chart(named, title=title, x_label="seconds on this machine")
     x_label, y_label = AXES[plot]
     ticks = sorted({tick for values in means.values() for tick in values})
     lines = {name: [values.get(tick, math.nan) for tick in ticks] for name, values in means.items()}
     first = next(iter(lines)).partition(": ")[0]
     twins = {name: f"{first}: {name.partition(': ')[2]}" for name in lines if ": " in name}
     variants = {name: twin for name, twin in twins.items() if twin != name and twin in lines}
-    return chart(lines, ticks, title=title, x_label=x_label, y_label=y_label, variants=variants)
+    return line_chart(lines, ticks, title=title, x_label=x_label, y_label=y_label, variants=variants)

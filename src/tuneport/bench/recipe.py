@@ -6,165 +6,23 @@ keys for a run on small models. Unknown keys, wrong types, unknown names and wro
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictStr,
-    TypeAdapter,
-    ValidationError,
-    with_config,
-)
+from typing import Any
 
 from ..data.dataset import Dataset
 from ..data.samplers import SAMPLERS, select
 from ..data.tasks import read_data, split_reference
-from ..errors import DataError, TuneportError, first_of, unknown_name
+from ..errors import DataError, TuneportError, first_of, plain, unknown_name
 from ..io.hub import looks_like_hub_id
-from ..measure.accuracy import PROTOCOLS
-from ..methods import get_method
 from ..models.open import path_of
-from ..pipeline.transfer import check_scale
-from ..training.finetune import Schedule
+from .schema import KINDS, PATTERN, Comparison, Keys, unknown_key, validated
 
-KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that it needs for that
-    "comparison": ("source", "target", "finetuned", "data"),
-    "similarity": ("source", "target", "data"),
-    "output-similarity": ("source", "target", "finetuned", "reference", "data"),
-    "drift": ("source", "data", "finetune"),
-    "cost": ("source", "target", "finetuned", "data"),
-}
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
-PATTERN = "{task}"  # the key of a path with {task} in it, until the tasks are filled in
-
-
-def _check(check: Callable[[str], object]) -> AfterValidator:
-    """A validator that calls `check` and passes on the text of its TuneportError."""
-
-    def validate(value: str) -> str:
-        try:
-            check(value)
-        except TuneportError as error:
-            raise ValueError(str(error)) from None
-        return value
-
-    return AfterValidator(validate)
-
-
-def _one_of(kind: str, known: Iterable[str]) -> AfterValidator:
-    def validate(value: str) -> str:
-        if value not in known:
-            raise ValueError(unknown_name(kind, value, known))
-        return value
-
-    return AfterValidator(validate)
-
-
-def _schedule(value: Any) -> Any:
-    """Refuse values that pydantic converts to numbers; an empty table means no fine-tuning."""
-    if isinstance(value, Mapping):
-        problems = [
-            f"'{key}' of finetune must be a number of 0 or more, got {item!r}"
-            for key, item in value.items()
-            if type(item) not in (int, float) or not 0 <= item < math.inf
-        ]
-        if value.get("steps") == 0:
-            problems.append("'steps' of finetune must be a whole number above 0")
-        if problems:
-            raise ValueError("; ".join(problems))
-    return None if value == {} else value
-
-
-Words = tuple[StrictStr, ...]
-Count = Annotated[int, Field(gt=0, strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Method = Annotated[StrictStr, _check(get_method)]
-Paths = Annotated[
-    Mapping[StrictStr, StrictStr], BeforeValidator(lambda value: {PATTERN: value} if isinstance(value, str) else value)
-]
-
-
-@with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True)
-class Comparison:
-    """What to compare: one pair of bases, one or several tasks, and the settings each method is tried in.
-
-    `finetuned`, `data` and (optionally) `reference`, a fine-tuned target, are paths by task name. Budgets are
-    `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples, with `full_batch`
-    on all of them at each step; `warm_start` names the method whose result the same runs also start from. With
-    `finetune`, fine-tuned models that do not exist are made by that schedule. `stated` holds accuracies of the
-    fine-tuned target that were measured elsewhere. The annotations are those that a recipe is checked by.
-    """
-
-    source: StrictStr = ""
-    target: StrictStr = ""
-    finetuned: Paths = field(default_factory=dict)
-    data: Paths = field(default_factory=dict)
-    methods: tuple[Method, ...] = ("naive", "theseus", "bico")
-    samples: tuple[Count, ...] = ()
-    shots: tuple[Count, ...] = ()
-    samplers: tuple[Annotated[StrictStr, _one_of("sampler", SAMPLERS)], ...] = ("random",)
-    exclude: Words = ()
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)] = (0,)
-    scales: tuple[Annotated[StrictStr, _check(check_scale)], ...] = ("1", "auto")
-    steps: tuple[Count, ...] = ()
-    warm_start: Annotated[StrictStr, _check(lambda name: name and get_method(name))] | None = None
-    learning_rate: Annotated[Number, Field(gt=0)] = 1e-5
-    full_batch: StrictBool = False
-    batch_size: Count = 32
-    heads: Paths = field(default_factory=dict)
-    reference: Paths = field(default_factory=dict)
-    stated: Mapping[StrictStr, Number] = field(default_factory=dict)
-    protocol: Annotated[StrictStr, _one_of("protocol", PROTOCOLS)] = "zero-shot"
-    source_rows: StrictBool = False
-    test_samples: Count | None = None
-    finetune: Annotated[Schedule | None, BeforeValidator(_schedule)] = None
-    checkpoint_every: Annotated[int, Field(ge=0, strict=True)] = 0
-    device: StrictStr = "auto"
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        return tuple(sorted(self.shots or self.samples))
-
-
-@dataclass(frozen=True)
-class _Keys(Comparison):
-    """Every key that a recipe can have."""
-
-    title: StrictStr = "comparison"
-    paper: StrictStr = ""
-    kind: Annotated[StrictStr, _one_of("kind", KINDS)] = "comparison"
-    about: StrictStr = ""
-    root: StrictStr | None = None
-    tasks: Words | None = None
-    pairs: tuple[dict[str, Any], ...] = ()
-    printed: dict[str, Any] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
-
-
-_ADAPTER = TypeAdapter(_Keys)
-_EXPECTED = {  # by the error type of pydantic
-    "tuple_type": "a list",
-    "too_short": "a list of at least one",
-    "dict_type": "a table",
-    "mapping_type": "a table",
-    "dataclass_type": "a table with steps, learning_rate and so on",
-    "string_type": "text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-}
 
 
 @dataclass(frozen=True)
@@ -273,58 +131,19 @@ def make_recipe(
     return Recipe(comparisons, keys.title, keys.paper, keys.kind, keys.about, printed, small)
 
 
-def _parse(content: Mapping[str, Any]) -> tuple[_Keys, dict[str, tuple[_Keys, set[str]]], list[str]]:
+def _parse(content: Mapping[str, Any]) -> tuple[Keys, dict[str, tuple[Keys, set[str]]], list[str]]:
     """The keys of a recipe, those of each pair with the names of its wrong ones, and all problems of single keys."""
-    keys, wrong = _validated(content)
+    keys, wrong = validated(content)
     problems = [text for _, text in wrong]
-    parts: dict[str, tuple[_Keys, set[str]]] = {}
+    parts: dict[str, tuple[Keys, set[str]]] = {}
     for index, pair in enumerate(keys.pairs or ({},)):
         name = str(pair.get("name", index + 1))
-        part, wrong = _validated({**content, **{key: value for key, value in pair.items() if key != "name"}})
+        part, wrong = validated({**content, **{key: value for key, value in pair.items() if key != "name"}})
         found = [*(text for _, text in wrong), *_wrong_name(name)]
         found += [f"another pair has the name {name!r}"] if name in parts else []
         problems += [f"pair {index + 1}: {text}" for text in found if text not in problems]
         parts[name] = part, {key for key, _ in wrong}
     return keys, parts, problems
-
-
-def _validated(content: Mapping[str, Any]) -> tuple[_Keys, list[tuple[str, str]]]:
-    """The keys, without wrong ones so that the checks can go on, and what is wrong by key."""
-    try:
-        return _ADAPTER.validate_python(content), []
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    rest = dict(content)
-    for item in reversed(errors):  # the last item of a list first
-        key, *inner = item["loc"]
-        if inner and isinstance(inner[0], int) and isinstance(rest.get(str(key)), list):
-            rest[str(key)] = [*rest[str(key)][: inner[0]], *rest[str(key)][inner[0] + 1 :]]
-        if not inner or not isinstance(inner[0], int) or not rest.get(str(key)):
-            rest.pop(str(key), None)
-    return _ADAPTER.validate_python(rest), [(str(item["loc"][0]), _problem(item)) for item in errors]
-
-
-def _problem(error: Any) -> str:
-    """One problem that pydantic found: the key, what was given, what was expected."""
-    key, *inner = error["loc"]
-    if error["type"] == "unexpected_keyword_argument":
-        known = [item.name for item in fields(Schedule if inner else _Keys)]
-        return f"{key}: {_unknown_key(str(inner[0]), known)}" if inner else _unknown_key(key, known)
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    if error["type"] == "missing":
-        return f"'{inner[-1]}' of {key} is missing"
-    expected = _EXPECTED.get(error["type"]) or error["msg"].replace("Input should be ", "")
-    place = f"item {inner[0] + 1} of '{key}'" if inner and isinstance(inner[0], int) else f"'{key}'"
-    if inner and isinstance(inner[0], str):
-        place = f"{inner[0]!r} of {place}"
-    return f"{place} must be {expected}, got {error['input']!r}"
-
-
-def _unknown_key(key: str, known: Iterable[str]) -> str:
-    """Like unknown_name, without the long list of keys if one is near: a recipe may have many problems."""
-    text = unknown_name("key", key, known)
-    return text.partition(" Known:")[0] if "Did you mean" in text else text
 
 
 def _wrong_name(name: str) -> Iterator[str]:
@@ -333,7 +152,7 @@ def _wrong_name(name: str) -> Iterator[str]:
         yield f"{name!r} cannot name a folder: use up to 100 printable characters, without / and \\"
 
 
-def _comparison(keys: _Keys, root: Path | None) -> Comparison:
+def _comparison(keys: Keys, root: Path | None) -> Comparison:
     """A comparison with its task patterns filled in and its paths under the root."""
     plain = {item.name: getattr(keys, item.name) for item in fields(Comparison)}
     for key in ("finetuned", "data", "heads", "reference"):
@@ -391,7 +210,7 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
             data = read_data(reference, "train")
             read_data(reference, "test")
         except TuneportError as error:
-            yield f"{task}: {error}"
+            yield f"{task}: {plain(str(error))}"
             continue
         yield from (f"{task}: {text}" for text in _too_few(comparison, data))
 
@@ -415,7 +234,7 @@ def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:
             try:
                 select(data, samples=samples, shots=shots, sampler=blind, seed=seed)
             except TuneportError as error:
-                yield str(error)
+                yield plain(str(error))
                 break
 
 
@@ -426,7 +245,7 @@ def _printed(content: Mapping[str, Any], tasks: Sequence[str], problems: list[st
     standard deviations, `marks` has [method, budget, column, what is wrong with it].
     """
     known = ("tasks", "rows", "deviations", "marks")
-    problems += [f"printed: {_unknown_key(key, known)}" for key in content if key not in known]
+    problems += [f"printed: {unknown_key(key, known)}" for key in content if key not in known]
     columns = content.get("tasks", list(tasks))
     found: dict[tuple[str, int], Printed] = {}
     spread: dict[tuple[str, int], dict[str, float]] = {}

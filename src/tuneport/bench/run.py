@@ -33,9 +33,11 @@ from ..report.record import to_json
 from ..runtime.resume import fingerprint
 from ..training.finetune import prepare_training, run_training
 from ..types import Stage
+from . import require
 from .cells import run_cell
 from .figures import figure_cell, write_figure
-from .recipe import FIGURES, RECIPES, Comparison, Recipe, model_exists, read_recipe
+from .recipe import FIGURES, RECIPES, Recipe, model_exists, read_recipe
+from .schema import Comparison
 from .tables import RESULTS, Comparing, Row, write_tables
 
 Note = Callable[[str], None]
@@ -67,11 +69,11 @@ class Cells:
                 elif content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
-                        "the same recipe again, or start over without --resume."
+                        "the same recipe again, or start over without `resume=True`."
                     )
             except (ValueError, KeyError, TypeError) as error:
                 if not number:  # whatever follows may be of other settings
-                    raise CheckpointError(f"{self.path} is damaged. Start over without --resume.") from error
+                    raise CheckpointError(f"{self.path} is damaged. Start over without `resume=True`.") from error
         return found
 
     def add(self, name: str, content: Mapping[str, Any]) -> None:
@@ -122,6 +124,7 @@ def run_recipe(
     run again. The cache is a folder beside the output unless given, and is then left alone at the end. An output
     that holds what the recipe reads is refused, also with `overwrite`.
     """
+    require("matplotlib")  # which draws the charts at the end
     out, say = Path(out), note or (lambda _: None)
     read = [] if isinstance(recipe, Recipe) or str(recipe) in RECIPES else [recipe]
     check_new_folder(out, overwrite, inputs=read, marks=())

@@ -17,8 +17,9 @@ from typing import Any
 
 from ..pipeline.scale import RULES
 from ..report.record import to_json
-from .charts import bars, chart
-from .recipe import Comparison, Printed, Recipe
+from .charts import bar_chart, line_chart
+from .recipe import Printed, Recipe
+from .schema import Comparison
 
 RESULTS = "results.json"  # every single number of a comparison
 
@@ -284,8 +285,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]])
 def plot(result: Comparing, recipe: Recipe | None = None) -> str:
     """Mean accuracy against the budget, a line per method and scale rule; bars where there is one budget.
 
-    Only means over all tasks are drawn. Fine-tuned models are so far above the rest that a chart gives their numbers
-    in words.
+    Only means over all tasks are drawn. Fine-tuned models are far above the rest: the legend gives their numbers.
     """
     budgets = sorted(result.comparison.budgets)
     found = [(line, line.mean) for line in lines_of(result) if line.mean is not None]
@@ -301,7 +301,7 @@ def plot(result: Comparing, recipe: Recipe | None = None) -> str:
         spread = {name: line.deviation for name, (line, _) in zip(names, found, strict=True) if line.deviation}
         base = means.get("target")
         words: dict[str, Any] = {"title": title, "x_label": "accuracy, %", "form": ".1f"}
-        return bars(means, spread=spread, line=base, variants=variants, **words)
+        return bar_chart(means, spread=spread, line=base, variants=variants, **words)
     lines: dict[str, list[float]] = {}
     spreads: dict[str, list[float]] = {}
     notes = {}
@@ -317,7 +317,7 @@ def plot(result: Comparing, recipe: Recipe | None = None) -> str:
                 around[index] = math.nan if line.deviation is None else line.deviation
     word = "shots per class" if result.comparison.shots else "calibration samples"
     above = list(notes.values())
-    return chart(
+    return line_chart(
         lines,
         budgets,
         title=title,

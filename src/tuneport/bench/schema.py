@@ -1,0 +1,193 @@
+"""The keys of a recipe and their checks, by pydantic: every problem is found, and named in one clause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
+
+from ..data.samplers import SAMPLERS
+from ..errors import TuneportError, plain, unknown_name
+from ..measure.accuracy import PROTOCOLS
+from ..methods import get_method
+from ..pipeline.transfer import check_scale
+from ..training.finetune import Schedule
+
+KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that it needs for that
+    "comparison": ("source", "target", "finetuned", "data"),
+    "similarity": ("source", "target", "data"),
+    "output-similarity": ("source", "target", "finetuned", "reference", "data"),
+    "drift": ("source", "data", "finetune"),
+    "cost": ("source", "target", "finetuned", "data"),
+}
+PATTERN = "{task}"  # the key of a path with {task} in it, until the tasks are filled in
+
+
+def _check(check: Callable[[str], object]) -> AfterValidator:
+    """A validator that calls `check` and passes on the text of its TuneportError."""
+
+    def validate(value: str) -> str:
+        try:
+            check(value)
+        except TuneportError as error:
+            raise ValueError(plain(str(error))) from None
+        return value
+
+    return AfterValidator(validate)
+
+
+def _one_of(kind: str, known: Iterable[str]) -> AfterValidator:
+    def validate(value: str) -> str:
+        if value not in known:
+            raise ValueError(unknown_name(kind, value, known))
+        return value
+
+    return AfterValidator(validate)
+
+
+def _schedule(value: Any) -> Any:
+    """Refuse values that pydantic converts to numbers; an empty table means no fine-tuning."""
+    if isinstance(value, Mapping):
+        problems = [
+            f"'{key}' of finetune must be a number of 0 or more, got {item!r}"
+            for key, item in value.items()
+            if type(item) not in (int, float) or not 0 <= item < math.inf
+        ]
+        if value.get("steps") == 0:
+            problems.append("'steps' of finetune must be a whole number above 0")
+        if problems:
+            raise ValueError("; ".join(problems))
+    return None if value == {} else value
+
+
+Words = tuple[StrictStr, ...]
+Count = Annotated[int, Field(gt=0, strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Method = Annotated[StrictStr, _check(get_method)]
+Paths = Annotated[
+    Mapping[StrictStr, StrictStr], BeforeValidator(lambda value: {PATTERN: value} if isinstance(value, str) else value)
+]
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class Comparison:
+    """What to compare: one pair of bases, one or several tasks, and the settings each method is tried in.
+
+    `finetuned`, `data` and (optionally) `reference`, a fine-tuned target, are paths by task name. Budgets are
+    `samples` or `shots`. `steps` are few-shot fine-tuning runs of the target on the same samples, with `full_batch`
+    on all of them at each step; `warm_start` names the method whose result the same runs also start from. With
+    `finetune`, fine-tuned models that do not exist are made by that schedule. `stated` holds accuracies of the
+    fine-tuned target that were measured elsewhere. The annotations are those that a recipe is checked by.
+    """
+
+    source: StrictStr = ""
+    target: StrictStr = ""
+    finetuned: Paths = field(default_factory=dict)
+    data: Paths = field(default_factory=dict)
+    methods: tuple[Method, ...] = ("naive", "theseus", "bico")
+    samples: tuple[Count, ...] = ()
+    shots: tuple[Count, ...] = ()
+    samplers: tuple[Annotated[StrictStr, _one_of("sampler", SAMPLERS)], ...] = ("random",)
+    exclude: Words = ()
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)] = (0,)
+    scales: tuple[Annotated[StrictStr, _check(check_scale)], ...] = ("1", "auto")
+    steps: tuple[Count, ...] = ()
+    warm_start: Annotated[StrictStr, _check(lambda name: name and get_method(name))] | None = None
+    learning_rate: Annotated[Number, Field(gt=0)] = 1e-5
+    full_batch: StrictBool = False
+    batch_size: Count = 32
+    heads: Paths = field(default_factory=dict)
+    reference: Paths = field(default_factory=dict)
+    stated: Mapping[StrictStr, Number] = field(default_factory=dict)
+    protocol: Annotated[StrictStr, _one_of("protocol", PROTOCOLS)] = "zero-shot"
+    source_rows: StrictBool = False
+    test_samples: Count | None = None
+    finetune: Annotated[Schedule | None, BeforeValidator(_schedule)] = None
+    checkpoint_every: Annotated[int, Field(ge=0, strict=True)] = 0
+    device: StrictStr = "auto"
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return tuple(sorted(self.shots or self.samples))
+
+
+@dataclass(frozen=True)
+class Keys(Comparison):
+    """Every key that a recipe can have."""
+
+    title: StrictStr = "comparison"
+    paper: StrictStr = ""
+    kind: Annotated[StrictStr, _one_of("kind", KINDS)] = "comparison"
+    about: StrictStr = ""
+    root: StrictStr | None = None
+    tasks: Words | None = None
+    pairs: tuple[dict[str, Any], ...] = ()
+    printed: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
+
+
+_ADAPTER = TypeAdapter(Keys)
+_EXPECTED = {  # by the error type of pydantic
+    "tuple_type": "a list",
+    "too_short": "a list of at least one",
+    "dict_type": "a table",
+    "mapping_type": "a table",
+    "dataclass_type": "a table with steps, learning_rate and so on",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+
+
+def validated(content: Mapping[str, Any]) -> tuple[Keys, list[tuple[str, str]]]:
+    """The keys, without wrong ones so that the checks can go on, and what is wrong by key."""
+    try:
+        return _ADAPTER.validate_python(content), []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    rest = dict(content)
+    for item in reversed(errors):  # the last item of a list first
+        key, *inner = item["loc"]
+        if inner and isinstance(inner[0], int) and isinstance(rest.get(str(key)), list):
+            rest[str(key)] = [*rest[str(key)][: inner[0]], *rest[str(key)][inner[0] + 1 :]]
+        if not inner or not isinstance(inner[0], int) or not rest.get(str(key)):
+            rest.pop(str(key), None)
+    return _ADAPTER.validate_python(rest), [(str(item["loc"][0]), _problem(item)) for item in errors]
+
+
+def _problem(error: Any) -> str:
+    """One problem that pydantic found: the key, what was given, what was expected."""
+    key, *inner = error["loc"]
+    if error["type"] == "unexpected_keyword_argument":
+        known = [item.name for item in fields(Schedule if inner else Keys)]
+        return f"{key}: {unknown_key(str(inner[0]), known)}" if inner else unknown_key(key, known)
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "missing":
+        return f"'{inner[-1]}' of {key} is missing"
+    expected = _EXPECTED.get(error["type"]) or error["msg"].replace("Input should be ", "")
+    place = f"item {inner[0] + 1} of '{key}'" if inner and isinstance(inner[0], int) else f"'{key}'"
+    if inner and isinstance(inner[0], str):
+        place = f"{inner[0]!r} of {place}"
+    return f"{place} must be {expected}, got {error['input']!r}"
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Like unknown_name, without the long list of keys if one is near: a recipe may have many problems."""
+    text = unknown_name("key", key, known)
+    return text.partition(" Known:")[0] if "Did you mean" in text else text
