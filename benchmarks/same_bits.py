@@ -249,11 +249,16 @@ def _parts(vector: Any) -> dict[str, Tensor]:
 # --- both checkouts
 
 
+def demo_models(checkout: Path) -> Path:
+    """The folder of the demo's models, in older and newer checkouts."""
+    return next(found for name in ("demo_models", "demo/models") for found in (checkout / "src").rglob(name))
+
+
 def run_both(checkouts: Sequence[Path], cases: list[Case], root: Path) -> list[list[dict[str, Any]]]:
     """For each checkout, for each case: its summary and its tensors."""
     running = []
     for side, checkout in zip(("before", "after"), checkouts, strict=True):
-        models = next((checkout / "src").rglob("demo_models"))
+        models = next(found for name in ("demo_models", "demo/models") for found in (checkout / "src").rglob(name))
         listed = root / f"{side}.json"
         listed.write_text(json.dumps(cases).replace(DEMO_MODELS, str(models)))
         words = [sys.executable, str(Path(__file__).resolve()), "--work", str(listed), str(root / side)]
@@ -372,7 +377,7 @@ def main() -> int:
         print("zoo/*: skipped, no --shared", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
-        inputs = Inputs(root / "inputs", next((checkouts[0] / "src").rglob("demo_models")))
+        inputs = Inputs(root / "inputs", demo_models(checkouts[0]))
         listed = all_cases(inputs, shared, options.demo)
         cases = [case for case in listed if any(fnmatch.fnmatchcase(case["name"], glob) for glob in options.cases)]
         before, after = run_both(checkouts, cases, root)

@@ -139,7 +139,7 @@ def complete_thin(found: Polar) -> CoordinateMap:
         turned = complete_thin(found.T)
         return CoordinateMap(turned.right, turned.left, turned.identity)
     n, m, r = len(U), len(V), U.shape[1]
-    if r == 0 or 3 * r > n:
+    if r == 0 or not completes_thin(r, n):
         return complete(found)
     W_A = _orthonormal(torch.cat([U, V[:n]], dim=1))
     beyond = _orthonormal(V[n:])  # W_B is W_A, padded, beside this in the rows that E does not reach
@@ -163,6 +163,11 @@ def complete_thin(found: Polar) -> CoordinateMap:
         free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E - what is mapped already
         right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
     return CoordinateMap(left, right, identity=True)
+
+
+def completes_thin(rank: int, width: int) -> bool:
+    """Whether `complete_thin` gives thin factors: span(U, E V) and V together must fit in the shorter width."""
+    return 3 * rank <= width
 
 
 def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:

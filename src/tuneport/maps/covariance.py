@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from ..errors import TuneportError
 
@@ -36,7 +38,7 @@ class CrossCovariance:
     ) -> None:
         self.shape = (source_width, target_width)
         self.dtype = dtype
-        self.rows: list[tuple[Tensor, Tensor]] | None = []  # what was given, until it is summed up
+        self.rows: list[tuple[Tensor, Tensor]] | None = []  # the tokens as they came; None once they are summed up
         self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.tokens = 0
@@ -49,7 +51,7 @@ class CrossCovariance:
 
     @property
     def matrix(self) -> Tensor:
-        """C (d_A, d_B); made anew each time while the tokens are kept."""
+        """C (d_A, d_B), computed at each access while the tokens are kept."""
         return self._total() if self._sum is None else self._sum
 
     @matrix.setter
@@ -78,7 +80,7 @@ class CrossCovariance:
         if self.rows is not None:  # so few that it pays to look
             source, target = _with_signal(source, target)
         more = source.numel() * source.element_size() + target.numel() * target.element_size()
-        if self.rows is not None and 2 * (self.nbytes + more) > self.shape[0] * self.shape[1] * self.dtype.itemsize:
+        if self.rows is not None and not self.keeps_tokens(self.nbytes + more, self.shape, self.dtype):
             self.matrix = self._total()
         if self.rows is None:
             add_product(self.matrix, source, target)
@@ -101,7 +103,7 @@ class CrossCovariance:
 
     def few_tokens(self) -> tuple[Tensor, Tensor] | None:
         """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
-        if not self.rows or 5 * self.most > 4 * min(self.shape):
+        if not self.rows or not self.is_thin(self.most, self.shape):
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
@@ -118,12 +120,89 @@ class CrossCovariance:
         total.target_energy = self.target_energy + other.target_energy
         total.tokens = self.tokens + other.tokens
         total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
-        room = self.shape[0] * self.shape[1] * self.dtype.itemsize
-        if self.rows is not None and other.rows is not None and 2 * (self.nbytes + other.nbytes) <= room:
+        kept = self.keeps_tokens(self.nbytes + other.nbytes, self.shape, self.dtype)
+        if self.rows is not None and other.rows is not None and kept:
             total.rows = [*self.rows, *other.rows]
         else:
             total.matrix = self.matrix + other.matrix
         return total
+
+    @staticmethod
+    def keeps_tokens(nbytes: int, shape: tuple[int, int], dtype: torch.dtype = torch.float64) -> bool:
+        """Whether tokens of `nbytes` bytes in both signals are kept, not summed up to C."""
+        return 2 * nbytes <= shape[0] * shape[1] * dtype.itemsize
+
+    @staticmethod
+    def is_thin(tokens: int, shape: tuple[int, int]) -> bool:
+        """Whether kept tokens are few enough to be the cheaper way to a map than C."""
+        return 5 * tokens <= 4 * min(shape)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """JSON values and named tensors, from which `from_state` restores this sum to the bit."""
+        tensors = {"source_energy": self.source_energy, "target_energy": self.target_energy}
+        if self.rows is None:
+            tensors["matrix"] = self.matrix
+        for index, (source, target) in enumerate(self.rows or ()):
+            tensors |= {f"source.{index}": source, f"target.{index}": target}
+        values = {
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tokens": self.tokens,
+            "signal_dtype": str(self.signal_dtype).removeprefix("torch."),
+            "batches": None if self.rows is None else len(self.rows),
+        }
+        return values, tensors
+
+    @classmethod
+    def from_state(cls, values: Mapping[str, Any], read: Callable[[str], Tensor]) -> CrossCovariance:
+        """The sum with these values; `read` gives its tensors by name, on the device where it is to be."""
+        source_width, target_width = values["shape"]
+        restored = CrossCovariance(source_width, target_width, dtype=getattr(torch, values["dtype"]))
+        if values["batches"] is None:
+            restored.matrix = read("matrix")
+        else:
+            restored.rows = [(read(f"source.{index}"), read(f"target.{index}")) for index in range(values["batches"])]
+        restored.source_energy, restored.target_energy = read("source_energy"), read("target_energy")
+        restored.tokens = int(values["tokens"])
+        restored.signal_dtype = getattr(torch, values["signal_dtype"])
+        return restored
+
+    def facts(self) -> dict[str, Any]:
+        """The values that `reduce` needs from every process."""
+        return {
+            "tokens": self.tokens,
+            "dtype": self.signal_dtype,
+            "energies": (float(self.source_energy), float(self.target_energy)),
+            "rows": None if self.rows is None else self.most,
+            "nbytes": self.nbytes,
+        }
+
+    def reduce(self, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
+        """The sum over all processes, valid in process `owner`; `facts` are those of all. This sum is used up."""
+        total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
+        total.tokens = sum(other["tokens"] for other in facts)
+        total.source_energy += sum(other["energies"][0] for other in facts)
+        total.target_energy += sum(other["energies"][1] for other in facts)
+        total.signal_dtype = max((other["dtype"] for other in facts), key=lambda dtype: torch.finfo(dtype).eps)
+        kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape, self.dtype)
+        if kept and self.rows is not None and all(other["rows"] for other in facts):
+            total.rows = self._gather([other["rows"] for other in facts])
+        else:
+            matrix = self.matrix
+            dist.reduce(matrix, owner)
+            total.matrix = matrix
+        return total
+
+    def _gather(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """The kept tokens of all processes, in their order; a gather needs equal sizes, hence the padding."""
+        sides = []
+        for side, width in enumerate(self.shape):
+            own = torch.cat([pair[side] for pair in self.rows or ()])
+            own = torch.cat([own, own.new_zeros(max(lengths) - len(own), width)])
+            parts = [torch.empty_like(own) for _ in lengths]
+            dist.all_gather(parts, own)
+            sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True)])
+        return list(zip(sides[0], sides[1], strict=True))
 
 
 def _with_signal(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from typing_extensions import TypeVar
 
 from ..errors import TuneportError
@@ -30,6 +31,8 @@ S = TypeVar("S", bound=PairSum, default=CrossCovariance)
 
 class WeightGradient:
     """Per-sample gradients of one layer's weight and bias, summed and as sums of their signs (votes)."""
+
+    _TENSORS = ("total", "votes", "bias_total", "bias_votes")
 
     def __init__(self, shape: tuple[int, int], *, device: torch.device | str | None = None) -> None:
         self.total = torch.zeros(shape, device=device, dtype=torch.float64)
@@ -54,10 +57,29 @@ class WeightGradient:
 
     def __add__(self, other: WeightGradient) -> WeightGradient:
         """The statistic of both sets of samples together."""
-        total = WeightGradient((self.total.shape[0], self.total.shape[1]), device=self.total.device)
-        for name in ("total", "votes", "bias_total", "bias_votes", "samples"):
-            setattr(total, name, getattr(self, name) + getattr(other, name))
-        return total
+        return self.from_state(self.samples + other.samples, lambda name: getattr(self, name) + getattr(other, name))
+
+    def state(self) -> tuple[int, dict[str, Tensor]]:
+        """The number of samples and named tensors, from which `from_state` restores this sum to the bit."""
+        return self.samples, {name: getattr(self, name) for name in self._TENSORS}
+
+    @classmethod
+    def from_state(cls, samples: int, read: Callable[[str], Tensor]) -> WeightGradient:
+        """The sum over `samples`; `read` gives its tensors by name, on the device where it is to be."""
+        restored = WeightGradient((0, 0))
+        restored.samples = samples
+        for name in cls._TENSORS:
+            setattr(restored, name, read(name))
+        return restored
+
+    def reduce(self, owner: int) -> WeightGradient:
+        """The sum over all processes, valid in process `owner`."""
+        count = torch.tensor(self.samples, device=self.total.device)
+        parts = {name: tensor.clone() for name, tensor in self.state()[1].items()}
+        for part in parts.values():
+            dist.reduce(part, owner)
+        dist.all_reduce(count)
+        return self.from_state(int(count), parts.__getitem__)
 
 
 @dataclass(frozen=True, eq=False)

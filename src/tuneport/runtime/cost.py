@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..job import Drawn, Job
 from ..layers import Layer
+from ..maps.covariance import CrossCovariance
 from ..measure.batches import PairedBatch, count_samples
 from ..measure.signals import (
     INPUT,
@@ -117,8 +118,8 @@ def flops_of(job: Job, samples: int, once: BatchCost | None = None) -> Flops | N
             statistics += 2 * tokens * short * long
             continue
         tokens = min(tokens, job.max_tokens or tokens)
-        kept = 2 * tokens * (short + long) * itemsize <= 8 * short * long
-        if kept and 5 * tokens <= 4 * short:
+        kept = CrossCovariance.keeps_tokens(tokens * (short + long) * itemsize, (short, long))
+        if kept and CrossCovariance.is_thin(tokens, (short, long)):
             thin += thin_flops(short, long, tokens)
         else:
             statistics += 2 * tokens * short * long

@@ -8,7 +8,7 @@ changes the result by rounding only; the same number gives the same bits. With o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from torch import distributed as dist
 from ..errors import TuneportError
 from ..job import Samples
 from ..maps.covariance import CrossCovariance
-from ..maps.statistics import Statistics, WeightGradient
+from ..maps.statistics import Statistics
 from ..methods import Problem, Transfer
 from ..pairing import Plan
 from ..task_vectors.low_rank import Entry, LowRank
@@ -93,7 +93,7 @@ def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
     distinct: dict[int, tuple[str, CrossCovariance]] = {}  # in an order that all processes share
     for key in sorted(statistics.covariances):
         distinct.setdefault(id(statistics.covariances[key]), (key[0], statistics.covariances[key]))
-    facts = [_facts(covariance) for _, covariance in distinct.values()]
+    facts = [covariance.facts() for _, covariance in distinct.values()]
     keys = (sorted(statistics.covariances), sorted(statistics.weight_gradients), len(facts))
     everyone: list[Any] = [None] * here.size
     dist.all_gather_object(everyone, (keys, statistics.samples, facts))
@@ -101,13 +101,13 @@ def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
         raise TuneportError("the processes measured different layers: give every process batches of one kind.")
     sums = {}
     for index, (layer, covariance) in enumerate(distinct.values()):
-        total = _reduced(covariance, owners[layer], [other[2][index] for other in everyone])
+        total = covariance.reduce(owners[layer], [other[2][index] for other in everyone])
         if owners[layer] == here.rank:
             sums[id(covariance)] = total
     covariances = {key: sums[id(own)] for key, own in statistics.covariances.items() if id(own) in sums}
     gradients = {}
     for name in sorted(statistics.weight_gradients):
-        gradient = _reduced_gradient(statistics.weight_gradients[name], owners[name])
+        gradient = statistics.weight_gradients[name].reduce(owners[name])
         if owners[name] == here.rank:
             gradients[name] = gradient
     return Statistics(covariances, gradients, sum(other[1] for other in everyone), dict(statistics.passes))
@@ -176,59 +176,3 @@ def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
         for pair in pairs:
             owners[pair.target.name] = weights.setdefault(pair.target.weight, index % here.size)
     return owners
-
-
-def _facts(own: CrossCovariance) -> dict[str, Any]:
-    """What the others must know of a covariance."""
-    return {
-        "tokens": own.tokens,
-        "dtype": own.signal_dtype,
-        "energies": (float(own.source_energy), float(own.target_energy)),
-        "rows": None if own.rows is None else sum(len(source) for source, _ in own.rows),
-        "nbytes": own.nbytes,
-    }
-
-
-def _reduced(own: CrossCovariance, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
-    """The covariance over all processes, right in the one that owns it; tokens stay tokens while they are few."""
-    total = CrossCovariance(*own.shape, device=own.device, dtype=own.dtype)
-    total.tokens = sum(other["tokens"] for other in facts)
-    total.source_energy += sum(other["energies"][0] for other in facts)
-    total.target_energy += sum(other["energies"][1] for other in facts)
-    total.signal_dtype = max((other["dtype"] for other in facts), key=lambda dtype: torch.finfo(dtype).eps)
-    room = own.shape[0] * own.shape[1] * own.dtype.itemsize
-    kept = all(other["rows"] for other in facts) and 2 * sum(other["nbytes"] for other in facts) <= room
-    if kept and own.rows is not None:
-        total.rows = _gathered(own.rows, [other["rows"] for other in facts], own)
-    else:
-        matrix = own.matrix  # nobody looks at the parts again
-        dist.reduce(matrix, owner)
-        total.matrix = matrix
-    return total
-
-
-def _gathered(
-    rows: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], own: CrossCovariance
-) -> list[tuple[Tensor, Tensor]]:
-    """The kept tokens of all processes, in their order."""
-    sides = []
-    for side, width in enumerate(own.shape):
-        mine = torch.cat([pair[side] for pair in rows])
-        mine = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine), width)])
-        parts = [torch.empty_like(mine) for _ in lengths]
-        dist.all_gather(parts, mine)
-        sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True)])
-    return list(zip(sides[0], sides[1], strict=True))
-
-
-def _reduced_gradient(own: WeightGradient, owner: int) -> WeightGradient:
-    shape = (own.total.shape[0], own.total.shape[1])
-    total = WeightGradient(shape, device=own.total.device)
-    for name in ("total", "votes", "bias_total", "bias_votes"):
-        part = getattr(own, name).clone()
-        dist.reduce(part, owner)
-        setattr(total, name, part)
-    count = torch.tensor(own.samples, device=own.total.device)
-    dist.all_reduce(count)
-    total.samples = int(count)
-    return total

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
 from ..job import Job
-from ..maps.covariance import work_bytes
+from ..maps.completion import completes_thin
+from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
 from ..measure.batches import PairedBatch, change_tensors, parts_of, samples_at_once
@@ -208,7 +209,7 @@ class Forecast:
         """The bytes of a sum after all tokens, by the rule of CrossCovariance."""
         rows = self._tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
         dense = 8 * found.shape[0] * found.shape[1]
-        return rows if 2 * rows <= dense else dense
+        return rows if CrossCovariance.keeps_tokens(rows, found.shape) else dense
 
     def _run(
         self,
@@ -225,7 +226,7 @@ class Forecast:
 
         def is_dense(found: ShapeSum) -> bool:
             rows = found.tokens * self.samples // self.size * sum(found.shape) * found.signal_dtype.itemsize
-            return 2 * rows > 8 * found.shape[0] * found.shape[1]
+            return not CrossCovariance.keeps_tokens(rows, found.shape)
 
         def make_sum(pair: LayerPair, signal: str, source: int, target: int, device: torch.device) -> ShapeSum:
             del pair, signal, device
@@ -256,7 +257,7 @@ class Forecast:
 def solving_bytes(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple[int, int]:
     """Bytes of one map, and of the work on it: by eigenvectors on a CPU, by an iteration for any rank on a GPU."""
     short, long = sorted(shape)
-    if 3 * tokens <= short:
+    if completes_thin(tokens, short):  # a smaller number than `CrossCovariance.is_thin` asks for
         return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
     work = 2 * long + 5 * short if device.type == "cpu" else 5 * long + 8 * short
     return 8 * short * (short + long), 8 * short * work

@@ -127,11 +127,12 @@ def save_statistics(path: Path, statistics: Statistics, conditions: Conditions) 
         number = numbers.setdefault(id(covariance), len(numbers))
         keys.append([layer, signal, number])
         if number == len(covariances):
-            covariances.append(_store(covariance, f"covariance.{number}", tensors))
+            values, parts = covariance.state()
+            covariances.append(values)
+            tensors |= {f"covariance.{number}.{name}": part for name, part in parts.items()}
     for number, (layer, gradient) in enumerate(statistics.weight_gradients.items()):
-        gradients[layer] = gradient.samples
-        for part in ("total", "votes", "bias_total", "bias_votes"):
-            tensors[f"gradient.{number}.{part}"] = getattr(gradient, part)
+        gradients[layer], parts = gradient.state()
+        tensors |= {f"gradient.{number}.{name}": part for name, part in parts.items()}
     content = {
         "conditions": conditions,
         "covariances": covariances,
@@ -150,62 +151,22 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
     """Read what `save_statistics` wrote."""
     content, stored = _content(path), open_checkpoint(path)
 
-    def read(name: str) -> Tensor:
-        return stored[name].to(device)
+    def reader(prefix: str) -> Callable[[str], Tensor]:
+        return lambda name: stored[f"{prefix}.{name}"].to(device)
 
     try:
-        covariances = []
-        for number, entry in enumerate(content["covariances"]):
-            covariances.append(_restored(entry, f"covariance.{number}", read, device))
-        gradients = {}
-        for number, (layer, samples) in enumerate(content["gradients"].items()):
-            total = read(f"gradient.{number}.total")
-            gradient = WeightGradient((total.shape[0], total.shape[1]), device=device)
-            gradient.total, gradient.samples = total, int(samples)
-            for part in ("votes", "bias_total", "bias_votes"):
-                setattr(gradient, part, read(f"gradient.{number}.{part}"))
-            gradients[layer] = gradient
+        covariances = [
+            CrossCovariance.from_state(values, reader(f"covariance.{number}"))
+            for number, values in enumerate(content["covariances"])
+        ]
+        gradients = {
+            layer: WeightGradient.from_state(int(samples), reader(f"gradient.{number}"))
+            for number, (layer, samples) in enumerate(content["gradients"].items())
+        }
         keyed = {(layer, signal): covariances[number] for layer, signal, number in content["keys"]}
         return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
-
-
-def _store(covariance: CrossCovariance, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Put the tensors of a covariance under a name, and return the rest; kept tokens stay in their batches."""
-    tensors[f"{name}.source_energy"] = covariance.source_energy
-    tensors[f"{name}.target_energy"] = covariance.target_energy
-    if covariance.rows is None:
-        tensors[f"{name}.matrix"] = covariance.matrix
-    for index, (source, target) in enumerate(covariance.rows or ()):
-        tensors[f"{name}.source.{index}"] = source
-        tensors[f"{name}.target.{index}"] = target
-    return {
-        "shape": list(covariance.shape),
-        "dtype": str(covariance.dtype).removeprefix("torch."),
-        "tokens": covariance.tokens,
-        "signal_dtype": str(covariance.signal_dtype).removeprefix("torch."),
-        "batches": None if covariance.rows is None else len(covariance.rows),
-    }
-
-
-def _restored(
-    entry: Mapping[str, Any], name: str, read: Callable[[str], Tensor], device: torch.device | str
-) -> CrossCovariance:
-    """What `_store` put away."""
-    source_width, target_width = entry["shape"]
-    covariance = CrossCovariance(source_width, target_width, device=device, dtype=getattr(torch, entry["dtype"]))
-    if entry["batches"] is None:
-        covariance.matrix = read(f"{name}.matrix")
-    else:
-        covariance.rows = [
-            (read(f"{name}.source.{index}"), read(f"{name}.target.{index}")) for index in range(entry["batches"])
-        ]
-    covariance.source_energy = read(f"{name}.source_energy")
-    covariance.target_energy = read(f"{name}.target_energy")
-    covariance.tokens = int(entry["tokens"])
-    covariance.signal_dtype = getattr(torch, entry["signal_dtype"])
-    return covariance
 
 
 def _content(path: Path) -> dict[str, Any]:
