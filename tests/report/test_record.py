@@ -25,6 +25,7 @@ from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import port, transfer
 from tuneport.report.card import model_card
 from tuneport.report.page import report_page
+from tuneport.report.provenance import identity_of
 from tuneport.report.record import record_schema, to_json
 from tuneport.task_vectors.vector import save_task_vector
 from tuneport.training.finetune import Schedule, prepare_training, run_training
@@ -203,6 +204,30 @@ class TestCard:
         for licence in stated:
             assert f": {licence or 'not stated'}" in card
         assert "biases and faults" in card.lower()
+
+    @pytest.mark.parametrize(
+        "front",
+        [
+            "license: [mit]",
+            "license: {a: mit}",
+            "license: mit <script>",
+            "license: mit\ntags: [unclosed",
+            "license: mit\nx: !!bool maybe",
+            "license: mit\nx: !!python/object/apply:os.getcwd []",
+            "license: mit\nx: " + "[" * 5000,
+            "- license: mit",
+            "license: mit\nx: \x00",
+            "license: mit\nx: " + "y" * 2**18,
+        ],
+    )
+    def test_a_licence_that_cannot_be_read_is_unknown(self, zoo: Zoo, tmp_path: Path, front: str) -> None:
+        folder = Path(shutil.copytree(zoo["vit-base"], tmp_path / "model"))
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+        assert identity_of(folder)["license"] == "mit"
+        (folder / "README.md").write_text(f"---\n{front}\n---\n")
+        assert identity_of(folder)["license"] is None
+        (folder / "README.md").write_bytes(b"---\nlicense: mit\nx: \xff\n---\n")
+        assert identity_of(folder)["license"] is None
 
     def test_hostile_names_stay_text(self, record: dict[str, Any]) -> None:
         for key in ("source", "finetuned", "target", "data"):

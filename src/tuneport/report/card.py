@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from huggingface_hub import ModelCardData
 
 from .record import Record
 from .summary import kept_rows, summary_rows
@@ -23,7 +24,7 @@ def model_card(record: Record, library: str | None = None) -> str:
     kept = "\n".join(f"- {count} tensors: {_text(reason)}" for reason, count in kept_rows(record))
     rows = [*summary_rows(record), ("calibration data", data or "batches given in Python")]
     return f"""---
-{_front_matter(record, library)}
+{_metadata(record, library).to_yaml()}
 ---
 
 # {_text(parts["target"]["name"])} with the skill of {_text(parts["finetuned"]["name"])}
@@ -64,22 +65,18 @@ def training_card(record: Record) -> str:
     )
 
 
-def _front_matter(record: Record, library: str | None) -> str:
-    """The hub's metadata. Strings are JSON, which YAML reads as the same strings."""
+def _metadata(record: Record, library: str | None) -> ModelCardData:
+    """The hub's metadata."""
     names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
-    lines = [
-        "base_model:",
-        *(f"- {_quoted(name)}" for name in names),
-        f"base_model_relation: {'adapter' if 'adapter' in record else 'merge'}",
-    ]
     stated = {record[key].get("license") for key in ("source", "finetuned", "target")}
-    if len(stated - {None}) > 1:
-        lines.append("license: other")
-    elif None not in stated:
-        lines.append(f"license: {_quoted(stated.pop())}")
-    library = "peft" if "adapter" in record else library
-    lines += [f"library_name: {library}"] if library else []
-    return "\n".join([*lines, "tags:", *(f"- {_quoted(tag)}" for tag in ("tuneport", "task-vector", record["method"]))])
+    several = len(stated - {None}) > 1
+    return ModelCardData(
+        base_model=list(names),
+        base_model_relation="adapter" if "adapter" in record else "merge",
+        license="other" if several else None if None in stated else _plain_name(stated.pop()),
+        library_name="peft" if "adapter" in record else library,
+        tags=["tuneport", "task-vector", _plain_name(record["method"])],
+    )
 
 
 def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -90,10 +87,6 @@ def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:
 def _plain_name(text: Any) -> str:
     """One line of printable characters."""
     return "".join(mark if mark.isprintable() else " " for mark in str(text))
-
-
-def _quoted(text: Any) -> str:
-    return json.dumps(_plain_name(text), ensure_ascii=False)
 
 
 def _text(text: Any) -> str:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import metadata_load
 from torch import nn
 
 from ..data.dataset import Dataset, files_of
@@ -26,6 +27,8 @@ from ..models.open import open_stored
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from .record import Data, Input, Versions
+
+LARGEST_CARD = 2**18  # bytes of a model card that is searched for a licence
 
 
 def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
@@ -91,16 +94,12 @@ def base_note(adapter: Adapter, source: Model) -> str | None:
 
 
 def _licence(card: Path) -> str | None:
-    """The licence that a model card states in its front matter; None where there is none or it is no plain word."""
-    if not card.is_file():
+    """The licence in the front matter of a model card; None if there is none, or if it cannot be read."""
+    try:
+        stated = (metadata_load(card) or {}).get("license") if card.stat().st_size <= LARGEST_CARD else None
+    except Exception:  # a card is a stranger's: YAML tags alone can raise KeyError, IndexError or RecursionError
         return None
-    with card.open(encoding="utf-8", errors="replace") as file:
-        text = file.read(2**16)
-    front = re.match(r"---\r?\n(.*?)\n---", text, re.DOTALL)
-    if front is None:
-        return None
-    found = re.search(r"^license:[ \t]*[\"']?([A-Za-z0-9][\w.+-]{0,63})[\"']?[ \t]*$", front[1], re.MULTILINE)
-    return found[1] if found else None
+    return stated if isinstance(stated, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,63}", stated) else None
 
 
 def data_identity(
