@@ -21,7 +21,7 @@ from tuneport.data.dataset import files_of
 from tuneport.data.tasks import TASKS, get_task, read_data, split_reference
 from tuneport.data.tasks.base import VALIDATION_SHARE
 from tuneport.data.tasks.files import read_idx
-from tuneport.data.tasks.vision import EUROSAT_FOLDERS, RESISC_FOLDERS, scene_name
+from tuneport.data.tasks.layouts import scene_name
 from tuneport.errors import DataError
 from tuneport.models.heads import PROMPTS, class_embeddings
 from tuneport.report.provenance import data_identity
@@ -41,18 +41,22 @@ def lines(path: Path, *texts: str) -> None:
 
 
 def eurosat(root: Path) -> Path:
-    for index, name in enumerate(EUROSAT_FOLDERS):
+    for index, name in enumerate(TASKS["eurosat"].folders):
         for number in range(10):
             write_image(root / "2750" / name / f"{name}_{number}.jpg", 20 * index)
     return root
 
 
 def resisc45(root: Path) -> Path:
-    for index, name in enumerate(RESISC_FOLDERS):
+    folders = TASKS["resisc45"].folders
+    for index, name in enumerate(folders):
         for number in range(4):
             write_image(root / "NWPU-RESISC45" / name / f"{name}_{number:03}.jpg", 5 * index)
-    lines(root / "resisc45-train.txt", *(f"{name}_{number:03}.jpg" for name in RESISC_FOLDERS for number in range(3)))
-    lines(root / "resisc45-test.txt", *(f"{name}_003.jpg" for name in RESISC_FOLDERS))
+    lines(
+        root / "resisc45-train.txt",
+        *(f"{name}_{number:03}.jpg" for name in folders for number in range(3)),
+    )
+    lines(root / "resisc45-test.txt", *(f"{name}_003.jpg" for name in folders))
     return root
 
 
@@ -349,6 +353,10 @@ class TestErrors:
     def test_unknown_layout_lists_the_known_ones(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"does not look like SVHN\. Known layouts: train_32x32\.mat and test"):
             read_data(f"svhn:{tmp_path}", "test")
+
+    def test_task_without_a_layout_gives_only_the_reason(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match=rf"does not look like TREC-6\. {tmp_path} "):
+            read_data(f"trec6:{tmp_path}", "test")
 
     def test_existing_path_with_a_colon(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
@@ -11,36 +15,42 @@ from ...types import Split
 from ..dataset import Dataset
 from ..formats import read_plain
 from .base import Layout, Task, TaskSplit, plain_name
-from .text import AGNEWS, CUSTREV, MNLI, QNLI, QQP, RTE, SNLI, SST2, SUBJ, TREC6
-from .vision import CARS, DTD, EUROSAT, GTSRB, MNIST, RESISC45, SUN397, SVHN
+from .layouts import READERS
 
-TASKS: dict[str, Task] = {
-    "agnews": AGNEWS,
-    "cars": CARS,
-    "custrev": CUSTREV,
-    "dtd": DTD,
-    "eurosat": EUROSAT,
-    "gtsrb": GTSRB,
-    "mnist": MNIST,
-    "mnli": MNLI,
-    "qnli": QNLI,
-    "qqp": QQP,
-    "resisc45": RESISC45,
-    "rte": RTE,
-    "snli": SNLI,
-    "sst2": SST2,
-    "subj": SUBJ,
-    "sun397": SUN397,
-    "svhn": SVHN,
-    "trec6": TREC6,
-}
+if TYPE_CHECKING:
+    TASKS: dict[str, Task]
+
+
+def __getattr__(name: str) -> dict[str, Task]:
+    """`TASKS`, the registry of tasks by name, which is read when it is first used."""
+    if name == "TASKS":
+        return _read_tasks()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _read_tasks() -> dict[str, Task]:
+    """The tasks of tasks.toml, in the order of their names."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    content = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
+    return {name: _make_task(name, content[name]) for name in sorted(content)}
+
+
+def _make_task(name: str, facts: Mapping[str, Any]) -> Task:
+    layouts = tuple(Layout(words, READERS[reader]) for reader, words in facts.get("layouts", {}).items())
+    fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+    return Task(**{**fixed, "name": name, "layouts": layouts})
 
 
 def get_task(name: str) -> Task:
     """The task of that name, or an error that lists the known tasks."""
-    found = TASKS.get(name.lower())
+    tasks = _read_tasks()
+    found = tasks.get(name.lower())
     if found is None:
-        raise DataError(unknown_name("task", name, TASKS))
+        raise DataError(unknown_name("task", name, tasks))
     return found
 
 

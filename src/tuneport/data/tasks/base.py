@@ -21,7 +21,8 @@ from ..dataset import Dataset, Kind, reading
 from ..formats import read_plain
 
 TaskSplit = Literal["train", "validation", "test"]
-TaskReader: TypeAlias = Callable[[Path, Literal["train", "test"]], Dataset | None]
+Part: TypeAlias = Literal["train", "test"]
+TaskReader: TypeAlias = Callable[["Task", Path, Part], "Dataset | None"]
 
 VALIDATION_SHARE = 0.1
 TEST_SHARE = 0.1
@@ -32,9 +33,9 @@ SPLIT_SEED = 0
 class Layout:
     """One layout of a dataset on disk: `words` for the error message, and its reader.
 
-    `read(place, split)` returns None if the place has another layout. If the `split` of the dataset is "all", its
-    test split is drawn from it. Its `files` are the files other than images that were read; the run record has their
-    digests.
+    `read(task, place, split)` returns None if the place has another layout. If the `split` of the dataset is "all",
+    its test split is drawn from it. Its `files` are the files other than images that were read; the run record has
+    their digests.
     """
 
     words: str
@@ -47,7 +48,8 @@ class Task:
 
     `prompts` are templates: with `{}` for the class name (images, for a zero-shot head), or with `{text}` and
     `{text_pair}` (texts, for a text-to-text model). `label_texts` are the texts that a text-to-text model generates
-    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file.
+    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file. `folders` are
+    the folders of the classes and `columns` those of two texts, for the layouts that need them.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Task:
     prompts: tuple[str, ...] = ()
     label_texts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
 
     def read(self, place: str | Path, split: TaskSplit, *, labelled: bool = True) -> Dataset:
@@ -67,7 +71,7 @@ class Task:
         place = Path(place)
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
-        wanted: Literal["train", "test"] = "test" if split == "test" else "train"
+        wanted: Part = "test" if split == "test" else "train"
         found = self._find(place, wanted, labelled)
         data = replace(self._with_class_names(found), name=self.name, prompts=self.prompts)
         if data.classes == self.classes:
@@ -85,13 +89,13 @@ class Task:
             )
         return data
 
-    def _find(self, place: Path, split: Literal["train", "test"], labelled: bool) -> Dataset:
+    def _find(self, place: Path, split: Part, labelled: bool) -> Dataset:
         inside = [place / name for name in (self.title, self.name, *self.aliases) if (place / name).exists()]
         places = list(dict.fromkeys([place, *inside]))
         for candidate in places:
             for layout in self.layouts:
                 with reading(candidate):
-                    data = layout.read(candidate, split)
+                    data = layout.read(self, candidate, split)
                 if data is not None:
                     return data
         reasons = []
@@ -100,8 +104,9 @@ class Task:
                 return read_plain(candidate, split, labelled=labelled)
             except DataError as error:
                 reasons.append(str(error))
-        known = "; ".join(layout.words for layout in self.layouts)
-        raise DataError(f"{place} does not look like {self.title}. Known layouts: {known}. Also: {reasons[-1]}")
+        words = "; ".join(layout.words for layout in self.layouts)
+        known = f"Known layouts: {words}. Also: " if words else ""
+        raise DataError(f"{place} does not look like {self.title}. {known}{reasons[-1]}")
 
     def _with_class_names(self, data: Dataset) -> Dataset:
         """The data with the task's class names, if its own are numbers or the same names in another spelling."""

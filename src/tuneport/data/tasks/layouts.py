@@ -1,0 +1,236 @@
+"""Readers of the usual layouts of known datasets. `tasks.toml` names them by the keys of `READERS`.
+
+`read(task, place, split)` returns None if the place has another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from ..dataset import TABLE_SUFFIXES, Dataset, of_images
+from ..formats import read_plain
+from ..images import IMAGE_SUFFIXES
+from ..tables import read_columns
+from .base import Part, Task, TaskReader, plain_name
+from .files import find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
+
+# Test labels of the text pairs are not public: the validation or dev split is evaluated.
+SCORED = ("validation_matched", "validation", "dev_matched", "dev", "val", "test")
+MATCHED = ("validation_matched", "dev_matched")  # MNLI has two validation splits; this one has the training genres
+
+
+def _class_folders(task: Task, place: Path, split: Part) -> Dataset | None:
+    """One folder per class; folders are matched to `task.folders` in any spelling and get the names `task.classes`."""
+    known = {plain_name(folder): index for index, folder in enumerate(task.folders)}
+    inside = {plain_name(child.name) for child in place.iterdir() if child.is_dir()} if place.is_dir() else set()
+    deeper = {"train", "training", "test", "testing", "val", "validation"} & inside
+    if not deeper and not len(inside & set(known)) > len(known) // 2:
+        return None
+    data = read_plain(place, split)
+    places = [known.get(plain_name(name), -1) for name in data.classes]
+    if -1 in places or data.labels is None:
+        return None
+    return replace(data, labels=np.array(places, dtype=np.int64)[data.labels], classes=task.classes)
+
+
+def _resisc45_lists(task: Task, place: Path, split: Part) -> Dataset | None:
+    """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in it or its parent."""
+    home = place / "NWPU-RESISC45" if (place / "NWPU-RESISC45").is_dir() else place
+    lists = [folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent)]
+    found = next((file for file in lists if file.is_file()), None)
+    if found is None:
+        return None
+    files = [Path(line).name for line in read_lines(found)]
+    known = {folder: index for index, folder in enumerate(task.folders)}
+    labels = [known.get(file.rpartition("_")[0], -1) for file in files]
+    if -1 in labels:
+        raise DataError(f"{found} names {files[labels.index(-1)]}, which is in none of the 45 classes.")
+    paths = [home / task.folders[label] / file for label, file in zip(labels, files, strict=True)]
+    return of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
+
+
+def _gtsrb(task: Task, place: Path, split: Part) -> Dataset | None:
+    """Training/CLASS/*.ppm with GT-CLASS.csv; Final_Test/Images/*.ppm with GT-final_test.csv."""
+    training, test = place / "Training", place / "Final_Test" / "Images"
+    if not (training.is_dir() or (place / "Final_Test").is_dir()):
+        return None
+    paths: list[Path] = []
+    labels: list[int] = []
+    read: list[Path] = []
+    if split == "test":
+        names = ("GT-final_test.csv", "GT-final_test.test.csv")
+        tables = [folder / name for folder in (place, place.parent, test) for name in names]
+        found = next((file for file in tables if file.is_file()), None)
+        if found is None:
+            raise DataError(f"{place} has no GT-final_test.csv, which holds the classes of its test images.")
+        rows = read_rows(found, ";")
+        paths = [test / name for name in find_column(rows, found, "Filename")]
+        labels = find_numbers(rows, found, "ClassId")
+        read = [found]
+    elif not training.is_dir():
+        raise DataError(f"{place} has no folder Training, which holds its training images.")
+    else:
+        for folder in sorted(child for child in training.iterdir() if child.is_dir() and child.name.isdecimal()):
+            table = folder / f"GT-{folder.name}.csv"
+            listed = find_column(read_rows(table, ";"), table, "Filename") if table.is_file() else []
+            files = [folder / name for name in listed] or sorted(folder.glob("*.ppm"))
+            paths += files
+            labels += [int(folder.name)] * len(files)
+            read += [table] if listed else []
+    return of_images(paths, labels, task.classes, name=task.name, split=split, files=read)
+
+
+def _gtsrb_tables(task: Task, place: Path, split: Part) -> Dataset | None:
+    """Train.csv and Test.csv with columns Path and ClassId."""
+    table = place / ("Test.csv" if split == "test" else "Train.csv")
+    if not table.is_file():
+        return None
+    rows = read_rows(table, ",")
+    paths = [place / path for path in find_column(rows, table, "Path")]
+    labels = find_numbers(rows, table, "ClassId")
+    return of_images(paths, labels, task.classes, name=task.name, split=split, files=[table])
+
+
+def _svhn(task: Task, place: Path, split: Part) -> Dataset | None:
+    """train_32x32.mat and test_32x32.mat: X (32, 32, 3, N), y (N, 1), where 10 stands for the digit 0."""
+    file = place / f"{split}_32x32.mat"
+    if not file.is_file():
+        return None
+    content = read_mat(file, "X", "y")
+    images = np.asarray(content["X"])
+    if images.ndim != 4:
+        raise DataError(f"X of {file} has shape {images.shape}; expected (32, 32, 3, N).")
+    images = np.ascontiguousarray(np.moveaxis(images, -1, 0))  # (N, 32, 32, 3)
+    labels = np.asarray(content["y"]).reshape(-1) % 10
+    return of_images(images, labels, task.classes, name=task.name, split=split, files=[file])
+
+
+def _mnist(task: Task, place: Path, split: Part) -> Dataset | None:
+    """The four idx files, compressed or not."""
+    part = "t10k" if split == "test" else "train"
+    found = []
+    for word, dimensions in (("images", 3), ("labels", 1)):
+        names = (f"{part}-{word}-idx{dimensions}-ubyte", f"{part}-{word}.idx{dimensions}-ubyte")
+        files = [place / f"{name}{packed}" for name in names for packed in ("", ".gz")]
+        found.append(next((file for file in files if file.is_file()), None))
+    images, labels = found
+    if images is None or labels is None:
+        return None
+    files = [images, labels]
+    return of_images(read_idx(images, 3), read_idx(labels, 1), task.classes, name=task.name, split=split, files=files)
+
+
+def _dtd(task: Task, place: Path, split: Part) -> Dataset | None:
+    """images/CLASS/*.jpg with labels/train1.txt, val1.txt, test1.txt: the first of its ten partitions."""
+    if not (place / "labels").is_dir() or not (place / "images").is_dir():
+        return None
+    names = ("test1.txt",) if split == "test" else ("train1.txt", "val1.txt")
+    lists = [place / "labels" / name for name in names]
+    lines = [line for file in lists for line in read_lines(file)]
+    known = {name: index for index, name in enumerate(task.classes)}
+    labels = [known.get(line.partition("/")[0], -1) for line in lines]
+    if -1 in labels:
+        raise DataError(f"{place / 'labels'} names {lines[labels.index(-1)]}, which is in none of the 47 classes.")
+    paths = [place / "images" / line for line in lines]
+    return of_images(paths, labels, task.classes, name=task.name, split=split, files=lists)
+
+
+def _cars(task: Task, place: Path, split: Part) -> Dataset | None:
+    """devkit/cars_meta.mat and cars_train_annos.mat, cars_test_annos_withlabels.mat; cars_train/, cars_test/."""
+    kit, meta = place / "devkit", place / "devkit" / "cars_meta.mat"
+    if not meta.is_file():
+        return None
+    names = [
+        str(name).strip().replace("/", " ") for name in np.atleast_1d(read_mat(meta, "class_names")["class_names"])
+    ]
+    title = "cars_test_annos_withlabels.mat" if split == "test" else "cars_train_annos.mat"
+    found = next((file for file in (place / title, kit / title) if file.is_file()), None)
+    if found is None:
+        raise DataError(f"{place} has no {title}, which holds the classes of its {split} images.")
+    notes = np.atleast_1d(read_mat(found, "annotations")["annotations"])
+    if not {"fname", "class"} <= set(notes.dtype.names or ()):
+        raise DataError(f"annotations of {found} have no fname and class.")
+    paths = [place / f"cars_{split}" / str(note["fname"]) for note in notes]
+    labels = [int(note["class"]) - 1 for note in notes]
+    return of_images(paths, labels, names, name=task.name, split=split, files=[meta, found])
+
+
+def _sun397(task: Task, place: Path, split: Part) -> Dataset | None:
+    """Folders by letter, ClassName.txt, and optionally Training_01.txt and Testing_01.txt."""
+    listed = place / "ClassName.txt"
+    letters = [child for child in place.iterdir() if child.is_dir() and len(child.name) == 1] if place.is_dir() else []
+    if not letters:
+        return None
+    if listed.is_file():
+        folders = [line.strip("/") for line in read_lines(listed)]
+    else:
+        folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in _images(letter)})
+    classes = [scene_name(folder) for folder in folders]
+    lists = [listed] if listed.is_file() else []
+    partition = place / ("Testing_01.txt" if split == "test" else "Training_01.txt")
+    if partition.is_file():
+        files = [line.strip("/") for line in read_lines(partition)]
+        known = {folder: index for index, folder in enumerate(folders)}
+        labels = [known.get(file.rpartition("/")[0], -1) for file in files]
+        if -1 in labels:
+            raise DataError(f"{partition} names {files[labels.index(-1)]}, which is in none of the classes.")
+        paths = [place / file for file in files]
+        return of_images(paths, labels, classes, name=task.name, split=split, files=[*lists, partition])
+    found = [(file, index) for index, folder in enumerate(folders) for file in _images(place / folder, deep=False)]
+    paths, labels = [file for file, _ in found], [index for _, index in found]
+    return of_images(paths, labels, classes, name=task.name, files=lists)
+
+
+def _images(folder: Path, *, deep: bool = True) -> list[Path]:
+    found = folder.rglob("*") if deep else folder.glob("*")
+    return sorted(file for file in found if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+
+
+def scene_name(folder: str) -> str:
+    """The class name of a scene's folder, with the last part first.
+
+    >>> scene_name("a/apartment_building/outdoor")
+    'outdoor apartment building'
+    """
+    parts = folder.strip("/").split("/")
+    words = parts[1:] if len(parts) > 1 and len(parts[0]) == 1 else parts
+    return " ".join(reversed(words)).replace("_", " ")
+
+
+def _text_pairs(task: Task, place: Path, split: Part) -> Dataset | None:
+    """A saved HF dataset, one table with a column split, or a folder with a table for each split."""
+    columns = dict(zip(task.columns, ("text", "text_pair"), strict=True))
+    for labels in ({}, {"gold_label": "label"}, {"is_duplicate": "label"}):
+        for file in _places(place, split):
+            found = read_columns(file, split, {**columns, **labels}, MATCHED if split == "test" else ())
+            if found is not None and found.labels is not None:
+                return found if file == place else replace(found, split=split)  # a file of one split is all of it
+    return None
+
+
+def _places(place: Path, split: Part) -> list[Path]:
+    if not place.is_dir():
+        return [place]
+    names = ("train",) if split == "train" else SCORED
+    tables = {file.name.lower(): file for file in sorted(place.iterdir()) if file.name.lower().endswith(TABLE_SUFFIXES)}
+    by_split = [file for name in names for key, file in tables.items() if key.partition(".")[0].split("-")[0] == name]
+    return [place, *by_split]
+
+
+READERS: Mapping[str, TaskReader] = {
+    "cars": _cars,
+    "class_folders": _class_folders,
+    "dtd": _dtd,
+    "gtsrb": _gtsrb,
+    "gtsrb_tables": _gtsrb_tables,
+    "mnist": _mnist,
+    "resisc45_lists": _resisc45_lists,
+    "sun397": _sun397,
+    "svhn": _svhn,
+    "text_pairs": _text_pairs,
+}
