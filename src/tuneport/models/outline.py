@@ -31,13 +31,12 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
     """
     thread = threading.get_ident()
 
-    def to_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def to_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch's own annotation lacks the result
         del name
-        if (
-            parameter.is_meta or threading.get_ident() != thread
-        ):  # tied already, or of a module that another thread builds
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        other_thread = threading.get_ident() != thread  # which builds a module of its own
+        if not parameter.is_meta and not other_thread:
+            return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        return None
 
     with _building:
         before = torch.get_default_dtype()
