@@ -65,12 +65,12 @@ class OpenClip(Family):
         self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
     ) -> Model:
         del trust_remote_code  # open_clip runs no code from checkpoints
-        library, place = _library(), _find(reference)
-        stored = place.open_weights()
+        library, location = _library(), _find(reference)
+        stored = location.open_weights()
         with _quiet():
             try:
                 module = library.create_model(
-                    place.build, pretrained=place.pretrained, load_weights=False, pretrained_text=False
+                    location.build, pretrained=location.pretrained, load_weights=False, pretrained_text=False
                 )
             except Exception as error:
                 raise CheckpointError(f"open_clip cannot build {reference}: {brief(error)}.") from error
@@ -78,17 +78,23 @@ class OpenClip(Family):
             names = _file_names(module, stored, reference)
             check_finite(stored)
             try:
-                library.load_checkpoint(module, str(place.weights), weights_only=True)
+                library.load_checkpoint(module, str(location.weights), weights_only=True)
             except Exception as error:
-                raise CheckpointError(f"open_clip cannot load {place.weights}: {brief(error)}.") from error
+                raise CheckpointError(f"open_clip cannot load {location.weights}: {brief(error)}.") from error
         module = module.to(device=device, dtype=dtype).eval()
         return _model(
-            module, reference, stored, names, place.folder, lambda: library.get_tokenizer(place.build), _writer(place)
+            module,
+            reference,
+            stored,
+            names,
+            location.folder,
+            lambda: library.get_tokenizer(location.build),
+            _writer(location),
         )
 
     def stored(self, reference: str) -> Stored:
-        place = _find(reference)
-        return Stored(place.open_weights(), place.folder, _writer(place))
+        location = _find(reference)
+        return Stored(location.open_weights(), location.folder, _writer(location))
 
     def knows(self, module: nn.Module) -> bool:
         own = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
@@ -223,16 +229,16 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
     return head
 
 
-def _writer(place: Location | None) -> Write:
+def _writer(location: Location | None) -> Write:
     """A writer of open_clip's hub layout: one weight file and, unless it was copied, the configuration."""
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         write_checkpoint(folder, tensors, stem=STEM, max_shard_size=NO_SHARDS)
-        if place is None or (folder / CONFIG).exists():
+        if location is None or (folder / CONFIG).exists():
             return
         library = _library()
-        model = library.get_model_config(place.build)
-        found = library.get_pretrained_cfg(place.build, place.pretrained) if place.pretrained else {}
+        model = library.get_model_config(location.build)
+        found = library.get_pretrained_cfg(location.build, location.pretrained) if location.pretrained else {}
         default = load_library("open_clip.transform", "open-clip").PreprocessCfg()
         settings = {
             key: found.get(key) or getattr(default, key) for key in ("mean", "std", "interpolation", "resize_mode")
@@ -241,7 +247,7 @@ def _writer(place: Location | None) -> Write:
         (folder / CONFIG).write_text(text, encoding="utf-8")
         if model["text_cfg"].get("hf_tokenizer_name"):
             with _quiet(), suppress(Exception):  # without it, opening the text tower raises a clear error
-                library.get_tokenizer(place.build).save_pretrained(folder)
+                library.get_tokenizer(location.build).save_pretrained(folder)
 
     return write
 

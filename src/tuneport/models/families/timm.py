@@ -45,22 +45,22 @@ class Timm(Family):
         self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
     ) -> Model:
         del trust_remote_code  # timm runs no code from checkpoints
-        library, place = _library(), _find(reference)
-        stored = place.open_weights() if place.weights is not None else None
-        module = _build(library, place, stored, reference)
+        library, location = _library(), _find(reference)
+        stored = location.open_weights() if location.weights is not None else None
+        module = _build(library, location, stored, reference)
         check_loadable(_unknown(module), reference)
         tensors: Mapping[str, Tensor] = live_tensors(module)
         if stored is not None:
             _load(module, stored, reference)
             tensors = stored
         check_finite(tensors)
-        return _model(module.to(device=device, dtype=dtype).eval(), reference, tensors, place.folder)
+        return _model(module.to(device=device, dtype=dtype).eval(), reference, tensors, location.folder)
 
     def stored(self, reference: str) -> Stored:
-        place = _find(reference)
-        if place.folder is None:
+        location = _find(reference)
+        if location.folder is None:
             return super().stored(reference)
-        return Stored(place.open_weights(), place.folder, _write)
+        return Stored(location.open_weights(), location.folder, _write)
 
     def knows(self, module: nn.Module) -> bool:
         own = any(
@@ -91,13 +91,13 @@ def _find(reference: str) -> Location:
     return Location(name, file if mark else None)
 
 
-def _build(library: Any, place: Location, stored: Checkpoint | None, reference: str) -> Any:
+def _build(library: Any, location: Location, stored: Checkpoint | None, reference: str) -> Any:
     """Build the module; without a file, timm loads the weights from its cache or the network."""
     options: dict[str, Any] = {}
-    if stored is not None and place.folder is None:  # a fine-tune may have another number of classes
+    if stored is not None and location.folder is None:  # a fine-tune may have another number of classes
         options["num_classes"] = stored.shape("head.weight")[0] if "head.weight" in stored else 0
     try:
-        return library.create_model(place.build, pretrained=stored is None, **options)
+        return library.create_model(location.build, pretrained=stored is None, **options)
     except Exception as error:
         if stored is None:
             raise not_fetched(reference, "timm", reference, error) from error
