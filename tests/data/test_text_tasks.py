@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from builders.texts import write_rows
 from tuneport.data.dataset import with_prompts
-from tuneport.data.tasks import TASKS, read_data
+from tuneport.data.tasks import TASKS, read_data, read_tasks
 from tuneport.errors import DataError
 
 COLUMNS = {
@@ -102,3 +103,14 @@ def test_other_columns_are_named(tmp_path: Path) -> None:
     place = write_rows(tmp_path / "t.jsonl", [{"left": "a", "right": "b", "label": 0}])
     with pytest.raises(DataError, match="premise, hypothesis and label"):
         read_data(f"mnli:{place}", "train")
+
+
+def test_new_task_of_the_docs(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "text.md"
+    block = re.search(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    rows = [{"question": f"one {i}", "passage": f"two {i}", "label": i % 2} for i in range(40)]
+    task = read_tasks(block[1])["boolq"]
+    data = task.read(write_rows(tmp_path / "t.jsonl", rows), "test")
+    assert data.inputs[0][0].replace("one", "two") == data.inputs[0][1]
+    assert (data.classes, data.label_texts, data.prompts) == (task.classes, task.label_texts, task.prompts)

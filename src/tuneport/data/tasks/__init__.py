@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
@@ -24,30 +23,32 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> dict[str, Task]:
     """`TASKS`, the registry of tasks by name, which is read when it is first used."""
     if name == "TASKS":
-        return _read_tasks()
+        return _known_tasks()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
-def _read_tasks() -> dict[str, Task]:
-    """The tasks of tasks.toml, in the order of their names."""
+def _known_tasks() -> dict[str, Task]:
+    return read_tasks(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
+
+
+def read_tasks(content: str) -> dict[str, Task]:
+    """The tasks of a TOML text, in the order of their names; its keys are those of tasks.toml."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    content = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
-    return {name: _make_task(name, content[name]) for name in sorted(content)}
-
-
-def _make_task(name: str, facts: Mapping[str, Any]) -> Task:
-    layouts = tuple(Layout(words, READERS[reader]) for reader, words in facts.get("layouts", {}).items())
-    fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
-    return Task(**{**fixed, "name": name, "layouts": layouts})
+    tasks = {}
+    for name, facts in sorted(tomllib.loads(content).items()):
+        layouts = tuple(Layout(words, READERS[reader]) for reader, words in facts.pop("layouts", {}).items())
+        fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+        tasks[name] = Task(name=name, layouts=layouts, **fixed)
+    return tasks
 
 
 def get_task(name: str) -> Task:
     """The task of that name, or an error that lists the known tasks."""
-    tasks = _read_tasks()
+    tasks = _known_tasks()
     found = tasks.get(name.lower())
     if found is None:
         raise DataError(unknown_name("task", name, tasks))
@@ -78,4 +79,14 @@ def read_data(reference: str | Path, split: Split, *, labelled: bool = True) -> 
     return task.read(place, split, labelled=labelled)
 
 
-__all__ = ["TASKS", "Layout", "Task", "TaskSplit", "get_task", "plain_name", "read_data", "split_reference"]
+__all__ = [
+    "TASKS",
+    "Layout",
+    "Task",
+    "TaskSplit",
+    "get_task",
+    "plain_name",
+    "read_data",
+    "read_tasks",
+    "split_reference",
+]
