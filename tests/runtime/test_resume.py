@@ -185,7 +185,7 @@ class TestPort:
         notes: list[str] = []
         done: list[int] = []
         port(job_of(zoo, **options), out, scale=scale, resume=True, progress=done.append, note=notes.append)
-        assert notes == ["going on from what was measured before" if after > 1 else "nothing to resume: starting anew"]
+        assert notes == ["continuing from saved statistics" if after > 1 else "nothing to resume: starting over"]
         assert sum(done) == SAMPLES
         assert names(tmp_path) == ["out", "whole"]
         assert_same_output(out, tmp_path / "whole")

@@ -190,7 +190,7 @@ def port(
         _check_place(job, out, kind, overwrite)
         if resume:
             work.check()
-            say("going on from what was measured before" if work.exists() else "nothing to resume: starting anew")
+            say("continuing from saved statistics" if work.exists() else "nothing to resume: starting over")
         elif work.exists():
             say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
             work.remove()
