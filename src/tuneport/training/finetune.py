@@ -1,7 +1,8 @@
-"""Fine-tuning by the paper's protocol, from what a user gives to a folder that the model's library loads.
+"""Fine-tuning by the paper's protocol: the tower is trained with labels, and the head stays frozen.
 
-The tower is trained and the head stays frozen. The folder appears when the run is complete; a run that stops
-leaves nothing. Accuracies in the record are those of the validation split, never of the test split.
+`finetune` trains a copy in memory; `prepare_training` and `run_training` go from paths to a folder that the model's
+library loads. The folder appears only when the run is complete. Accuracies in the record are those of the validation
+split, never of the test split.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,22 +37,20 @@ from ..report.record import write_record
 from ..types import Progress
 
 Log = Callable[[int, Tensor], None]  # step and loss
+BatchReader = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # row numbers -> batch and labels
 
-
-PASS = 128  # samples in one pass; a larger batch takes several
-
-
-CHECK_EVERY = 50  # steps between two looks at the losses
-
-
-KEPT_BYTES = 2 * 2**30  # prepared inputs up to this size are kept; larger sets are prepared batch by batch
+CHECKPOINTS = "checkpoints"
+PASS_SIZE = 128  # samples in one forward and backward pass; gradients of a larger batch are accumulated
+CHECK_EVERY = 50  # steps between two checks of the losses, for which the device is synchronised
+LOG_EVERY = 50  # steps between two losses in the record
+CACHE_BYTES = 2 * 2**30  # encoded inputs up to this size are cached; larger datasets are encoded batch by batch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to train: the paper's protocol is AdamW with weight decay 0.1, cosine decay after a linear warm-up.
+    """AdamW with a linear warm-up, then cosine decay to zero.
 
-    The warm-up takes a share of the steps, or exactly `warmup` steps where that is given.
+    The warm-up takes `warmup` steps, or the share `warmup_share` of all steps if `warmup` is None.
     """
 
     steps: int
@@ -63,12 +62,15 @@ class Schedule:
     warmup: int | None = None
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step (0-based): linear warm-up, then a half cosine to zero."""
+        """The learning rate of a step (0-based)."""
         warmup = int(self.warmup_share * self.steps) if self.warmup is None else self.warmup
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
         along = (step - warmup) / max(self.steps - warmup, 1)
         return self.learning_rate * 0.5 * (1.0 + float(np.cos(np.pi * along)))
+
+
+PROTOCOL = Schedule(steps=2000, batch_size=128, learning_rate=1e-5, weight_decay=0.1, warmup=200)  # of the paper
 
 
 def finetune(
@@ -80,37 +82,42 @@ def finetune(
     at: Sequence[int] = (),
     progress: Progress | None = None,
     log: Log | None = None,
+    pass_size: int = PASS_SIZE,
+    check_every: int = CHECK_EVERY,
+    cache_bytes: int = CACHE_BYTES,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Fine-tune a copy of the model's tower with the head frozen; yield (step, module) at the given steps.
 
-    The last step is always yielded. The module that is yielded goes on training: use it before asking for
-    the next. Inputs of small sets are prepared once and kept. `log` gets the loss of each step. A run that diverges
-    is a TuneportError, raised before anything is yielded that has gone wrong.
+    The last step is always yielded. The yielded module continues to train: use it before the next iteration.
+    A run that diverges is a TuneportError, raised before a module with NaN is yielded.
+
+    Args:
+        model: the model, which is not changed.
+        head: the head that classifies the tower's features.
+        data: labelled samples.
+        schedule: steps, batches and learning rates.
+        at: steps to yield at.
+        progress: called with 1 after each step.
+        log: called with the loss of each step.
+        pass_size: samples in one forward and backward pass.
+        check_every: steps between two checks of the losses.
+        cache_bytes: the largest size of encoded inputs that are cached.
     """
     if schedule.steps < 1:
         raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
     data = align_labels(data, head.classes)
-    batch_of = batch_reader(model, data)
-    module = copy.deepcopy(model.module).train()
-    inside = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers}
-    inside |= {part.name for part in model.loose}
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in inside)
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in module.parameters() if parameter.requires_grad],
-        lr=schedule.learning_rate,
-        weight_decay=schedule.weight_decay,
-    )
-    run = _Run(f"{model.name} on {data.name}", schedule)
+    batch_of = batch_reader(model, data, cache_bytes)
+    module, optimizer = _trainable(model, schedule)
+    name = f"{model.name} on {data.name}"
     stops = {*at, schedule.steps}
-    unchecked: list[Tensor] = []  # losses that are still on the device, to be waited for now and then
+    unchecked: list[Tensor] = []  # losses that are still on the device
     for step, rows in enumerate(_draws(len(data), schedule)):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
         losses = []
         with _dropout(schedule.seed, step, model.device):
-            for part in rows.split(PASS):  # gradients of a large batch add up
+            for part in rows.split(pass_size):
                 batch, labels = batch_of(part)
                 share = F.cross_entropy(head.scores(model, module, batch), labels) * (len(part) / len(rows))
                 share.backward()
@@ -121,107 +128,19 @@ def finetune(
         unchecked.append(torch.stack(losses).sum())
         if log is not None:
             log(step + 1, unchecked[-1])
-        if step + 1 in stops or len(unchecked) == CHECK_EVERY:
-            run.check_losses(unchecked, step + 1)
+        if step + 1 in stops or len(unchecked) == check_every:
+            _check_losses(unchecked, step + 1, name, schedule)
             unchecked.clear()
         if step + 1 in stops:
-            run.check_weights(module, step + 1)
+            _check_weights(module, step + 1, name, schedule)
             module.eval()
             yield step + 1, module
-            module.train(step + 1 < schedule.steps)  # the last one stays ready to be evaluated
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A fine-tuning run by name, to say of it that it has diverged."""
-
-    name: str
-    schedule: Schedule
-
-    def check_losses(self, losses: Sequence[Tensor], step: int) -> None:
-        """Refuse to go on where one of the losses up to a step is no number."""
-        wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
-        if len(wrong):
-            self._stop(f"the loss is no number at step {step - len(losses) + 1 + int(wrong[0])}")
-
-    def check_weights(self, module: nn.Module, step: int) -> None:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and not all_finite(parameter.detach()):
-                self._stop(f"{name} holds NaN or infinite values after step {step}")
-
-    def _stop(self, why: str) -> NoReturn:
-        raise TuneportError(
-            f"the fine-tuning of {self.name} has diverged: {why} of {self.schedule.steps}. Lower the learning rate "
-            f"(--learning-rate), which is {self.schedule.learning_rate:g}."
-        )
-
-
-@contextmanager
-def _dropout(seed: int, step: int, device: torch.device) -> Iterator[None]:
-    """What a model drops depends on seed and step only, and the global generators are left as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + step) % 2**63)
-        yield
-
-
-def batch_reader(model: Model, data: Dataset) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
-    """Row numbers to a batch on the model's device: from inputs that are all prepared, or prepared when asked for."""
-    one, _ = next(encoded(model, data.subset([0]), 1))
-    if len(data) * sum(value.nbytes for value in one.values()) <= KEPT_BYTES:
-        inputs, labels = prepared(model, data)
-        return lambda rows: (rows_of(inputs, rows), labels[rows])
-
-    def read(rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        batch, found = next(encoded(model, data.subset(rows.numpy()), len(rows)))
-        return batch, found.to(model.device)
-
-    return read
-
-
-def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
-    """All samples as the model wants them, on its device, with their labels."""
-    parts = list(encoded(model, data, 256))
-    inputs = {key: _stacked([batch[key] for batch, _ in parts]) for key in parts[0][0]}
-    return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Batches one above the other; those of shorter texts are filled up with zeros, which their mask hides."""
-    if parts[0].ndim != 2:
-        return torch.cat(list(parts))
-    longest = max(part.shape[1] for part in parts)
-    return torch.cat([F.pad(part, (0, longest - part.shape[1])) for part in parts])
-
-
-def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Tensor]:
-    """Some samples of prepared inputs; of texts, no more tokens than the longest of them has."""
-    batch = {key: value[rows] for key, value in inputs.items()}
-    if "attention_mask" not in batch:
-        return batch
-    longest = int(batch["attention_mask"].sum(1).max())
-    return {key: value[:, :longest] if value.ndim == 2 else value for key, value in batch.items()}
-
-
-def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
-    """Batches of row numbers: epochs of a seeded permutation; a set smaller than a batch is taken whole."""
-    generator = torch.Generator().manual_seed(schedule.seed)
-    queue = torch.empty(0, dtype=torch.long)
-    size = min(schedule.batch_size, count)
-    for _ in range(schedule.steps):
-        if len(queue) < size:
-            queue = torch.cat([queue, torch.randperm(count, generator=generator)])
-        rows, queue = queue[:size], queue[size:]
-        yield rows
-
-
-CHECKPOINTS = "checkpoints"
-PROTOCOL = Schedule(steps=2000, batch_size=128, learning_rate=1e-5, weight_decay=0.1, warmup=200)
-LOG_EVERY = 50  # steps between two losses in the record
+            module.train(step + 1 < schedule.steps)  # the last one stays in evaluation mode
 
 
 @dataclass(frozen=True)
 class Training:
-    """A fine-tuning run that has been checked whole."""
+    """A checked fine-tuning run."""
 
     model: Model
     head: Head
@@ -240,7 +159,16 @@ def prepare_training(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Training:
-    """Open the model and the training split, choose the head, match the labels: nothing is left to go wrong."""
+    """Open the model and the training split, choose the head and align the labels, before any training.
+
+    Args:
+        model: path or id of the model.
+        data: path of the data, or `TASK:PATH`; only a task has a validation split.
+        schedule: steps, batches and learning rates.
+        head: name or file of the head, chosen by the data if None.
+        device: the device to train on.
+        trust_remote_code: run code that comes with the model.
+    """
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
     train = read_data(data, "train")
     task, place = split_reference(data)
@@ -269,7 +197,10 @@ def run_training(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune and write OUT, with a loadable folder OUT/checkpoints/step-N every so many steps; return the record."""
+    """Fine-tune and write the folder `out`; return the record.
+
+    Every `checkpoint_every` steps (0: never) the model is also written to `out`/checkpoints/step-N.
+    """
     out, model, schedule = Path(out), training.model, training.schedule
     stops = range(checkpoint_every, schedule.steps + 1, checkpoint_every) if checkpoint_every else range(0)
     size = sum(describe(model.tensors, name).nbytes for name in model.tensors)
@@ -313,7 +244,7 @@ def run_training(
 
 
 def write_model(model: Model, module: nn.Module, folder: Path) -> None:
-    """The module's weights in the layout and dtypes of the model that it is a copy of, and what stands beside them."""
+    """Write the weights of a trained copy in the layout and dtypes of the model's files, and copy the companions."""
     copy_companions(model.folder, folder)
     live = {model.file_names[name]: parameter for name, parameter in module.named_parameters()}
 
@@ -325,6 +256,96 @@ def write_model(model: Model, module: nn.Module, folder: Path) -> None:
     model.write(folder, {name: stored(name) for name in model.tensors})
 
 
+def batch_reader(model: Model, data: Dataset, cache_bytes: int = CACHE_BYTES) -> BatchReader:
+    """A function from row numbers to a batch on the model's device; inputs of small datasets are encoded once."""
+    one, _ = next(encoded(model, data.subset([0]), 1))
+    if len(data) * sum(value.nbytes for value in one.values()) <= cache_bytes:
+        inputs, labels = prepared(model, data)
+        return lambda rows: (rows_of(inputs, rows), labels[rows])
+
+    def read(rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        batch, found = next(encoded(model, data.subset(rows.numpy()), len(rows)))
+        return batch, found.to(model.device)
+
+    return read
+
+
+def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
+    """All samples encoded, on the model's device, and their labels."""
+    parts = list(encoded(model, data, 256))
+    inputs = {key: _stacked([batch[key] for batch, _ in parts]) for key in parts[0][0]}
+    return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
+
+
+def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Tensor]:
+    """Some samples of encoded inputs; texts are cut to the longest of them."""
+    batch = {key: value[rows] for key, value in inputs.items()}
+    if "attention_mask" not in batch:
+        return batch
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {key: value[:, :longest] if value.ndim == 2 else value for key, value in batch.items()}
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenated batches; shorter texts are padded with zeros, which their attention mask hides."""
+    if parts[0].ndim != 2:
+        return torch.cat(list(parts))
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, longest - part.shape[1])) for part in parts])
+
+
+def _trainable(model: Model, schedule: Schedule) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of the model's module in training mode, and an optimizer of the tower's parameters."""
+    module = copy.deepcopy(model.module).train()
+    inside = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers}
+    inside |= {part.name for part in model.loose}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in inside)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return module, torch.optim.AdamW(trained, lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
+
+
+def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
+    """Batches of row numbers from seeded permutations; a dataset smaller than a batch is one batch."""
+    generator = torch.Generator().manual_seed(schedule.seed)
+    queue = torch.empty(0, dtype=torch.long)
+    size = min(schedule.batch_size, count)
+    for _ in range(schedule.steps):
+        if len(queue) < size:
+            queue = torch.cat([queue, torch.randperm(count, generator=generator)])
+        rows, queue = queue[:size], queue[size:]
+        yield rows
+
+
+@contextmanager
+def _dropout(seed: int, step: int, device: torch.device) -> Iterator[None]:
+    """Make dropout depend only on seed and step; the global generators are restored."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed((seed * 1_000_003 + step) % 2**63)
+        yield
+
+
+def _check_losses(losses: Sequence[Tensor], step: int, name: str, schedule: Schedule) -> None:
+    """Raise a TuneportError if one of the losses up to a step is NaN or infinite."""
+    wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
+    if len(wrong):
+        first = step - len(losses) + 1 + int(wrong[0])
+        raise _divergence(name, f"the loss is NaN or infinite at step {first}", schedule)
+
+
+def _check_weights(module: nn.Module, step: int, name: str, schedule: Schedule) -> None:
+    for key, parameter in module.named_parameters():
+        if parameter.requires_grad and not all_finite(parameter.detach()):
+            raise _divergence(name, f"{key} holds NaN or infinite values after step {step}", schedule)
+
+
+def _divergence(name: str, why: str, schedule: Schedule) -> TuneportError:
+    return TuneportError(
+        f"the fine-tuning of {name} has diverged: {why} of {schedule.steps}. Lower `learning_rate`, which is "
+        f"{schedule.learning_rate:g}."
+    )
+
+
 def _validated(training: Training, module: nn.Module) -> dict[str, float]:
     if training.validation is None:
         return {}
@@ -332,13 +353,13 @@ def _validated(training: Training, module: nn.Module) -> dict[str, float]:
     return {"validation_accuracy": found.accuracy}
 
 
-def _logger(steps: int, losses: list[dict[str, float]]) -> Callable[[int, Tensor], None]:
-    """Means over the steps since the last entry; the device is waited for only then."""
+def _logger(steps: int, losses: list[dict[str, float]], every: int = LOG_EVERY) -> Log:
+    """A log that appends the mean loss since the last entry every `every` steps, and synchronises the device then."""
     waiting: list[Tensor] = []
 
     def log(step: int, loss: Tensor) -> None:
         waiting.append(loss)
-        if step % LOG_EVERY == 0 or step == steps:
+        if step % every == 0 or step == steps:
             losses.append({"step": step, "loss": float(torch.stack(waiting).mean())})
             waiting.clear()
 
