@@ -5,24 +5,16 @@ from __future__ import annotations
 import copy
 
 import torch
-import transformers
 from torch import Tensor, nn
 
+from builders.folders import Size, clip_vision
 from builders.toy import rotation
 
 
-def clip_vision(seed: int) -> nn.Module:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-        projection_dim=12,
-        attn_implementation="eager",
-    )
-    model = transformers.CLIPVisionModelWithProjection(config).eval()
+def random_clip(seed: int) -> nn.Module:
+    """A CLIP vision tower in which every parameter is random, also biases and norms."""
+    size = Size(width=16, depth=2, heads=4, image=8, seed=seed)
+    model = clip_vision(size, intermediate_size=24, patch_size=4, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

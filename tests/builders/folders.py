@@ -75,8 +75,9 @@ def _labelled(size: Size, **more: Any) -> dict[str, Any]:
     return _vision(size, id2label=dict(enumerate(CLASSES)), label2id={c: i for i, c in enumerate(CLASSES)}, **more)
 
 
-def _clip_vision(size: Size) -> nn.Module:
-    config = transformers.CLIPVisionConfig(**_vision(size), projection_dim=size.width - 4)
+def clip_vision(size: Size, **more: Any) -> nn.Module:
+    """A CLIP vision tower with its projection; `more` are settings of its configuration."""
+    config = transformers.CLIPVisionConfig(**{**_vision(size), "projection_dim": size.width - 4, **more})
     return transformers.CLIPVisionModelWithProjection(config)
 
 
@@ -105,7 +106,7 @@ def _siglip_vision(size: Size) -> nn.Module:
 
 
 BUILDERS: dict[str, Callable[[Size], nn.Module]] = {
-    "clip_vision": _clip_vision,
+    "clip_vision": clip_vision,
     "clip": _clip,
     "vit": _vit,
     "dinov2": _dinov2,

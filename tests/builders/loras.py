@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from builders.folders import Size, clip_vision
 from tuneport.task_vectors.lora_format import open_adapter
 from tuneport.task_vectors.lora_read import task_vector_of, transposed_weights
 from tuneport.task_vectors.vector import TaskVector
@@ -32,16 +33,8 @@ def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def clip(width: int = 16, depth: int = 2, seed: int = 0) -> nn.Module:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=width,
-        num_hidden_layers=depth,
-        intermediate_size=2 * width,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-        projection_dim=8,
-    )
-    return seeded(lambda: transformers.CLIPVisionModelWithProjection(config), seed)
+    size = Size(width=width, depth=depth, heads=2, image=16, seed=seed)
+    return seeded(lambda: clip_vision(size, projection_dim=8), seed)
 
 
 def llama(width: int = 16, depth: int = 2, seed: int = 0) -> nn.Module:

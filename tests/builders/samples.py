@@ -1,4 +1,4 @@
-"""Small labelled data as a user has them: pictures, class folders, tables; and the errors of reading them."""
+"""Small labelled data as a user has them: images, class folders, tables; and the errors of reading them."""
 
 from __future__ import annotations
 

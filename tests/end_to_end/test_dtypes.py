@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from builders.clip_twins import clip_twin, clip_vision
+from builders.clip_twins import clip_twin, random_clip
 from builders.folders import FAMILIES, WITH_TEXT, Zoo, edit_weights
 from builders.half import live_transfer
 from builders.samples import empty_dataset
@@ -114,7 +114,7 @@ def test_within_a_memory_budget_the_bits_are_the_same(zoo: Zoo) -> None:
 
 
 def test_a_planted_twin_gets_the_fine_tune_to_the_accuracy_of_its_signals() -> None:
-    source = clip_vision(seed=0)
+    source = random_clip(seed=0)
     target, embedding = clip_twin(source)
     moved = copy.deepcopy(source)
     generator = torch.Generator().manual_seed(8)

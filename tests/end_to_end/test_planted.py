@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from builders.clip_twins import clip_twin, clip_vision
+from builders.clip_twins import clip_twin, random_clip
 from builders.toy import ToyViT, batches, changed, finetuned, problem, twin
 from tuneport.layers import find_layers, find_loose
 from tuneport.measure.capture import measure_pairs
@@ -83,7 +83,7 @@ def test_transfer_to_itself_returns_the_task_vector(method: str, count: int) -> 
 
 
 def test_a_clip_twin_answers_like_the_finetuned_source() -> None:
-    source = clip_vision(seed=0)
+    source = random_clip(seed=0)
     target, embedding = clip_twin(source)
     moved = copy.deepcopy(source)
     generator = torch.Generator().manual_seed(8)
