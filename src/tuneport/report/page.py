@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .plots import Curves, HeatMap, Number, curves, heat_map
 from .record import Record
-from .summary import LAYER_COLUMNS, layer_rows, repeat_command, summary_rows
+from .summary import LAYER_COLUMNS, layer_rows, number_text, repeat_command, summary_rows
 
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
@@ -48,7 +48,7 @@ def report_page(record: Record) -> str:
         similarity=_similarity(record.get("similarity") or ()),
         layer_maps=_layer_maps(record["layers"]),
         layer_curves=_layer_curves(record["layers"]),
-        layer_columns=LAYER_COLUMNS,
+        layer_columns=list(LAYER_COLUMNS.values()),
         layer_rows=layer_rows(record),
         kept=_kept(record),
         times=[
@@ -112,9 +112,9 @@ def _strength(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = [
         [
             f"{item['scale']:g}",
-            _text(item["loss"]),
+            number_text(item["loss"]),
             "–" if item["accuracy"] is None else f"{100 * item['accuracy']:.1f} %",
-            "–" if item.get("sharpness") is None else f"{item['sharpness']:.3g}",
+            number_text(item.get("sharpness"), ".3g"),
         ]
         for item in candidates
     ]
@@ -139,8 +139,10 @@ def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         labels = [f"block {block}" for block in blocks]
         pictures.append(curves(f"{words}s", lines, labels, x_label="means over blocks", low=0.0, high=1.0))
-        totals.append([words, *(_text(_mean(item[key] for item in items)) for key in LIKENESS)])
-        rows += [[words, label, *map(_text, numbers)] for label, *numbers in zip(labels, *lines.values(), strict=True)]
+        totals.append([words, *(number_text(_mean(item[key] for item in items)) for key in LIKENESS)])
+        rows += [
+            [words, label, *map(number_text, numbers)] for label, *numbers in zip(labels, *lines.values(), strict=True)
+        ]
     if not totals:
         return {}
     return {"columns": list(LIKENESS.values()), "totals": totals, "curves": filter(None, pictures), "rows": rows}
@@ -259,7 +261,3 @@ def _ratio(item: Mapping[str, Any]) -> float | None:
 def _mean(values: Iterable[Number]) -> float | None:
     known = [float(value) for value in values if value is not None and math.isfinite(value)]
     return statistics.fmean(known) if known else None
-
-
-def _text(value: Number) -> str:
-    return "–" if value is None else f"{value:.4g}"

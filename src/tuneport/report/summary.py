@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from .record import Record
+
+
+def number_text(value: float | None, form: str = "") -> str:
+    """A number for a table: a dash if it is missing, NaN or infinite. By default four digits, and integers in full."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return format(value, form or ("d" if isinstance(value, int) else ".4g"))
 
 
 def summary_rows(record: Record) -> list[tuple[str, str]]:
@@ -51,35 +59,26 @@ def label_words(record: Record) -> str:
     return f"labelled by the fine-tuned source{share}"
 
 
+LAYER_COLUMNS = {
+    "target": "target layer",
+    "source": "source layer",
+    "rank_in": "rank in",
+    "rank_out": "rank out",
+    "residual_in": "residual in",
+    "residual_out": "residual out",
+    "norm_source": "|tau| source",
+    "norm_target": "|tau| target",
+    "rank": "rank",
+}
+
+
 def layer_rows(record: Record) -> list[list[str]]:
-    """One row of text per layer: target, source, ranks, residuals, norms."""
+    """The text of every layer in the order of `LAYER_COLUMNS`."""
+    names, *numbers = ("target", "source"), *list(LAYER_COLUMNS)[2:]
     return [
-        [
-            layer["target"],
-            layer["source"],
-            _number(layer["rank_in"]),
-            _number(layer["rank_out"]),
-            _number(layer["residual_in"]),
-            _number(layer["residual_out"]),
-            _number(layer["norm_source"]),
-            _number(layer["norm_target"]),
-            _number(layer.get("rank")),
-        ]
+        [*(layer[key] for key in names), *(number_text(layer.get(key)) for key in numbers)]
         for layer in record["layers"]
     ]
-
-
-LAYER_COLUMNS = (
-    "target layer",
-    "source layer",
-    "rank in",
-    "rank out",
-    "residual in",
-    "residual out",
-    "|tau| source",
-    "|tau| target",
-    "rank",
-)
 
 
 def kept_rows(record: Record) -> list[tuple[str, int]]:
@@ -142,7 +141,3 @@ REPEATED_DEFAULTS = {
     "dtype": "float32",
     "as": "model",
 }
-
-
-def _number(value: float | int | None) -> str:
-    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
