@@ -17,6 +17,7 @@ from typing import Any
 
 from ..pipeline.scale import RULES
 from ..report.record import to_json
+from ..report.summary import number_text
 from .charts import bar_chart, line_chart
 from .recipe import Printed, Recipe
 from .schema import Comparison
@@ -249,15 +250,11 @@ def paper_rows(table: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
             for task in tasks
         ]
         star = "*" if row["marks"] else ""
-        numbers = [_number(row["ours"]), _number(row["paper"]) + star]
-        numbers += [_number(row[key], "+.1f") for key in ("gain", "paper_gain", "difference")]
-        numbers += [_number(row[key]) for key in ("deviation", "paper_deviation")] if spread else []
+        numbers = [number_text(row["ours"], ".1f"), number_text(row["paper"], ".1f") + star]
+        numbers += [number_text(row[key], "+.1f") for key in ("gain", "paper_gain", "difference")]
+        numbers += [number_text(row[key], ".1f") for key in ("deviation", "paper_deviation")] if spread else []
         rows.append([row["method"], str(row["budget"] or "–"), *cells, *numbers])
     return columns, rows
-
-
-def _number(value: float | None, form: str = ".1f") -> str:
-    return "–" if value is None else format(value, form)
 
 
 def write_tables(result: Comparing, folder: Path, recipe: Recipe | None = None) -> None:

@@ -29,6 +29,7 @@ from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
 from ..measure.signals import frozen
 from ..models.base import ModelLike
 from ..models.open import open_model, pick_device
+from ..report.summary import number_text
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
 from .prepare import prepare
@@ -230,16 +231,15 @@ def similarity_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
         [
             item.target,
             item.signal.replace("_", " "),
-            *map(_text, (item.cka, item.cka_debiased, item.cosine_before, item.cosine_after, item.cosine_held_out)),
+            *(
+                number_text(value, ".3f")
+                for value in (item.cka, item.cka_debiased, item.cosine_before, item.cosine_after, item.cosine_held_out)
+            ),
             "–" if item.rank is None else str(item.rank),
-            _text(item.residual),
+            number_text(item.residual, ".3f"),
         ]
         for item in similarity
     ]
-
-
-def _text(number: float | None) -> str:
-    return "–" if number is None or not math.isfinite(number) else f"{number:.3f}"
 
 
 def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:

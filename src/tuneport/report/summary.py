@@ -74,9 +74,9 @@ LAYER_COLUMNS = {
 
 def layer_rows(record: Record) -> list[list[str]]:
     """The text of every layer in the order of `LAYER_COLUMNS`."""
-    names, *numbers = ("target", "source"), *list(LAYER_COLUMNS)[2:]
+    numbers = list(LAYER_COLUMNS)[2:]
     return [
-        [*(layer[key] for key in names), *(number_text(layer.get(key)) for key in numbers)]
+        [layer["target"], layer["source"], *(number_text(layer.get(key)) for key in numbers)]
         for layer in record["layers"]
     ]
 
