@@ -24,40 +24,24 @@ TURNED = "turned heads"  # positions are turned into their units, which keep the
 # role -> (space of the output axis, space of the input axis); "next" is the stream of the following block, "mixed"
 # what the MLP reads, "memory" the end of the stack that is attended to, "second" what the second of two norms reads.
 SPACES: Mapping[str, tuple[str, str]] = {
-    "q": ("heads", "stream"),
-    "k": ("heads", "stream"),
-    "v": ("heads", "stream"),
+    **dict.fromkeys(("q", "k", "v"), ("heads", "stream")),
     "out": ("middle", "heads"),
     "cross_q": ("cross heads", "middle"),
-    "cross_k": ("cross heads", "memory"),
-    "cross_v": ("cross heads", "memory"),
+    **dict.fromkeys(("cross_k", "cross_v"), ("cross heads", "memory")),
     "cross_out": ("crossed", "cross heads"),
-    "fc1": ("hidden", "mixed"),
-    "gate": ("hidden", "mixed"),
-    "up": ("hidden", "mixed"),
-    "fc2": ("next", "hidden"),
-    "down": ("next", "hidden"),
+    **dict.fromkeys(("fc1", "gate", "up"), ("hidden", "mixed")),
+    **dict.fromkeys(("fc2", "down"), ("next", "hidden")),
 }
 # Loose tensors in a block, by the words that libraries have for them: the space of their last axis.
 LOOSE_SPACES: Mapping[str, str] = {
-    "norm1": "stream",
-    "attn_norm": "stream",
-    "layer.0.layer_norm": "stream",
+    **dict.fromkeys(("norm1", "attn_norm", "layer.0.layer_norm"), "stream"),
     "norm2": "second",
-    "mlp_norm": "mixed",
-    "pre_feedforward_layernorm": "mixed",
-    "attention.output.LayerNorm": "middle",
-    "attention.LayerNorm": "middle",
-    "sa_layer_norm": "middle",
-    "layer.1.layer_norm": "middle",
-    "scale1": "middle",
-    "ls_1.gamma": "middle",
+    **dict.fromkeys(("mlp_norm", "pre_feedforward_layernorm"), "mixed"),
+    **dict.fromkeys(("attention.output.LayerNorm", "attention.LayerNorm", "sa_layer_norm"), "middle"),
+    **dict.fromkeys(("layer.1.layer_norm", "scale1", "ls_1.gamma"), "middle"),
     "layer.2.layer_norm": "crossed",
-    "output.LayerNorm": "next",
-    "output_layer_norm": "next",
-    "post_feedforward_layernorm": "next",
-    "scale2": "next",
-    "ls_2.gamma": "next",
+    **dict.fromkeys(("output.LayerNorm", "output_layer_norm", "post_feedforward_layernorm"), "next"),
+    **dict.fromkeys(("scale2", "ls_2.gamma"), "next"),
 }
 HEADS = frozenset({"pooler", "pre-classifier", "projection"})  # a classifier reads what such a layer gives
 IN_HEADS = re.compile(r"\b[qk]_norm$")

@@ -25,24 +25,10 @@ from . import TOKENIZER_FILES, open_tokenizer
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
 TEXT_KINDS: Mapping[str, str] = {
-    "bert": ENCODER,
-    "roberta": ENCODER,
-    "xlm-roberta": ENCODER,
-    "mpnet": ENCODER,
-    "distilbert": ENCODER,
-    "modernbert": ENCODER,
-    "t5": SEQ2SEQ,
-    "mt5": SEQ2SEQ,
-    "llama": DECODER,
-    "mistral": DECODER,
-    "qwen2": DECODER,
-    "qwen3": DECODER,
-    "gemma": DECODER,
-    "gemma2": DECODER,
-    "gemma3_text": DECODER,
-    "phi3": DECODER,
-    "gpt2": DECODER,
-    "gpt_neox": DECODER,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "modernbert"), ENCODER),
+    **dict.fromkeys(("t5", "mt5"), SEQ2SEQ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), DECODER),
+    **dict.fromkeys(("phi3", "gpt2", "gpt_neox"), DECODER),
 }
 CLASSIFIER = "ForSequenceClassification"
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
