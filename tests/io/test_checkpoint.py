@@ -20,7 +20,7 @@ from builders.weights import assert_same, error_of
 from tuneport.errors import TuneportError
 from tuneport.io.checkpoint import file_digests, open_checkpoint, read_json, write_checkpoint
 from tuneport.io.sizes import parse_bytes
-from tuneport.io.tensors import TensorSpec, UnknownTensorError, describe
+from tuneport.io.tensors import LazyTensors, TensorSpec, UnknownTensorError, describe
 from tuneport.io.validate import same_structure
 from tuneport.io.weight_file import SafetensorsFile
 
@@ -266,23 +266,23 @@ def test_writing_reads_each_tensor_once_and_drops_it(tmp_path: Path, saved: Path
     checkpoint = open_checkpoint(saved)
     read: list[str] = []
 
-    class Watched(dict[str, torch.Tensor]):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return checkpoint[name]
+    def watched(name: str) -> torch.Tensor:
+        read.append(name)
+        return checkpoint[name]
 
-    watched = Watched(dict.fromkeys(checkpoint))
-    write_checkpoint(tmp_path, watched, spec=lambda name: describe(checkpoint, name), max_shard_size="20KB")
+    lazy = LazyTensors(checkpoint, watched, lambda name: describe(checkpoint, name))
+    write_checkpoint(tmp_path, lazy, max_shard_size="20KB")
     assert sorted(read) == sorted(checkpoint)
 
 
 def test_writing_options_and_errors(tmp_path: Path) -> None:
-    files = write_checkpoint(tmp_path, {"w": torch.ones(2)}, metadata={"made": "here"}, stem="vision")
+    files = write_checkpoint(tmp_path, {"w": torch.ones(2)}, stem="vision")
     assert [file.name for file in files] == ["vision.safetensors"]
-    assert open_checkpoint(files[0]).metadata == {"made": "here"}
-    assert error_of(
-        lambda: write_checkpoint(tmp_path, {"w": torch.ones(2)}, spec=lambda _: TensorSpec((3,), torch.float16))
-    ) == ("tensor w is (2,) torch.float32, expected (3,) torch.float16.")
+    assert open_checkpoint(files[0]).metadata == {"format": "pt"}
+    lazy = LazyTensors(["w"], lambda _: torch.ones(2), lambda _: TensorSpec((3,), torch.float16))
+    assert error_of(lambda: write_checkpoint(tmp_path, lazy)) == (
+        "tensor w is (2,) torch.float32, expected (3,) torch.float16."
+    )
     path = tmp_path / "model.safetensors"
     assert error_of(lambda: write_checkpoint(tmp_path, {"w": torch.ones(2, dtype=torch.complex128)})) == (
         f"{path} cannot hold w (torch.complex128): safetensors has no such dtype. Cast them."

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from ..errors import CheckpointError, first_of
 from .output import PathLike, sync
 from .sizes import parse_bytes
-from .tensors import TensorSpec, UnknownTensorError, describe
+from .tensors import UnknownTensorError, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -181,29 +181,19 @@ def write_checkpoint(
     folder: PathLike,
     tensors: Mapping[str, torch.Tensor],
     *,
-    spec: Callable[[str], TensorSpec] | None = None,
     max_shard_size: int | str = "5GB",
-    metadata: Mapping[str, str] | None = None,
     stem: str = "model",
 ) -> list[Path]:
     """Write tensors as from_pretrained expects them, one at a time, and return the files written.
 
-    One `model.safetensors` where it fits, else shards and their index. The files are planned from shapes and
-    dtypes: `spec(name)`, else the mapping's own `shape` and `dtype`, else each tensor is read once more.
-    It is not atomic: use it inside `new_folder`.
-
-    Args:
-        folder: the folder to write to, which exists.
-        tensors: the tensors by name.
-        spec: shape and dtype of a tensor by name.
-        max_shard_size: bytes of a file; a larger tensor gets its own file.
-        metadata: metadata of the files, {"format": "pt"} by default.
-        stem: name of the files, without suffix and number.
+    One `model.safetensors` where it fits, else shards and their index; `stem` names the files. A tensor larger than
+    `max_shard_size` gets its own file. The files are planned from the mapping's own `shape` and `dtype`; without
+    these, each tensor is read once more. It is not atomic: use it inside `new_folder`.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     folder = Path(folder)
-    specs = {name: describe(tensors, name) if spec is None else spec(name) for name in tensors}
+    specs = {name: describe(tensors, name) for name in tensors}
     shards = split_state_dict_into_shards_factory(
         specs,
         get_storage_size=lambda each: each.nbytes,
@@ -213,7 +203,7 @@ def write_checkpoint(
     files = [folder / name for name in shards.filename_to_tensors]
     for file in files:
         chosen = {name: specs[name] for name in shards.filename_to_tensors[file.name]}
-        write_safetensors(file, tensors, chosen, {"format": "pt"} if metadata is None else metadata)
+        write_safetensors(file, tensors, chosen, {"format": "pt"})
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         files.append(folder / f"{stem}.safetensors.index.json")
