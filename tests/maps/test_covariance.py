@@ -1,8 +1,6 @@
-"""Sums of products against float64: exact products of half-precision signals, and a process that is left as it was."""
+"""Sums of products against float64, and exact products of half-precision signals."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from tuneport.maps import covariance as products
 from tuneport.maps.covariance import CrossCovariance, add_product, are_half, energy, rank_cut, work_bytes
 from tuneport.maps.procrustes import procrustes
 
-SETTING = getattr(torch.backends.mkldnn, "matmul", None)
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -83,52 +80,6 @@ def test_a_map_of_bfloat16_signals_is_that_of_float64_sums() -> None:
     found, wanted = procrustes(covariance), procrustes(exact(x, y), rtol=cut)
     assert found.rank == wanted.rank < 128
     assert float((found.matrix - wanted.matrix).norm() / wanted.matrix.norm()) < 1e-4
-
-
-@pytest.mark.skipif(SETTING is None, reason="this torch has no such setting")
-class TestTheSetting:
-    def test_it_is_on_while_bfloat16_is_multiplied_and_put_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen = []
-        multiply = torch.mm
-
-        def spied(*args: Tensor) -> Tensor:
-            seen.append(SETTING.fp32_precision)
-            return multiply(*args)
-
-        monkeypatch.setattr(torch, "mm", spied)
-        before = SETTING.fp32_precision
-        for dtype in (*HALVES, torch.float32):
-            x = randn(20, 30).to(dtype)
-            add_product(torch.zeros(30, 30, dtype=torch.float64), x, x)
-        assert seen == ["bf16", before]
-        assert SETTING.fp32_precision == before
-
-    def test_it_is_put_back_after_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def failing(*_: Tensor) -> Tensor:
-            raise RuntimeError("no")
-
-        monkeypatch.setattr(torch, "mm", failing)
-        before, x = SETTING.fp32_precision, randn(20, 30).bfloat16()
-        with pytest.raises(RuntimeError, match="no"):
-            add_product(torch.zeros(30, 30, dtype=torch.float64), x, x)
-        assert SETTING.fp32_precision == before
-
-    def test_it_is_left_alone_while_another_thread_may_compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen = []
-        multiply = torch.mm
-        monkeypatch.setattr(torch, "mm", lambda *a: (seen.append(SETTING.fp32_precision), multiply(*a))[1])
-        before, done = SETTING.fp32_precision, threading.Event()
-        other = threading.Thread(target=done.wait)
-        other.start()
-        try:
-            x = randn(50, 30).bfloat16()
-            total = torch.zeros(30, 30, dtype=torch.float64)
-            add_product(total, x, x)
-        finally:
-            done.set()
-            other.join()
-        assert seen == [before]
-        assert off(total, exact(x, x)) < 2e-7
 
 
 def test_the_work_of_half_precision_is_less() -> None:

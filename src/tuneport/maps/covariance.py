@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -285,43 +283,10 @@ def _add_halves(total: Tensor, x: Tensor, y: Tensor) -> None:
 
     By way of float32, also where a GPU is allowed TF32: it holds such numbers without rounding.
     """
-    both_bfloat16 = x.dtype == y.dtype == torch.bfloat16
     x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
     rows = max(_block(total.device) // max(y.shape[1], 1), 1)
-    with _bfloat16_units(both_bfloat16 and total.device.type == "cpu"):
-        for start in range(0, x.shape[1], rows):
-            total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
-
-
-@contextmanager
-def _bfloat16_units(wanted: bool) -> Iterator[None]:
-    """Let the CPU multiply float32 matrices by its bfloat16 units, which is exact where they hold bfloat16 values.
-
-    torch knows this as a setting of the whole process. It is put back at once, and left alone while another thread
-    may be computing (one that is not a daemon): products are then as right, and slower.
-    """
-    setting = getattr(getattr(torch.backends, "mkldnn", None), "matmul", None)
-    before = getattr(setting, "fp32_precision", None)
-    if not wanted or before is None or not _alone() or not _set(setting, "bf16"):
-        yield
-        return
-    try:
-        yield
-    finally:
-        _set(setting, before)
-
-
-def _set(setting: object, value: str) -> bool:
-    try:
-        setting.fp32_precision = value  # type: ignore[attr-defined]
-    except RuntimeError:  # settings may be locked
-        return False
-    return True
-
-
-def _alone() -> bool:
-    own = threading.current_thread()
-    return all(thread is own or thread.daemon for thread in threading.enumerate())
+    for start in range(0, x.shape[1], rows):
+        total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
 
 
 _FINE = 1e-6  # eps of signals that a model rounds at every step, not once
