@@ -160,7 +160,7 @@ def by_lift(C: Tensor, cut: float) -> Polar | None:
 
 def by_svd(C: Tensor, cut: float) -> Polar:
     """The reference: a thin SVD."""
-    U, S, Vh = thin_svd(C)
+    U, S, Vh = _decompose(torch.linalg.svd, C, full_matrices=False)
     rank = int((cut * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
     return _decomposed("svd", C, U, Vh[:rank].T, S[:rank], S)
 
@@ -181,7 +181,7 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
     for turn in range(TURNS):
         block = torch.linalg.qr(block).Q
         across = C.T @ block  # (m, width)
-        squares, Q = _eigh(across.T @ across)
+        squares, Q = _decompose(torch.linalg.eigh, across.T @ across)
         S, Q = squares.clamp_min(0).sqrt().flip(0), Q.flip(1)
         floor = cut * float(S[0])
         count = int((floor < S).sum())
@@ -214,7 +214,7 @@ def by_eigh(C: Tensor, cut: float) -> Polar:
     basis, rest = torch.eye(n, device=C.device, dtype=C.dtype), C  # of the rows that are left, and C on them
     tail, floor = C.new_zeros(n), 0.0
     while basis.shape[1]:
-        squares, Q = _eigh(rest @ rest.T)
+        squares, Q = _decompose(torch.linalg.eigh, rest @ rest.T)
         S, Q = squares.clamp_min(0).sqrt().flip(0), Q.flip(1)
         floor = floor if lefts else cut * float(S[0])
         count = int(((SPAN * S[0]).clamp_min(floor) < S).sum())
@@ -304,18 +304,9 @@ def largest_value(C: Tensor) -> float:
     return float(largest_values(C[None]))
 
 
-def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD; on a failure to converge (seen on accelerators) once more on the CPU."""
+def _decompose(decompose: Callable[..., Sequence[Tensor]], matrix: Tensor, **options: bool) -> Sequence[Tensor]:
+    """`decompose(matrix)`, repeated on the CPU where it does not converge (seen on accelerators)."""
     try:
-        U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
+        return decompose(matrix, **options)
     except RuntimeError:  # torch.linalg.LinAlgError is one
-        U, S, Vh = (part.to(matrix.device) for part in torch.linalg.svd(matrix.cpu(), full_matrices=False))
-    return U, S, Vh
-
-
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except RuntimeError:
-        values, vectors = (part.to(matrix.device) for part in torch.linalg.eigh(matrix.cpu()))
-    return values, vectors
+        return [part.to(matrix.device) for part in decompose(matrix.cpu(), **options)]

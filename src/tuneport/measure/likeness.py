@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.dataset import Dataset
 from ..errors import TuneportError, first_of
@@ -26,6 +26,7 @@ from ..types import Completion, Loss, Progress
 from .accuracy import encoded
 from .batches import PairedBatch
 from .capture import MakeSum, measure_pairs
+from .objectives import forward_only
 from .signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS
 from .similarity import NAN, Similarity, TokenAgreement
 from .tokens import Match, match_tokens
@@ -175,8 +176,8 @@ def output_similarity(
         model.module,
         pairs,
         _batches(model, data, batch_size),
-        source_loss=_forward(reference),
-        target_loss=_forward(model),
+        source_loss=forward_only(reference),
+        target_loss=forward_only(model),
         signals=(signal,),
         aligned=False,
         progress=progress,
@@ -206,8 +207,8 @@ def activation_drift(
             pairs,
             _batches(base, data, batch_size),
             signals=(INPUT,),
-            source_loss=_forward(base),
-            target_loss=_forward(tuned),
+            source_loss=forward_only(base),
+            target_loss=forward_only(tuned),
             progress=progress,
             make_sum=lambda _pair, _signal, source, target, _device: TokenAgreement(source, target),
         ).covariances
@@ -245,34 +246,11 @@ def _same_layers(model: Model, reference: Model) -> list[LayerPair]:
     return [LayerPair(theirs[layer.name], layer) for layer in model.layers]
 
 
-@dataclass(frozen=True, eq=False)
-class _Encoded:
-    """A data set as one model reads it, for two models that read alike; can be gone through again."""
-
-    model: Model
-    data: Dataset
-    size: int
-
-    def __iter__(self) -> Iterator[PairedBatch]:
-        for batch, labels in encoded(self.model, self.data, self.size):
-            layout = self.model.layout(batch) if self.model.layout is not None else None
-            yield PairedBatch((batch, labels), (batch, labels), len(labels), match_tokens(layout, layout))
-
-
-def _batches(model: Model, data: Dataset, size: int) -> _Encoded:
-    return _Encoded(model, data, size)
-
-
-def _forward(model: Model) -> Loss:
-    """Run the model for its activations; the number means nothing."""
-    forward = model.logits or model.features
-    if forward is None:
-        raise TuneportError(f"{model.name} cannot be run on raw samples: tuneport does not know its family.")
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        return forward(module, batch[0]).sum()
-
-    return loss
+def _batches(model: Model, data: Dataset, size: int) -> Iterator[PairedBatch]:
+    """The data as one model reads it, for both of two models of one architecture."""
+    for batch, labels in encoded(model, data, size):
+        layout = model.layout(batch) if model.layout is not None else None
+        yield PairedBatch((batch, labels), (batch, labels), len(labels), match_tokens(layout, layout))
 
 
 def _any(batches: Iterable[Any]) -> bool:

@@ -105,11 +105,12 @@ def batch_for(model: Model, encoded: Encoded) -> tuple[dict[str, Tensor], Tensor
 
 
 def forward_only(model: Model) -> Loss:
-    """Run the model for its activations; the number means nothing."""
+    """Dummy loss for forward-only capture."""
+    forward = model.logits or model.features
+    if forward is None:
+        raise TuneportError(f"{model.name} cannot be run on raw samples: tuneport does not know its family.")
 
     def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        forward = model.logits or model.features
-        assert forward is not None
         return forward(module, batch[0]).sum()
 
     return loss

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..task_vectors.low_rank import LowRank
+from ..task_vectors.low_rank import LowRank, as_dense
 from ..task_vectors.vector import TaskVector
 from .base import Method, Problem, Transfer
 
@@ -42,9 +42,9 @@ def check_method(method: Method, problem: Problem) -> Transfer:
     assert not forgotten, f"foretold as kept, but not kept: {', '.join(forgotten)}"
     _check_records(answer, problem)
     _check_same(answer, method.transfer(problem))
-    nothing = {name: _dense(entry) * 0 for name, entry in problem.task_vector.items()}
+    nothing = {name: as_dense(entry) * 0 for name, entry in problem.task_vector.items()}
     for name, entry in method.transfer(replace(problem, task_vector=nothing)).task_vector.items():
-        assert not bool(_dense(entry).any()), f"a zero task vector must stay zero, but {name} does not"
+        assert not bool(as_dense(entry).any()), f"a zero task vector must stay zero, but {name} does not"
     after = _snapshot(problem)
     changed = sorted(before.keys() ^ after.keys())
     changed += [name for name in before if name in after and not torch.equal(before[name], after[name])]
@@ -68,7 +68,7 @@ def _check_entries(task_vector: TaskVector, problem: Problem) -> None:
         assert name in shapes, f"{name} is no target tensor of the plan; known: {', '.join(sorted(shapes))}"
         assert tuple(entry.shape) == shapes[name], f"{name} must have shape {shapes[name]}, got {tuple(entry.shape)}"
         assert entry.dtype == torch.float32, f"{name} must be float32, got {entry.dtype}"
-        assert bool(torch.isfinite(_dense(entry)).all()), f"{name} holds NaN or Inf"
+        assert bool(torch.isfinite(as_dense(entry)).all()), f"{name} holds NaN or Inf"
 
 
 def _check_complete(answer: Transfer, problem: Problem) -> None:
@@ -115,7 +115,7 @@ def _check_records(answer: Transfer, problem: Problem) -> None:
 def _check_same(one: Transfer, other: Transfer) -> None:
     assert list(one.task_vector) == list(other.task_vector), "the same problem gave other names"
     for name in one.task_vector:
-        same = torch.equal(_dense(one.task_vector[name]), _dense(other.task_vector[name]))
+        same = torch.equal(as_dense(one.task_vector[name]), as_dense(other.task_vector[name]))
         assert same, f"the same problem gave other bits at {name}"
     assert one.records == other.records, "the same problem gave other records"
     assert one.kept == other.kept, "the same problem kept other tensors"
@@ -123,7 +123,7 @@ def _check_same(one: Transfer, other: Transfer) -> None:
 
 def _snapshot(problem: Problem) -> dict[str, Tensor]:
     """Copies of every tensor of a problem, by where it stands."""
-    tensors = {f"task vector of {name}": _dense(entry) for name, entry in problem.task_vector.items()}
+    tensors = {f"task vector of {name}": as_dense(entry) for name, entry in problem.task_vector.items()}
     for (layer, signal), covariance in problem.statistics.covariances.items():
         tensors[f"covariance of {layer} ({signal})"] = covariance.matrix
     for layer, gradient in problem.statistics.weight_gradients.items():
@@ -141,8 +141,4 @@ def _snapshot(problem: Problem) -> dict[str, Tensor]:
 
 
 def _norm(layer: Layer, vector: Mapping[str, Tensor | LowRank]) -> float:
-    return float(layer.matrix(_dense(vector[layer.weight])).double().norm())
-
-
-def _dense(entry: Tensor | LowRank) -> Tensor:
-    return entry.dense() if isinstance(entry, LowRank) else entry
+    return float(layer.matrix(as_dense(vector[layer.weight])).double().norm())
