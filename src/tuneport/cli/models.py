@@ -11,7 +11,7 @@ import typer
 
 from ..errors import TuneportError
 from .options import Device, Exclude, HeadName, Json, Overwrite, Seed, TrustRemoteCode
-from .terminal import emit, note, progress, say
+from .terminal import emit_json, note, progress, say
 
 
 def extract(
@@ -26,7 +26,6 @@ def extract(
     from ..io.output import check_new_file
     from ..models.open import path_of
     from ..pipeline import change
-    from ..report.record import to_json
     from ..task_vectors.vector import save_task_vector
 
     check_new_file(out, overwrite, inputs=[path_of(base), path_of(finetuned)])
@@ -34,9 +33,8 @@ def extract(
     if exclude and (words := change.exclude_note(exclude, *map(change.names_of, (base, finetuned)))):
         note(words)
     norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
-    result = {"out": out, "tensors": len(vector), "norm": norm}
     if json:
-        emit(to_json(result))
+        emit_json({"out": out, "tensors": len(vector), "norm": norm})
     else:
         say(f"{len(vector)} tensors, norm {norm:.4g}, written to {out}")
 
@@ -53,15 +51,13 @@ def apply(
     from ..io.output import check_new_folder
     from ..models.open import path_of
     from ..pipeline import change
-    from ..report.record import to_json
     from ..task_vectors.vector import load_task_vector
 
     check_new_folder(out, overwrite, inputs=[vector, path_of(base)])
     loaded = load_task_vector(vector)
     change.apply(vector, base, out, scale=scale, overwrite=overwrite)
-    result = {"out": out, "tensors": len(loaded), "scale": scale}
     if json:
-        emit(to_json(result))
+        emit_json({"out": out, "tensors": len(loaded), "scale": scale})
     else:
         say(f"written to {out}")
 
@@ -89,7 +85,6 @@ def evaluate(
     from ..measure import accuracy as evaluation
     from ..models.heads import choose_head
     from ..models.open import open_model, pick_device
-    from ..report.record import to_json
 
     chosen = evaluation.check_protocol(protocol)
     size = batch_size or (16 if chosen == "perplexity" else 128)
@@ -113,7 +108,7 @@ def evaluate(
             result = evaluation.linear_probe(opened, train, test, batch_size=size, progress=advance)
     if json:
         found = {key: value for key, value in asdict(result).items() if value is not None}
-        emit(to_json({"model": model, "data": data, "head": head, **found}))
+        emit_json({"model": model, "data": data, "head": head, **found})
     elif result.perplexity is not None:
         say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples")
     else:
@@ -142,7 +137,6 @@ def finetune(
     """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
     from ..io.output import check_new_folder
     from ..models.open import path_of
-    from ..report.record import to_json
     from ..training.finetune import Schedule, prepare_training, run_training
 
     if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
@@ -154,7 +148,7 @@ def finetune(
     with progress("fine-tuning", steps) as advance:
         record = run_training(training, out, checkpoint_every=checkpoint_every, overwrite=overwrite, progress=advance)
     if json:
-        emit(to_json(record))
+        emit_json(record)
         return
     found = record.get("validation_accuracy")
     told = "" if found is None else f", {found:.2f} % of the validation split right"

@@ -22,6 +22,13 @@ out_console = Console()
 err_console = Console(stderr=True)
 
 
+def emit_json(content: Any) -> None:
+    """One JSON object on stdout."""
+    from ..report.record import to_json
+
+    emit(to_json(content))
+
+
 def emit(text: str) -> None:
     """JSON on stdout, in one line however long."""
     sys.stdout.write(text + "\n")

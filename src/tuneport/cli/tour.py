@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .options import Json, Overwrite, Seed
-from .terminal import emit, say, show, show_list, stages
+from .terminal import emit_json, say, show, show_list, stages
 
 
 def methods(json: Json = False) -> None:
@@ -36,12 +36,11 @@ def demo(
 ) -> None:
     """The main job from end to end, offline, on what the package carries: about a minute on two cores."""
     from ..demo import run
-    from ..report.record import to_json
 
     with stages() as stage:
         result = run.run_demo(Path(out), seed=seed, overwrite=overwrite, stage=stage)
     if json:
-        emit(to_json(result))
+        emit_json(result)
         return
     rows = [(row["model"], f"{row['accuracy']:.1f} %") for row in result["table"]]
     show(rows, "", "accuracy", title="mirrored digits, the larger model")
@@ -50,9 +49,7 @@ def demo(
 
 
 def _print_names(names: dict[str, str], json: bool) -> None:
-    from ..report.record import to_json
-
     if json:
-        emit(to_json(names))
+        emit_json(names)
         return
     show_list(names.items(), "bold")
