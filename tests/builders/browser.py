@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: open a page, press keys, take pictures, see what it says and fetches.
+"""A headless Chromium over a debugging pipe: open pages, press keys, take screenshots, read its console and requests.
 
 Standard library only. `Browser()` raises FileNotFoundError where there is no Chromium.
 """
@@ -43,15 +43,15 @@ class Browser:
             f"--user-data-dir={self._home.name}",
             "about:blank",
         ]
-        theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (commands, answers)]  # clear of 3 and 4
-        redirect = f'exec "$@" 3<&{theirs[0]} 4>&{theirs[1]}'  # it reads commands from 3 and answers on 4
+        inherited = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (commands, answers)]  # clear of 3 and 4
+        redirect = f'exec "$@" 3<&{inherited[0]} 4>&{inherited[1]}'  # it reads commands from 3 and answers on 4
         self._process = subprocess.Popen(
             ["bash", "-c", redirect, "bash", *words],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=theirs,
+            pass_fds=inherited,
         )
-        for end in (commands, answers, *theirs):
+        for end in (commands, answers, *inherited):
             os.close(end)
         self._number, self._rest, self._session = 0, b"", None
         self.messages: list[str] = []

@@ -150,7 +150,7 @@ class Zoo:
 
 
 def build(family: str, size: Size, folder: Path) -> Path:
-    """Write one model folder, with everything that stands beside the weights."""
+    """Write one model folder, with the companions of the weights."""
     with torch.random.fork_rng():
         torch.manual_seed(size.seed)
         module = BUILDERS[family](size)

@@ -93,12 +93,12 @@ MATRICES = ("proj",)
 
 def plan(source: ToyViT, target: ToyViT) -> Plan:
     """The plan between two toys; they read the same label set, so the classifier's outputs are shared."""
-    ours, theirs = (
+    first, second = (
         find_layers(model, matrices=MATRICES, heads=model.blocks[0].attn.heads) for model in (source, target)
     )
     shared = {"classifier": torch.eye(source.classifier.out_features, dtype=torch.float64)}
-    loose = {"source_loose": find_loose(source, ours), "target_loose": find_loose(target, theirs)}
-    return pair_layers(ours, theirs, **loose, output_maps=shared)
+    loose = {"source_loose": find_loose(source, first), "target_loose": find_loose(target, second)}
+    return pair_layers(first, second, **loose, output_maps=shared)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ def problem(
     Toys of other image sizes read the same images, resized.
     """
     between = plan(source, target)
-    ours, theirs = (TokenLayout(1, (model.size // model.patch_size,) * 2) for model in (source, target))
+    first, second = (TokenLayout(1, (model.size // model.patch_size,) * 2) for model in (source, target))
     data = [
         PairedBatch((resized(images, source.size), labels), (resized(images, target.size), labels))
         for images, labels in batches(count, classes=source.classifier.out_features)
@@ -152,7 +152,7 @@ def problem(
         signals=signals,
         source_loss=loss,
         target_loss=loss,
-        match=match_tokens(ours, theirs),
+        match=match_tokens(first, second),
     )
     changes = TaskVector.between(source.state_dict(), moved.state_dict())
     return Problem(between, changes, statistics, completion, source.state_dict(), target.state_dict())
@@ -197,9 +197,9 @@ def twin(model: ToyViT, *, heads: int, head_width: int, hidden: int, seed: int =
             out[rows, start : start + own_head_width] = rotations[h]
         return out
 
-    def put(layer: nn.Linear, theirs: nn.Linear, R_out: Tensor, R_in: Tensor) -> None:
-        theirs.weight.copy_(R_out.T @ layer.weight.double() @ R_in)
-        theirs.bias.copy_(R_out.T @ layer.bias.double())
+    def put(layer: nn.Linear, second: nn.Linear, R_out: Tensor, R_in: Tensor) -> None:
+        second.weight.copy_(R_out.T @ layer.weight.double() @ R_in)
+        second.bias.copy_(R_out.T @ layer.bias.double())
 
     with torch.no_grad():
         for parameter in other.parameters():
@@ -208,18 +208,18 @@ def twin(model: ToyViT, *, heads: int, head_width: int, hidden: int, seed: int =
         other.patch_embedding.bias.copy_(Q.T @ model.patch_embedding.bias.double())
         other.class_embedding.copy_(model.class_embedding.double() @ Q)
         other.position_embedding.copy_(model.position_embedding.double() @ Q)
-        for ours, theirs in zip(model.blocks, other.blocks, strict=True):
+        for first, second in zip(model.blocks, other.blocks, strict=True):
             order = torch.randperm(heads, generator=generator)[:own_heads]
             qk = inner([rotation(own_head_width, generator) for _ in range(own_heads)], order)
             v = inner([rotation(own_head_width, generator) for _ in range(own_heads)], order)
             units = torch.zeros(own_hidden, hidden, dtype=torch.float64)
             units[torch.arange(own_hidden), torch.randperm(hidden, generator=generator)[:own_hidden]] = 1
-            put(ours.attn.q_proj, theirs.attn.q_proj, qk, Q)
-            put(ours.attn.k_proj, theirs.attn.k_proj, qk, Q)
-            put(ours.attn.v_proj, theirs.attn.v_proj, v, Q)
-            put(ours.attn.out_proj, theirs.attn.out_proj, Q, v)
-            put(ours.fc1, theirs.fc1, units, Q)
-            put(ours.fc2, theirs.fc2, Q, units)
+            put(first.attn.q_proj, second.attn.q_proj, qk, Q)
+            put(first.attn.k_proj, second.attn.k_proj, qk, Q)
+            put(first.attn.v_proj, second.attn.v_proj, v, Q)
+            put(first.attn.out_proj, second.attn.out_proj, Q, v)
+            put(first.fc1, second.fc1, units, Q)
+            put(first.fc2, second.fc2, Q, units)
         other.proj.copy_(Q.T @ model.proj.double() @ P)
         other.classifier.weight.copy_(model.classifier.weight.double() @ P)
         other.classifier.bias.copy_(model.classifier.bias)

@@ -103,19 +103,19 @@ class Twin:
 
     def build(self) -> nn.Module:
         other = copy.deepcopy(self.model.module)
-        ours, theirs = dict(self.model.module.named_parameters()), dict(other.named_parameters())
+        old, new = dict(self.model.module.named_parameters()), dict(other.named_parameters())
         with torch.no_grad():
             for layer in self.model.layers:
                 into, out = self.around(layer)
-                matrix = out.T @ layer.matrix(ours[layer.weight]).double() @ into
-                layer.store(matrix.float(), theirs[layer.weight])
+                matrix = out.T @ layer.matrix(old[layer.weight]).double() @ into
+                layer.store(matrix.float(), new[layer.weight])
                 if layer.bias is not None:
-                    layer.store((layer.vector(ours[layer.bias]).double() @ out).float(), theirs[layer.bias])
+                    layer.store((layer.vector(old[layer.bias]).double() @ out).float(), new[layer.bias])
             for part in self.model.loose:
-                theirs[part.name].copy_(self.loose(part.name, part.kind, part.stack, ours[part.name].double()))
+                new[part.name].copy_(self.loose(part.name, part.kind, part.stack, old[part.name].double()))
             for name in self.model.outside:  # a head over the vocabulary, not tied
                 if name.endswith("weight"):
-                    theirs[name].copy_(ours[name].double() @ self.stream)
+                    new[name].copy_(old[name].double() @ self.stream)
         return other
 
     def loose(self, name: str, kind: str, stack: str, tensor: Tensor) -> Tensor:

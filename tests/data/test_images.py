@@ -1,4 +1,4 @@
-"""Pictures of every format and mode, and those that are refused."""
+"""Images of every format and mode, and images that are refused."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_balanced_samplers_alternate_between_classes(
     counts = class_counts(data, draw(data, sampler, samples=count, seed=seed))
     sizes = class_counts(data, list(range(len(data))))
     open_classes = [got for got, size in zip(counts, sizes, strict=True) if got < size]
-    # Whoever has samples left is at most one turn behind whoever is ahead.
+    # A class with samples left is at most one sample behind the largest count.
     assert all(got >= max(counts) - 1 for got in open_classes)
 
 

@@ -1,4 +1,4 @@
-"""Tables and saved HF datasets: columns, splits, labels, pictures in cells, and every error text."""
+"""Tables and saved HF datasets: columns, splits, labels, images in cells, and every error text."""
 
 from __future__ import annotations
 

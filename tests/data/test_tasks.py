@@ -206,7 +206,7 @@ class TestLayouts:
         assert (len(data), data.name) == (tested, name)
 
 
-USED: dict[str, set[str]] = {  # what a reader looks at for the training split, beside the images
+USED: dict[str, set[str]] = {  # the files other than images that a reader opens for the training split
     "eurosat": set(),
     "resisc45": {"resisc45-train.txt"},
     "gtsrb": {f"GTSRB/Training/{label:05}/GT-{label:05}.csv" for label in (0, 14, 42)},

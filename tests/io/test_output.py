@@ -386,9 +386,9 @@ class TestClaims:
         assert sorted(tmp_path.iterdir()) == sorted([out, *bystanders])
 
     def test_old_output_of_an_interrupted_swap_is_restored(self, tmp_path: Path) -> None:
-        aside = tmp_path / ".out.old-0123abcd"
-        aside.mkdir()
-        (aside / "precious").write_text("mine")
+        old = tmp_path / ".out.old-0123abcd"
+        old.mkdir()
+        (old / "precious").write_text("mine")
 
         def work() -> None:
             with new_folder(tmp_path / "out"):

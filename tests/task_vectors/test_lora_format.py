@@ -188,10 +188,10 @@ def test_fused_weights_stay_exact(fused: tuple[bool, bool], tmp_path: Path, monk
     oracle = tuneport.transfer(source, dense, target, toy.batches(64), loss=toy.loss)
     for name in oracle.task_vector:
         torch.testing.assert_close(result.task_vector.dense(name), oracle.task_vector.dense(name), atol=1e-5, rtol=1e-4)
-    pictures = toy.batches(8)[0][0]
+    batch = toy.batches(8)[0][0]
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(target), out)
-    torch.testing.assert_close(loaded(pictures), oracle.apply()(pictures), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(loaded.merge_and_unload()(pictures), oracle.apply()(pictures), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(loaded(batch), oracle.apply()(batch), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(loaded.merge_and_unload()(batch), oracle.apply()(batch), atol=1e-5, rtol=1e-4)
 
 
 def low_rank(vector: TaskVector, rank: int = 2) -> dict[str, Any]:
