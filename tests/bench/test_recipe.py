@@ -1,4 +1,4 @@
-"""Recipes: each one of ours runs in small on toy models, stops with all its problems at once, and can be resumed."""
+"""Recipes: each built-in one runs on toy models, all problems are reported at once, and a run can be resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tuneport.bench import cells, figures, run
 from tuneport.bench.recipe import FIGURES, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
 from tuneport.bench.run import Cells, cell_names, plan_lines, run_recipe, wanted_finetunes
 from tuneport.bench.schema import KINDS
-from tuneport.bench.tables import Comparing, Row, beside_paper, markdown, orders, plot
+from tuneport.bench.tables import Comparing, Row, compare_with_paper, markdown, orders, plot
 from tuneport.cli import app
 from tuneport.data.tasks import TASKS
 from tuneport.errors import CheckpointError, DataError, TuneportError
@@ -125,7 +125,7 @@ def cut(recipe: Recipe) -> Recipe:
 
 @pytest.mark.parametrize("name", RECIPES)
 class TestBuiltIn:
-    def test_both_variants_are_sound(self, name: str) -> None:
+    def test_both_variants_are_valid(self, name: str) -> None:
         full = read_recipe(name, on_disk=False)
         small = read_recipe(name, small=True, root="shared", on_disk=False)
         assert full.where
@@ -139,13 +139,13 @@ class TestBuiltIn:
             assert set(full.comparison.data) == {name for name, task in TASKS.items() if task.kind == "image"}
         assert all(part.source.startswith("shared/") for part in small.comparisons.values())
 
-    def test_nothing_belongs_to_one_machine(self, name: str) -> None:
+    def test_no_absolute_paths(self, name: str) -> None:
         text = RECIPES[name].read_text(encoding="utf-8")
         assert "\nroot" not in text
         assert '"/' not in text
         assert "~" not in text
 
-    def test_means_of_the_paper_are_those_of_its_cells(self, name: str) -> None:
+    def test_wrong_means_of_the_paper_are_known(self, name: str) -> None:
         wrong = {(row.method, row.budget) for row in read_recipe(name, on_disk=False).printed if row.wrong_mean}
         known = {
             "depth-and-width": {("target", 0)},
@@ -153,11 +153,11 @@ class TestBuiltIn:
         }
         assert wrong == known.get(name, set())
 
-    def test_the_small_variant_runs(self, name: str, root: Path, tmp_path: Path) -> None:
+    def test_small_variant_runs(self, name: str, root: Path, tmp_path: Path) -> None:
         recipe = cut(read_recipe(name, small=True, root=root))
-        told: list[str] = []
-        out = run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models", note=told.append)
-        assert told[0].startswith(recipe.title)
+        notes: list[str] = []
+        out = run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models", note=notes.append)
+        assert notes[0].startswith(recipe.title)
         assert sorted(item.name for item in tmp_path.iterdir()) in (["out"], ["models", "out"])
         text = (out / "table.md").read_text(encoding="utf-8")
         assert text.startswith(f"# {recipe.title}\n")
@@ -174,7 +174,7 @@ class TestBuiltIn:
         else:
             assert {row["task"] for row in record["rows"]} == set(recipe.comparison.data)
             assert {row["sampler"] for row in record["rows"] if row["budget"]} == set(recipe.comparison.samplers)
-            assert "## Beside the paper" in text
+            assert "## Comparison with the paper" in text
             assert len(record["paper"]["rows"]) == len(recipe.printed)
 
 
@@ -244,7 +244,7 @@ class TestReading:
             **changes,
         }
 
-    def test_paths_begin_at_the_root(self, root: Path) -> None:
+    def test_relative_paths_start_at_root(self, root: Path) -> None:
         part = make_recipe(self.content(), root=root).comparison
         assert part.source == str(root / "zoo" / "a")
         assert part.finetuned == {"mnist": str(root / "zoo" / "a-mnist")}
@@ -253,11 +253,11 @@ class TestReading:
         assert under_root("mnist:data/mnist", root, data=True) == f"mnist:{root / 'data' / 'mnist'}"
         assert under_root("x/y", None) == "x/y"
 
-    def test_typo_missing_checkpoint_and_too_few_samples_at_once(self, root: Path) -> None:
+    def test_typo_missing_model_and_too_few_samples_at_once(self, root: Path) -> None:
         wrong = self.content(sedes=[0], target="zoo/none", samples=[6, 9999], methods=["bicco"])
-        with pytest.raises(DataError) as told:
+        with pytest.raises(DataError) as raised:
             make_recipe(wrong, "here", root=root)
-        text = str(told.value)
+        text = str(raised.value)
         assert text.startswith("here: ")
         for words in (
             "unknown key 'sedes'. Did you mean 'seeds'?",
@@ -268,16 +268,16 @@ class TestReading:
             assert words in text
         assert "\n" not in text
 
-    def test_problems_of_the_small_variant_too(self, root: Path) -> None:
+    def test_problems_of_the_small_variant(self, root: Path) -> None:
         content = self.content(small={"sede": [0], "shots": 3, "finetune": {"step": 1}})
-        with pytest.raises(DataError) as told:
+        with pytest.raises(DataError) as raised:
             make_recipe(content, root=root)
         for words in (
             "[small] unknown key 'sede'. Did you mean 'seeds'?",
             "[small] 'shots' must be a list, got 3",
             "[small] finetune: unknown key 'step'. Did you mean 'steps'?",
         ):
-            assert words in str(told.value)
+            assert words in str(raised.value)
 
     @pytest.mark.parametrize(
         ("wrong", "words"),
@@ -286,22 +286,22 @@ class TestReading:
             ({"seeds": [0, -1]}, "item 2 of 'seeds' must be greater than or equal to 0, got -1"),
         ],
     )
-    def test_numbers_that_cannot_be(self, root: Path, wrong: dict[str, Any], words: str) -> None:
+    def test_numbers_out_of_range(self, root: Path, wrong: dict[str, Any], words: str) -> None:
         with pytest.raises(DataError, match=words):
             make_recipe(self.content(**wrong), root=root)
 
-    def test_options_beside_a_recipe_are_refused(self, tmp_path: Path) -> None:
+    def test_options_next_to_a_recipe_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "some.toml").write_text("")
         given = ["bench", str(tmp_path / "some.toml"), "--warm-start", "bico", "--seeds", "0"]
         done = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "out"), "--small"])
         assert isinstance(done.exception, TuneportError)
         assert str(done.exception).startswith("--seeds, --warm-start would be overruled by ")
 
-    def test_small_is_asked_for_but_not_there(self, root: Path) -> None:
+    def test_missing_small_variant(self, root: Path) -> None:
         with pytest.raises(DataError, match=r"there is no \[small\] variant"):
             make_recipe(self.content(), root=root, small=True)
 
-    def test_samplers_and_shots_that_the_data_cannot_serve(self, root: Path) -> None:
+    def test_unknown_sampler_and_too_few_samples_of_a_class(self, root: Path) -> None:
         content = self.content(samplers=["single_class", "rando"], samples=[200])
         with pytest.raises(DataError, match=r"unknown sampler 'rando'.*; mnist: asked for 200 samples of one class"):
             make_recipe(content, root=root)
@@ -314,16 +314,16 @@ class TestReading:
         assert [Path(part.target).name for part in recipe.comparisons.values()] == ["a2", "b"]
 
     @pytest.mark.parametrize("name", ["/x", "B/16 to L/14", "..", "", "a\\b", "a\x1b[2J", "a\n", "x" * 101])
-    def test_names_that_cannot_be_those_of_folders(self, root: Path, name: str) -> None:
+    def test_pair_names_must_be_folder_names(self, root: Path, name: str) -> None:
         pairs = [{"name": "x"}, {"name": name, "target": "zoo/b"}]
         words = f"pair 2: {name!r} cannot name a folder: use up to 100 printable characters"
         for content in (self.content(pairs=pairs, sedes=[0]), self.content(small={"pairs": pairs}, sedes=[0])):
-            with pytest.raises(DataError) as told:
+            with pytest.raises(DataError) as raised:
                 make_recipe(content, root=root)
-            assert words in str(told.value)
-            assert "unknown key 'sedes'" in str(told.value)
+            assert words in str(raised.value)
+            assert "unknown key 'sedes'" in str(raised.value)
 
-    def test_tasks_whose_models_are_made_name_folders_too(self, root: Path) -> None:
+    def test_task_names_must_be_folder_names_if_models_are_made(self, root: Path) -> None:
         content = self.content(tasks=["../mnist"], finetuned="made/{task}", data={"../mnist": "data/images/mnist.npz"})
         with pytest.raises(DataError, match=r"task '\.\./mnist' cannot name a folder"):
             make_recipe(content | {"finetune": {"steps": 1}}, root=root)
@@ -331,23 +331,23 @@ class TestReading:
         assert list(part.data) == ["../mnist"]
 
     @pytest.mark.parametrize("names", [("x", "x"), ("2", None)])
-    def test_pairs_of_one_name(self, root: Path, names: tuple[str, str | None]) -> None:
+    def test_duplicate_pair_names(self, root: Path, names: tuple[str, str | None]) -> None:
         pairs = [{"name": name, "target": "zoo/b"} if name else {"target": "zoo/a2"} for name in names]
         with pytest.raises(DataError, match=f"pair 2: another pair has the name '{names[0]}'"):
             make_recipe(self.content(pairs=pairs), root=root)
 
-    def test_keys_that_a_kind_needs(self, root: Path) -> None:
+    def test_missing_keys_by_kind(self, root: Path) -> None:
         with pytest.raises(DataError, match="'target' is missing"):
             make_recipe({"kind": "similarity", "source": "zoo/a", "data": {"mnist": "x.npz"}, "samples": [4]})
         with pytest.raises(DataError, match=r"unknown kind 'drft'\. Did you mean 'drift'\?"):
             make_recipe(self.content(kind="drft"), root=root)
 
     @pytest.mark.parametrize("row", [["bico", 10], ["bico", "10", 1.0], ["bico", 10, 1.0, 2.0, 3.0], "bico"])
-    def test_rows_of_the_paper_that_do_not_fit(self, root: Path, row: Any) -> None:
+    def test_malformed_rows_of_the_paper(self, root: Path, row: Any) -> None:
         with pytest.raises(DataError, match=r"printed: a row is \[method, budget, 1 values and their mean\]"):
             make_recipe(self.content(printed={"rows": [row]}), root=root)
 
-    def test_a_missing_fine_tune_is_made_where_a_schedule_is_given(self, root: Path, tmp_path: Path) -> None:
+    def test_missing_finetune_is_planned_with_a_schedule(self, root: Path, tmp_path: Path) -> None:
         content = self.content(finetuned="made/{task}", finetune={"steps": 1})
         recipe = make_recipe(content, root=root)
         lines = list(plan_lines(recipe, tmp_path))
@@ -356,7 +356,7 @@ class TestReading:
             make_recipe(self.content(finetuned="made/{task}"), root=root)
 
     @pytest.mark.usefixtures("no_forward")
-    def test_a_pair_that_a_method_cannot_serve_stops_before_work(self, root: Path, tmp_path: Path) -> None:
+    def test_unsuitable_pair_is_refused_before_work(self, root: Path, tmp_path: Path) -> None:
         content = self.content(target="zoo/b", methods=["transfusion", "gradfix"])
         with pytest.raises(DataError, match=r"mnist: .*one architecture"):
             run_recipe(make_recipe(content, root=root), tmp_path / "out")
@@ -368,9 +368,7 @@ class TestRunning:
         settings = {"tasks": ["mnist", "fashion"], "seeds": [0, 1], **changes}
         return make_recipe(TestReading().content(**settings), root=root)
 
-    def test_a_killed_run_goes_on_where_it_was(
-        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_killed_run_resumes(self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         recipe = self.recipe(root, scales=["1"])
         whole = run_recipe(recipe, tmp_path / "whole")
         plain, calls = run.run_cell, []
@@ -396,9 +394,9 @@ class TestRunning:
             ):
                 file.write(json.dumps({"cell": "1/fashion/random/9", **rest}) + "\n")  # no cells: not counted
             file.write('{"cell": "1/fash')  # cut off while writing
-        told: list[str] = []
-        out = run_recipe(recipe, tmp_path / "out", resume=True, note=told.append)
-        assert "2 finished cells are taken over" in told
+        notes: list[str] = []
+        out = run_recipe(recipe, tmp_path / "out", resume=True, note=notes.append)
+        assert "2 finished cells are taken over" in notes
         assert len(calls) == 3 + 2
         rows = [json.loads((folder / "results.json").read_text())["rows"] for folder in (whole, out)]
         assert rows[0] == rows[1]
@@ -410,7 +408,7 @@ class TestRunning:
             run_recipe(self.recipe(root), tmp_path / "out", resume=True)
         run_recipe(self.recipe(root, seeds=[0], scales=["1"], methods=["naive"]), tmp_path / "out")
 
-    def test_a_cut_line_does_not_swallow_the_next_cell(self, tmp_path: Path) -> None:
+    def test_incomplete_line_does_not_affect_the_next_cell(self, tmp_path: Path) -> None:
         cells = Cells(tmp_path / "out", "conditions")
         assert cells.load() == {}
         cells.add("one", {"rows": [{"a": 1}], **SPENT})
@@ -437,7 +435,7 @@ class TestRunning:
         ):
             cells.load()
 
-    def test_cells_are_not_kept_through_a_link(self, root: Path, tmp_path: Path) -> None:
+    def test_cells_file_must_not_be_a_link(self, root: Path, tmp_path: Path) -> None:
         mine = tmp_path / "mine.txt"
         mine.write_text("mine")
         cells = Cells(tmp_path / "out", "conditions")
@@ -513,9 +511,7 @@ class TestRunning:
         methods = {row["method"] for row in json.loads((out / "results.json").read_text())["rows"]}
         assert "fine-tuned target" in methods
 
-    def test_a_path_that_reads_like_a_name_is_made_too(
-        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_path_like_a_hub_id_is_made(self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("tuneport.io.hub._fetch", lambda *_: pytest.fail("fetched"))
         places = {"source": "zoo/a", "target": "zoo/a2", "data": "data/images/{task}.npz"}
@@ -537,7 +533,7 @@ class TestRunning:
         places = [[place for _, place, _ in wanted_finetunes("comparison", one, tmp_path)] for one in (part, longer)]
         assert len({*places[0], *places[1]}) == 4
 
-    def test_a_fine_tuning_that_diverges_leaves_nothing(self, root: Path, tmp_path: Path) -> None:
+    def test_diverging_finetune_leaves_no_files(self, root: Path, tmp_path: Path) -> None:
         recipe = self.recipe(root, finetuned="made/{task}", finetune={"steps": 3, "learning_rate": 1e30})
         with pytest.raises(TuneportError, match="has diverged: the loss is NaN or infinite at step 2 of 3"):
             run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models")
@@ -554,7 +550,7 @@ class TestRunning:
         with pytest.raises(CheckpointError, match=r"no wider/results\.json in it"):
             run_recipe(recipe, out, overwrite=True)
 
-    def test_samplers_that_look_at_features_draw_as_a_transfer_does(
+    def test_feature_samplers_draw_like_a_transfer(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from tuneport.pipeline import statistics as measuring
@@ -593,7 +589,7 @@ class TestRunning:
         assert len(cell_names("comparison", part)) == len(set(cell_names("comparison", part))) == 8
 
     @pytest.mark.usefixtures("no_forward")
-    def test_an_output_that_holds_an_input_is_refused(self, root: Path, tmp_path: Path) -> None:
+    def test_output_that_contains_an_input_is_refused(self, root: Path, tmp_path: Path) -> None:
         for name in ("source", "target", "finetuned", "reference", "data", "head"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "mine.txt").write_text("mine")
@@ -642,7 +638,7 @@ class TestRunning:
 
 
 class TestFigures:
-    def test_a_model_ported_to_itself_is_like_its_own_fine_tune(self, root: Path) -> None:
+    def test_model_ported_to_itself_is_similar_to_its_finetune(self, root: Path) -> None:
         settings = {"target": "zoo/a", "reference": "zoo/a-{task}", "methods": ["naive", "bico"], "samples": [24]}
         content = TestReading().content(kind="output-similarity", **settings)
         part = make_recipe(content, root=root).comparison
@@ -675,31 +671,31 @@ class TestPaper:
         return Recipe({"1": comparison}, "A title", "Table 9", printed=rows, small=small)
 
     def test_differences_by_hand(self) -> None:
-        table = beside_paper(self.result(bico=66.0, theseus=70.0), self.printed())
+        table = compare_with_paper(self.result(bico=66.0, theseus=70.0), self.printed())
         bico = next(row for row in table if row["method"] == "bico")
-        assert (bico["ours"], bico["paper"], bico["gain"], bico["paper_gain"]) == (66.0, 70.0, 16.0, 20.0)
+        assert (bico["measured"], bico["paper"], bico["gain"], bico["paper_gain"]) == (66.0, 70.0, 16.0, 20.0)
         assert bico["difference"] == -4.0
-        assert bico["tasks"] == {"x": {"ours": 66.0, "paper": 60.0}}
+        assert bico["tasks"] == {"x": {"measured": 66.0, "paper": 60.0}}
         gradfix = next(row for row in table if row["method"] == "gradfix")
-        assert (gradfix["ours"], gradfix["difference"], gradfix["paper_gain"]) == (None, None, 1.0)
+        assert (gradfix["measured"], gradfix["difference"], gradfix["paper_gain"]) == (None, None, 1.0)
 
-    def test_errors_and_orders_are_told(self) -> None:
+    def test_errors_and_orders_are_reported(self) -> None:
         text = markdown(self.result(bico=66.0, theseus=70.0), self.printed())
-        assert "target, –: the paper prints a mean of 47.00; its own cells give 50.00, which stands here" in text
+        assert "target, –: the paper prints a mean of 47.00; its own cells give 50.00, which is used here" in text
         assert "theseus, 10: x: copied" in text
-        assert "At 10: another order. Ours: theseus > bico. The paper: bico > theseus." in text
+        assert "At 10: another order. Measured: theseus > bico. The paper: bico > theseus." in text
         assert "66.0 (60.0, +6.0)" in text
         assert orders(self.result(bico=71.0, theseus=70.0), self.printed())[0]["same"]
 
-    def test_bases_under_a_probe_are_not_ranked(self) -> None:
+    def test_base_models_are_not_ranked(self) -> None:
         rows = tuple(Row("x", method, "1", 10, 0, found) for method, found in (("bico", 71.0), ("theseus", 70.0)))
         bases = tuple(Row("x", method, "-", 10, 0, found) for method, found in (("source", 80.0), ("target", 50.0)))
         result = replace(self.result(), rows=(*rows, *bases))
         more = (*self.printed().printed, Printed("source", 10, {}, 45.0), Printed("target", 10, {}, 48.0))
         found = orders(result, replace(self.printed(), printed=more))
-        assert found == [{"budget": 10, "ours": ["bico", "theseus"], "paper": ["bico", "theseus"], "same": True}]
+        assert found == [{"budget": 10, "measured": ["bico", "theseus"], "paper": ["bico", "theseus"], "same": True}]
 
-    def test_a_mean_over_some_tasks_is_not_drawn_beside_means_over_all(self) -> None:
+    def test_means_over_some_tasks_are_not_drawn(self) -> None:
         comparison = replace(self.result().comparison, data={"x": "d", "y": "e"})
         rows = [Row(task, method, "-", 0, 0, 60.0) for task in "xy" for method in ("target", "fine-tuned source")]
         rows += [Row(task, "bico", "1", 10, seed, 70.0 + seed) for task in "xy" for seed in (0, 2)]

@@ -1,4 +1,4 @@
-"""Comparisons: equal terms, one capture for all, the same numbers twice, and what is written can be read."""
+"""Comparisons: equal terms, one capture for all methods, reproducible numbers, and readable output files."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ class TestEqualTerms:
                 assert torch.equal(found.weight_gradients[name].votes, gradient.votes)
                 close(found.weight_gradients[name].total, gradient.total)
 
-    def test_a_rehearsing_method_does_not_depend_on_the_other_budgets(self, settings: dict[str, Any]) -> None:
+    def test_method_with_views_does_not_depend_on_other_budgets(self, settings: dict[str, Any]) -> None:
         alone = {"methods": ["bico+"], "warm_start": "", "seeds": [5], "steps": [], "scales": ["1", "auto"]}
         found = [run_comparison(comparison_of(settings | alone | {"shots": shots})).rows for shots in ([8], [2, 4, 8])]
-        ours, theirs = ([row for row in rows if row.method == "bico+" and row.budget == 8] for rows in found)
-        assert len(ours) == 2
-        assert ours == theirs
+        alone_rows, among_rows = ([row for row in rows if row.method == "bico+" and row.budget == 8] for rows in found)
+        assert len(alone_rows) == 2
+        assert alone_rows == among_rows
 
     def test_both_rules_choose_a_scale(self, settings: dict[str, Any]) -> None:
         few = {
@@ -158,7 +158,7 @@ class TestEqualTerms:
         for method in ("naive", "transfusion"):  # the same model at every budget and seed
             assert len({row.accuracy for row in found.rows if row.method == method}) == 1
 
-    def test_what_was_solved_for_a_budget_goes_with_it(
+    def test_transfers_are_freed_after_each_budget(
         self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         made: dict[str, list[Any]] = {"bico": [], "theseus": [], "naive": []}
@@ -185,7 +185,7 @@ class TestEqualTerms:
         assert [len(found) for found in made.values()] == [6, 6, 1]  # the halves and the whole of each budget
         assert max(alive) == 1  # that of the method that reads no data
 
-    def test_the_same_rows_twice(self, settings: dict[str, Any], result: Comparing) -> None:
+    def test_rows_are_reproducible(self, settings: dict[str, Any], result: Comparing) -> None:
         alone = run_comparison(comparison_of(settings | {"seeds": [1]}))
         assert alone.rows == tuple(row for row in result.rows if row.seed == 1)
 
@@ -228,7 +228,7 @@ class TestEqualTerms:
         )
         assert row.accuracy == pytest.approx(wanted)
 
-    def test_every_row_is_there(self, settings: dict[str, Any], result: Comparing) -> None:
+    def test_rows_are_complete(self, settings: dict[str, Any], result: Comparing) -> None:
         found = [(row.method, row.scale_rule, row.budget, row.seed) for row in result.rows]
         wanted = {("target", "-", 0, seed) for seed in (0, 1)}
         for budget in SHOTS:
@@ -240,12 +240,12 @@ class TestEqualTerms:
         assert set(found) == wanted
         assert all(0 <= row.accuracy <= 100 for row in result.rows)
 
-    def test_a_fine_tuned_target_is_the_last_word(self, settings: dict[str, Any]) -> None:
+    def test_finetuned_target_has_a_row(self, settings: dict[str, Any]) -> None:
         more = {"reference": {"animals": settings["target"]}, "steps": [], "methods": ["naive"], "warm_start": "naive"}
         rows = run_comparison(comparison_of(settings | more)).rows
         assert {row.accuracy for row in rows if row.method == "fine-tuned target"} == {rows[0].accuracy}
 
-    def test_models_come_back_as_they_were(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_models_are_unchanged(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         opened = []
         plain = bench.open_model
 
@@ -302,18 +302,18 @@ class TestRecipes:
             read_recipe(tmp_path / "recipe.toml")
 
     def test_missing_and_unknown_keys_at_once(self) -> None:
-        with pytest.raises(DataError) as told:
+        with pytest.raises(DataError) as raised:
             comparison_of({"sauce": "x", "target": "y", "methds": []})
         for words in ("'sauce'", "'methds'", "'source' is missing", "'finetuned' is missing", "'data' is missing"):
-            assert words in str(told.value)
+            assert words in str(raised.value)
 
     def test_wrong_types_at_once(self, settings: dict[str, Any]) -> None:
-        with pytest.raises(DataError) as told:
+        with pytest.raises(DataError) as raised:
             comparison_of(settings | {"shots": 3, "seeds": ["0"], "data": ["x"], "device": 1, "methods": "bico"})
         for key in ("shots", "seeds", "data", "device", "methods"):
-            assert f"'{key}' must be" in str(told.value)
+            assert f"'{key}' must be" in str(raised.value)
 
-    def test_everything_that_is_wrong_at_once(self, settings: dict[str, Any]) -> None:
+    def test_all_problems_at_once(self, settings: dict[str, Any]) -> None:
         wrong = {
             "source": "no/such/source",
             "methods": ["bico", "bicco"],
@@ -323,9 +323,9 @@ class TestRecipes:
             "scales": ["1", "full"],
             "finetuned": {"cars": "no/such/cars"},
         }
-        with pytest.raises(DataError) as told:
+        with pytest.raises(DataError) as raised:
             comparison_of(settings | wrong, "here")
-        text = str(told.value)
+        text = str(raised.value)
         assert text.startswith("here: ")
         for words in (
             "no/such/source does not exist",
@@ -348,7 +348,7 @@ class TestRecipes:
         ("content", "words"),
         [(b"source = [", "is not valid TOML"), (b"\xff\xfe", "is not valid TOML"), (b"#" * 1_000_001, "larger than")],
     )
-    def test_files_that_are_no_recipes(self, tmp_path: Path, content: bytes, words: str) -> None:
+    def test_files_other_than_recipes(self, tmp_path: Path, content: bytes, words: str) -> None:
         (tmp_path / "recipe.toml").write_bytes(content)
         with pytest.raises(DataError, match=words):
             read_recipe(tmp_path / "recipe.toml")
@@ -385,7 +385,7 @@ class TestWriting:
         drawn = [name for part in plot.iter() if (name := part.get("id", "")).startswith("line ")]
         assert len(set(drawn)) == len(drawn) == len({(row.method, row.scale_rule) for row in result.rows})
 
-    def test_the_table_by_hand(self) -> None:
+    def test_table_of_known_rows(self) -> None:
         accuracies = {("a", 0): 10.0, ("a", 1): 20.0, ("b", 0): 30.0, ("b", 1): 60.0}
         rows = [Row(task, "target", "-", 0, seed, 20.0) for task, seed in accuracies]
         rows += [Row(task, "bico", "1", 5, seed, found) for (task, seed), found in accuracies.items()]
@@ -397,7 +397,7 @@ class TestWriting:
         assert lines[1] == ["bico", "1", "5", "15.0", "45.0", "30.0", "14.1", "+10.0"]  # task means 20 and 40
         assert lines[2] == ["naive", "1", "5", "50.0", "–", "–", "–", "–"]
 
-    def test_what_auto_did_by_hand(self) -> None:
+    def test_auto_scale_summary(self) -> None:
         rows = [Row("a", "target", "-", 0, 0, 50.0)]
         for budget, (found, scale) in enumerate([(50.0, 0.0), (60.0, 1.0), (45.0, 2.0)], 1):
             rows.append(Row("a", "bico", "auto", budget, 0, found, scale, 0.5, 0.5 if budget < 3 else 0.4))
@@ -427,7 +427,7 @@ class TestWriting:
             },
         ]
 
-    def test_nothing_is_overwritten_unasked(self, result: Comparing, tmp_path: Path) -> None:
+    def test_existing_folder_needs_overwrite(self, result: Comparing, tmp_path: Path) -> None:
         save(result, tmp_path / "out")
         with pytest.raises(Exception, match="exists"):
             save(result, tmp_path / "out")
@@ -459,7 +459,7 @@ class TestMerging:
         assert table_rows(whole)[1] == [["target", "-", "–", "10.0", "30.0", "20.0", "–", "+0.0"]]
         assert whole.about == {"seconds": 5.0, "runs": 2}
 
-    def test_what_cannot_be_merged(self, result: Comparing) -> None:
+    def test_unsuitable_runs_are_not_merged(self, result: Comparing) -> None:
         other = replace(result, comparison=replace(result.comparison, shots=(2,), learning_rate=1.0))
         with pytest.raises(DataError, match="different shots, learning_rate cannot be merged"):
             merge([result, other])
@@ -475,7 +475,7 @@ class TestMerging:
             merge([Comparing(comparison, (), {}) for comparison in comparisons])
 
     @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"comparison": {"x": 1}, "rows": [], "about": {}}'])
-    def test_files_that_are_no_comparisons(self, tmp_path: Path, content: str | None) -> None:
+    def test_files_other_than_saved_comparisons(self, tmp_path: Path, content: str | None) -> None:
         if content is not None:
             (tmp_path / "results.json").write_text(content)
         with pytest.raises(DataError, match=r"results\.json is not a saved comparison"):

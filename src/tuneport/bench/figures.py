@@ -1,7 +1,7 @@
-"""The paper's figures: similarity before and after alignment, outputs beside the fine-tuned target, drift, cost.
+"""The paper's figures: similarity before and after alignment, outputs against the fine-tuned target, drift, cost.
 
 A cell gives points (plot, series, x, value) of one task and seed; a figure shows their means over tasks and seeds.
-All numbers come from diagnostics; this room only runs them and draws.
+The numbers come from `measure.likeness` and `runtime.cost`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _drift(comparison: Comparison, models: Sequence[Model], task: str, sampler: 
 
 
 def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int) -> Iterator[Point]:
-    """What a transfer and fine-tuning cost: FLOP by the paper's rule and as counted, and seconds on this machine."""
+    """Cost of a transfer and of fine-tuning: FLOP by the paper's rule and as counted, and seconds on this machine."""
     source, target = models
     job = prepare(
         source,

@@ -2,7 +2,7 @@
 
 A comparison measures each (task, sampler, seed) once: one capture serves every method, and every method gets the
 same samples, the same scale rule and the same test split. Nothing is chosen by looking at test data. Everything is
-checked before any work, and finished cells are kept beside the output until the run is complete.
+checked before any work, and finished cells are kept in a hidden file next to the output until the run is complete.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PASSES = ("captures", "forward", "backward")
 
 @dataclass(frozen=True)
 class Cells:
-    """The finished cells of a run that is not complete, in a hidden file beside its output: one JSON line each.
+    """The finished cells of a run that is not complete, in a hidden file next to its output: one JSON line each.
 
     The first line has the fingerprint of the recipe; nothing is used that was measured under other settings.
     """
@@ -59,7 +59,7 @@ class Cells:
         return self.out.parent / f".{self.out.name}.tuneport-cells"
 
     def load(self) -> dict[str, dict[str, Any]]:
-        """Finished cells by name; a line that was cut off by a kill, or is no cell, is left out."""
+        """Finished cells by name; a line that is incomplete or not a cell is left out."""
         found: dict[str, dict[str, Any]] = {}
         for number, line in enumerate(self._whole_lines().splitlines()):
             try:
@@ -72,12 +72,12 @@ class Cells:
                         "the same recipe again, or start over without `resume=True`."
                     )
             except (ValueError, KeyError, TypeError) as error:
-                if not number:  # whatever follows may be of other settings
+                if not number:  # the following cells may be of other settings
                     raise CheckpointError(f"{self.path} is damaged. Start over without `resume=True`.") from error
         return found
 
     def add(self, name: str, content: Mapping[str, Any]) -> None:
-        """Keep a finished cell in place of a line that was cut off; it is on disk when this returns."""
+        """Append a finished cell, replacing an incomplete last line; it is on disk when this returns."""
         whole = self._whole_lines()
         fresh = [] if whole else [{"fingerprint": self.conditions}]
         with self.path.open("ab") as file:
@@ -87,7 +87,7 @@ class Cells:
             os.fsync(file.fileno())
 
     def _whole_lines(self) -> bytes:
-        """The file as far as its lines are complete."""
+        """The content up to the last complete line."""
         if self.path.is_symlink():
             raise CheckpointError(f"{self.path} is a link and is not written to. Remove it.")
         content = self.path.read_bytes() if self.path.is_file() else b""
@@ -98,7 +98,7 @@ class Cells:
 
 
 def _sound(cell: dict[str, Any]) -> dict[str, Any]:
-    """A finished cell as it was kept; a ValueError or such where something is missing or not what it was."""
+    """A checked cell; raises ValueError, KeyError or TypeError if it is malformed."""
     rows, passes, seconds = cell["rows"], {name: int(cell["passes"][name]) for name in PASSES}, float(cell["seconds"])
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
         raise ValueError("rows")
@@ -121,7 +121,7 @@ def run_recipe(
     """Run a recipe and write its tables or figure to `out`; fine-tuned models that it makes go to `cache`.
 
     Everything is checked before any work. With `resume`, cells that an unfinished run has finished are not
-    run again. The cache is a folder beside the output unless given, and is then left alone at the end. An output
+    run again. The default cache is a folder next to the output, which is removed at the end. An output
     that holds what the recipe reads is refused, also with `overwrite`.
     """
     require("matplotlib")  # which draws the charts at the end
@@ -146,7 +146,7 @@ def run_recipe(
             cells.remove()
         done = cells.load()
         if resume:
-            say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting anew")
+            say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting over")
         made = make_finetunes(recipe, kept, stage=stage)
         results = {name: run_pair(made, name, cells, done, stage) for name in made.comparisons}
         with new_folder(out, overwrite=overwrite, marks=marks) as folder:
@@ -158,7 +158,7 @@ def run_recipe(
 
 
 def _inputs(recipe: Recipe) -> Iterator[Path]:
-    """Where the models, the data and the heads of a recipe lie; most heads are names and lie in a model's folder."""
+    """Paths of the models, data and head files of a recipe; a head given by name is in a model's folder."""
     for part in recipe.comparisons.values():
         tables = (part.finetuned, part.reference, part.data)
         given = (part.source, part.target, *(path for table in tables for path in table.values()))
@@ -186,7 +186,7 @@ def _write(recipe: Recipe, results: Mapping[str, Comparing | list[dict[str, Any]
 
 
 def plan_lines(recipe: Recipe, cache: Path) -> Iterator[str]:
-    """What a recipe will do, in a few lines."""
+    """The plan of a recipe, in a few lines."""
     size = ", small variant" if recipe.small else ", as in the paper" if recipe.where else ""
     yield f"{recipe.title}{f' ({recipe.where})' if recipe.where else ''}: {recipe.kind}{size}"
     for name, part in recipe.comparisons.items():
@@ -258,7 +258,7 @@ def _machine(device: torch.device) -> str:
 
 
 def check_models(recipe: Recipe) -> None:
-    """Open what is there and pair the layers, so that a pair that cannot be served is told before any work."""
+    """Open the existing models and pair their layers, so that an unsuitable pair is refused before any work."""
     problems: list[str] = []
     for part in recipe.comparisons.values():
         if recipe.kind in FIGURES:
@@ -288,7 +288,7 @@ def check_models(recipe: Recipe) -> None:
 def wanted_finetunes(
     kind: str, comparison: Comparison, cache: Path
 ) -> Iterator[tuple[str, Path, tuple[str, str, str]]]:
-    """Fine-tuned models that are not where the recipe says: that place, where it will be made, and how."""
+    """Missing fine-tuned models: the path in the recipe, the path in the cache, and (role, base, task)."""
     if comparison.finetune is None:
         return
     roles = [("finetuned", comparison.source, comparison.finetuned)]
@@ -310,7 +310,7 @@ def wanted_finetunes(
 
 
 def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stage: Stage | None = None) -> Recipe:
-    """Fine-tune what is wanted and not in the cache yet (or `only` one of it); the recipe with the places of all."""
+    """Fine-tune the missing models (or `only` one of them) into the cache; returns the recipe with their paths."""
     parts = {}
     for name, part in recipe.comparisons.items():
         places: dict[str, dict[str, str]] = {"finetuned": dict(part.finetuned), "reference": dict(part.reference)}

@@ -1,7 +1,7 @@
-"""Tables and plots of a comparison, with the paper's numbers beside ours; what is written can be read again.
+"""Tables and plots of a comparison, next to the paper's numbers.
 
-Cells are means over seeds. The paper's means are recomputed from its own cells; where a printed one differs, that
-is said. Between different models and tasks only gains and the order of methods can be compared, and that is said too.
+Cells are means over seeds. The paper's means are recomputed from its own cells; if a printed one differs, the
+table says so. Between different models and tasks only gains and the order of methods can be compared; it says so too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = "results.json"  # every single number of a comparison
 
 @dataclass(frozen=True)
 class Row:
-    """One measured accuracy. `scale` is the strength used; `budget` is N, or K shots per class.
+    """One measured accuracy. `scale` is the scale used; `budget` is N, or K shots per class.
 
     A `stated` accuracy was measured elsewhere and comes from the recipe.
     """
@@ -99,7 +99,7 @@ def lines_of(result: Comparing) -> list[Line]:
 
 
 def base_of(lines: Sequence[Line], budget: int) -> float | None:
-    """The mean of the target as it is: at this budget, where it depends on it."""
+    """The mean of the unchanged target, at this budget if it depends on the budget."""
     found = [line for line in lines if line.method == "target" and line.budget in (0, budget)]
     return found[-1].mean if found else None
 
@@ -131,16 +131,16 @@ def _label(result: Comparing, line: Line) -> str:
     return f"{line.method}, {line.sampler}" if several else line.method
 
 
-def beside_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
-    """Our means and gains at scale 1 beside the paper's, with the difference; by task where models are the same.
+def compare_with_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
+    """Means and gains at scale 1, the paper's, and the difference; by task if the models are the same.
 
     The paper's means are those of its own cells. A method that reads no data has one number at every budget.
     """
     lines = [line for line in lines_of(result) if line.rule in ("-", "1")]
-    theirs = {(row.method, row.budget): row for row in recipe.printed}
+    printed = {(row.method, row.budget): row for row in recipe.printed}
     table = []
     for row in recipe.printed:
-        base = theirs.get(("target", row.budget)) or theirs.get(("target", 0))
+        base = printed.get(("target", row.budget)) or printed.get(("target", 0))
         found = [
             line
             for line in lines
@@ -149,21 +149,21 @@ def beside_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
         line = found[0] if found else None
         own = base_of(lines, row.budget)
         gain = None if line is None or line.mean is None or own is None else line.mean - own
-        their_gain = None if base is None else row.true_mean - base.true_mean
+        paper_gain = None if base is None else row.true_mean - base.true_mean
         known = {} if line is None or recipe.small else line.by_task
         shared = {task: known[task] for task in row.values if task in known}
         table.append(
             {
                 "method": row.method,
                 "budget": row.budget,
-                "ours": None if line is None else line.mean,
+                "measured": None if line is None else line.mean,
                 "paper": row.true_mean,
                 "gain": gain,
-                "paper_gain": their_gain,
-                "difference": None if gain is None or their_gain is None else gain - their_gain,
+                "paper_gain": paper_gain,
+                "difference": None if gain is None or paper_gain is None else gain - paper_gain,
                 "deviation": None if line is None else line.deviation,
                 "paper_deviation": row.deviations.get("mean"),
-                "tasks": {task: {"ours": value, "paper": row.values[task]} for task, value in shared.items()},
+                "tasks": {task: {"measured": value, "paper": row.values[task]} for task, value in shared.items()},
                 "marks": list(_marks(row)),
             }
         )
@@ -172,26 +172,28 @@ def beside_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
 
 def _marks(row: Printed) -> Iterator[str]:
     if row.wrong_mean:
-        yield f"the paper prints a mean of {row.mean:.2f}; its own cells give {row.true_mean:.2f}, which stands here"
+        yield f"the paper prints a mean of {row.mean:.2f}; its own cells give {row.true_mean:.2f}, which is used here"
     yield from (f"{column}: {words}" for column, words in row.marks.items())
 
 
 def orders(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
-    """The methods from best to worst at each budget, ours and the paper's, at scale 1; bare bases are no methods."""
-    table = [row for row in beside_paper(result, recipe) if row["ours"] is not None and row["budget"]]
+    """The methods from best to worst at each budget, measured and in the paper, at scale 1; without the base models."""
+    table = [row for row in compare_with_paper(result, recipe) if row["measured"] is not None and row["budget"]]
     table = [row for row in table if row["method"] not in ("source", "target")]
     found = []
     for budget in dict.fromkeys(row["budget"] for row in table):
         rows = [row for row in table if row["budget"] == budget]
         if len(rows) < 2:
             continue
-        order = {key: [row["method"] for row in sorted(rows, key=lambda row: -row[key])] for key in ("ours", "paper")}
-        found.append({"budget": budget, **order, "same": order["ours"] == order["paper"]})
+        order = {
+            key: [row["method"] for row in sorted(rows, key=lambda row: -row[key])] for key in ("measured", "paper")
+        }
+        found.append({"budget": budget, **order, "same": order["measured"] == order["paper"]})
     return found
 
 
 def markdown(result: Comparing, recipe: Recipe | None = None) -> str:
-    """The comparison as Markdown: the table, the paper beside it, what auto did, and how it was made."""
+    """The comparison as Markdown: the table, the paper's numbers, the results of auto, and how it was made."""
     columns, lines = table_rows(result)
     text = [] if recipe is None or not recipe.where else [f"# {recipe.title}", "", *_opening(recipe), ""]
     text += grid(columns, lines)
@@ -221,22 +223,22 @@ def grid(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _paper_part(result: Comparing, recipe: Recipe) -> list[str]:
-    table = beside_paper(result, recipe)
-    text = ["", "## Beside the paper", ""]
+    table = compare_with_paper(result, recipe)
+    text = ["", "## Comparison with the paper", ""]
     if recipe.small:
         text += ["Other models and other tasks: gains and the order of methods can be compared, accuracies cannot.", ""]
     columns, rows = paper_rows(table)
     text += grid(columns, rows)
     for found in orders(result, recipe):
         words = "the same order" if found["same"] else "another order"
-        ours, paper = (" > ".join(found[key]) for key in ("ours", "paper"))
-        text += ["", f"At {found['budget']}: {words}. Ours: {ours}. The paper: {paper}."]
+        measured, paper = (" > ".join(found[key]) for key in ("measured", "paper"))
+        text += ["", f"At {found['budget']}: {words}. Measured: {measured}. The paper: {paper}."]
     marks = [f"- {row['method']}, {row['budget'] or '–'}: {mark}" for row in table for mark in row["marks"]]
     return [*text, *(["", "Errors in the paper's table:", "", *marks] if marks else [])]
 
 
 def paper_rows(table: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of text of `beside_paper`; an asterisk marks what is wrong in the paper."""
+    """Columns and rows of text of `compare_with_paper`; an asterisk marks errors of the paper."""
     tasks = list(dict.fromkeys(task for row in table for task in row["tasks"]))
     spread = any(row["paper_deviation"] is not None for row in table)
     columns = ["method", "budget", *tasks, "mean", "paper", "gain", "paper's gain", "difference"]
@@ -244,13 +246,13 @@ def paper_rows(table: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
     rows = []
     for row in table:
         cells = [
-            f"{pair['ours']:.1f} ({pair['paper']:.1f}, {pair['ours'] - pair['paper']:+.1f})"
+            f"{pair['measured']:.1f} ({pair['paper']:.1f}, {pair['measured'] - pair['paper']:+.1f})"
             if (pair := row["tasks"].get(task))
             else "–"
             for task in tasks
         ]
         star = "*" if row["marks"] else ""
-        numbers = [number_text(row["ours"], ".1f"), number_text(row["paper"], ".1f") + star]
+        numbers = [number_text(row["measured"], ".1f"), number_text(row["paper"], ".1f") + star]
         numbers += [number_text(row[key], "+.1f") for key in ("gain", "paper_gain", "difference")]
         numbers += [number_text(row[key], ".1f") for key in ("deviation", "paper_deviation")] if spread else []
         rows.append([row["method"], str(row["budget"] or "–"), *cells, *numbers])
@@ -264,10 +266,10 @@ def write_tables(result: Comparing, folder: Path, recipe: Recipe | None = None) 
     record: dict[str, Any] = {"comparison": asdict(result.comparison), "about": result.about, "rows": rows}
     record["auto"] = auto_scale_summary(result)
     if recipe is not None and recipe.printed:
-        beside = beside_paper(result, recipe)
-        record["paper"] = {"where": recipe.where, "small": recipe.small, "rows": beside}
+        table = compare_with_paper(result, recipe)
+        record["paper"] = {"where": recipe.where, "small": recipe.small, "rows": table}
         record["paper"]["orders"] = orders(result, recipe)
-        write_csv(folder / "paper.csv", *paper_rows(beside))
+        write_csv(folder / "paper.csv", *paper_rows(table))
     (folder / RESULTS).write_text(to_json(record) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(markdown(result, recipe), encoding="utf-8")
     (folder / "plot.svg").write_text(plot(result, recipe), encoding="utf-8")
@@ -332,7 +334,7 @@ def _plot_title(result: Comparing, recipe: Recipe | None) -> str:
 
 
 def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
-    """How a chosen scale did on test data against none, per method and rule: helped, hurt, zero; and the hold-out."""
+    """Test accuracy at a chosen scale against scale 0, by method and rule; and the hold-out."""
     base = {(row.task, row.seed, row.budget): row.accuracy for row in result.rows if row.method == "target"}
     summary = []
     for method, rule in dict.fromkeys((row.method, row.scale_rule) for row in result.rows if row.scale_rule in RULES):

@@ -1,6 +1,6 @@
-"""Many transfers at once: a recipe from a file or from options, and its tables.
+"""`tuneport bench`: run a recipe, given by name, as a file or by options, and print its tables.
 
-Options become the content of a recipe, so that both are checked by the same code and told of in the same words.
+Options become the content of a recipe, so that the same code checks both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def bench(
     seeds: Annotated[str, typer.Option(help="Seeds of the draw.")] = "0",
     scales: Annotated[str, typer.Option(help="Scale rules: numbers, auto and safe.")] = "1,auto",
     protocol: Annotated[str, typer.Option(help="zero-shot, or linear-probe on the same samples.")] = "zero-shot",
-    steps: Annotated[str, typer.Option(help="Few-shot fine-tuning runs of so many steps on the same samples.")] = "",
+    steps: Annotated[str, typer.Option(help="Also fine-tune the target on the samples, for these steps.")] = "",
     warm_start: Annotated[str | None, typer.Option(help="Also fine-tune from this method's result.")] = None,
     learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning runs.")] = 1e-5,
     device: Device = "auto",
@@ -127,7 +127,7 @@ def _list_recipes(json: bool) -> None:
 
 
 def _print_results(out: Path, json: bool) -> None:
-    """The tables of a recipe, or what they are made of."""
+    """Print the tables of a recipe, or their content as JSON."""
     records = sorted(out.rglob("results.json"))
     contents = {path.parent.name: json_module.loads(path.read_text(encoding="utf-8")) for path in records}
     if json:
@@ -143,7 +143,7 @@ def _print_results(out: Path, json: bool) -> None:
 
 
 def _by_task(option: str, given: list[str] | None) -> dict[str, str]:
-    """TASK=PATH options as a table; a bare path is a task of its own name."""
+    """TASK=PATH options as a table; a bare path is a task named by its stem."""
     table = {}
     for item in given or []:
         name, mark, path = item.partition("=")
