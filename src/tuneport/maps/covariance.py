@@ -91,7 +91,7 @@ class CrossCovariance:
         return (self.source_energy * self.target_energy).sqrt()
 
     def cut(self, size: float, whole: float) -> float:
-        """The rank cut, given the norm of C and `whole`: numbers that a device gives for many at once."""
+        """The rank cut; the norm of C and `whole` are passed in so that a GPU is synchronised once per batch."""
         return cut_above_noise(self.signal_dtype, self.dtype, self.shape, self.tokens, size, whole)
 
     @property

@@ -193,12 +193,12 @@ def _image(weights: Weights, low: float) -> float:
 def _lifted(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
     X = C / (_MARGIN * size[:, None, None])
     for weights in steps.heavy:
-        X = _turn(X, weights) @ X
+        X = _step_matrix(X, weights) @ X
     return X
 
 
-def _turn(X: Tensor, weights: Weights) -> Tensor:
-    """W, of which W X is the next X."""
+def _step_matrix(X: Tensor, weights: Weights) -> Tensor:
+    """The step matrix W of X <- W X."""
     a, b, c = weights
     return _add_identity(_resolvent(lower_product(X, X), c).mul_(a - b / c), b / c)
 
@@ -219,7 +219,7 @@ def _finish(X: Tensor, tail: Tail) -> Tensor:
 
 
 def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
-    """G^-1/2, by the steps of the iteration for G alone: a step's turn is W, G becomes W^2 G, and W G needs no product.
+    """G^-1/2, by the iteration for G alone: a step's matrix is W, G becomes W^2 G, and W G needs no product.
 
     G is used up. Everything commutes, so that all products are symmetric. At the end the singular values are near to
     1, and a polynomial does the rest.
@@ -245,7 +245,7 @@ def _projector_below(gram: Tensor, limit: float) -> Tensor:
     """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
     sign, steps = _add_identity(gram.neg_(), limit), _sign_steps(limit)
     for weights in steps.heavy:
-        sign = _turn(sign, weights) @ sign
+        sign = _step_matrix(sign, weights) @ sign
     sign = _finish(sign, steps.tail)
     sign = torch.baddbmm(sign, symmetric_product(sign, sign), sign, beta=1.5, alpha=-0.5)  # an error e becomes e^2
     return _add_identity((sign + sign.mT).div_(4), 0.5)

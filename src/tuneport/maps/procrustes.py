@@ -98,17 +98,17 @@ def procrustes_together(
         else:
             together.append(index)
     numbers = [torch.stack([covariances[i].matrix.norm().double(), covariances[i].whole]) for i in together]
-    told = dict(zip(together, torch.stack(numbers).tolist() if numbers else [], strict=True))  # in one wait
-    if not all(math.isfinite(size) for size, _ in told.values()):
+    sizes = dict(zip(together, torch.stack(numbers).tolist() if numbers else [], strict=True))  # one synchronisation
+    if not all(math.isfinite(size) for size, _ in sizes.values()):
         raise TuneportError(_NOT_FINITE)
-    alike: dict[tuple[tuple[int, int], float], list[int]] = {}
-    for index, (size, whole) in told.items():
-        alike.setdefault((covariances[index].shape, covariances[index].cut(size, whole)), []).append(index)
-    for (_, cut), indices in alike.items():
+    equal: dict[tuple[tuple[int, int], float], list[int]] = {}
+    for index, (size, whole) in sizes.items():
+        equal.setdefault((covariances[index].shape, covariances[index].cut(size, whole)), []).append(index)
+    for (_, cut), indices in equal.items():
         matrices = [covariances[i].matrix.double() for i in indices]
         found = polar_together(matrices, cut, fill=completion == "svd", budget=budget)
         for index, solved in zip(indices, found, strict=True):
-            alignments[index] = _alignment(solved, told[index][1], completion)
+            alignments[index] = _alignment(solved, sizes[index][1], completion)
     return [alignments[index] for index in range(len(covariances))]
 
 

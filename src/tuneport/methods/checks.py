@@ -22,7 +22,7 @@ def check_method(method: Method, problem: Problem) -> Transfer:
     """Assert that a method keeps its law on one problem, and return its answer.
 
     Entries have the target's names and shapes, float32 and finite; every target tensor of the plan is moved
-    or kept, and kept where the method foretold it; records name layers of the plan with the norms of what was
+    or kept, and kept where `Method.kept` says so; records name layers of the plan with the norms of what was
     moved; the same problem gives the same bits; a zero task vector gives a zero task vector; the problem is left as
     it was.
 
@@ -39,7 +39,7 @@ def check_method(method: Method, problem: Problem) -> Transfer:
     _check_entries(answer.task_vector, problem)
     _check_complete(answer, problem)
     forgotten = sorted({item.tensor for item in method.kept(problem.plan)} - {item.tensor for item in answer.kept})
-    assert not forgotten, f"foretold as kept, but not kept: {', '.join(forgotten)}"
+    assert not forgotten, f"named by Method.kept, but not kept: {', '.join(forgotten)}"
     _check_records(answer, problem)
     _check_same(answer, method.transfer(problem))
     nothing = {name: as_dense(entry) * 0 for name, entry in problem.task_vector.items()}
