@@ -1,4 +1,4 @@
-"""report.html: whole, safe, readable; and what a real browser makes of it, where there is one."""
+"""report.html: complete, escaped, accessible; and rendered by a real browser if one is installed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def record(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 def many_layers(record: dict[str, Any], count: int) -> dict[str, Any]:
-    """The same record with so many layers, in blocks of six."""
+    """The same record with `count` layers, in blocks of six."""
     layers = [
         {
             **record["layers"][index % len(record["layers"])],
@@ -82,7 +82,7 @@ def many_layers(record: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 class TestContent:
-    def test_everything_is_there(self, record: dict[str, Any]) -> None:
+    def test_page_contains_every_section_and_number(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
         for heading in ("What was done", "Will it help?", "Accuracy", "Strength", "How alike", "Layer by layer"):
@@ -99,7 +99,7 @@ class TestContent:
         assert f"{record['evaluation']['after']:.2f} %" in text
         assert f"{record['cost']['counted']['forward'] / 1e6:.3g} MFLOP" in text
 
-    def test_what_a_reader_looks_for_first(self, record: dict[str, Any]) -> None:
+    def test_tiles_show_gain_verdict_and_samples(self, record: dict[str, Any]) -> None:
         page = report_page(record)
         tiles = re.findall(r"<li><b>(.*?)</b><span>(.*?)</span></li>", page)
         found = record["evaluation"]
@@ -120,7 +120,7 @@ class TestContent:
         residuals = next(plot for plot in plots if "input side" in plot["lines"])
         assert all(f"{value:.4g}" in text for value in residuals["lines"]["input side"] if value is not None)
 
-    def test_it_can_be_read_without_eyes_and_mouse(self, record: dict[str, Any]) -> None:
+    def test_page_is_accessible(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         assert ("html", {"lang": "en"}) in tree.seen
         assert [tag for tag, _ in tree.seen if tag in ("main", "h1", "nav", "title")] == ["title", "main", "h1", "nav"]
@@ -148,7 +148,7 @@ class TestContent:
         assert "<th scope=row>vision_model 0</th>" in page
         assert "<th scope=row>text_model 1</th>" in page
 
-    def test_nothing_is_fetched(self, record: dict[str, Any]) -> None:
+    def test_page_makes_no_request(self, record: dict[str, Any]) -> None:
         page = report_page(record)
         for _, attrs in Tree(page).seen:
             assert "src" not in attrs
@@ -156,14 +156,14 @@ class TestContent:
         assert not re.search(r"https?://|url\(|@import", page)
         assert "default-src 'none'" in page
 
-    def test_a_record_of_another_kind(self, zoo: Zoo) -> None:
+    def test_record_without_maps(self, zoo: Zoo) -> None:
         plain = json.loads(to_json(transfer(*zoo.trio("vit"), method="naive").record))
         page = report_page(plain)
         Tree(page)
         assert "Will it help?" not in page
         assert "Residual" not in " ".join(Tree(page).text).replace("A map's residual", "")
 
-    def test_names_from_outside_stay_text(self, record: dict[str, Any]) -> None:
+    def test_hostile_names_are_escaped(self, record: dict[str, Any]) -> None:
         evil = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
         changed = json.loads(json.dumps(record))
         for layer in changed["layers"]:
@@ -183,7 +183,7 @@ class TestContent:
 
 
 class TestRepeat:
-    def test_the_command_does_the_same(self, record: dict[str, Any]) -> None:
+    def test_command_names_the_inputs_and_options(self, record: dict[str, Any]) -> None:
         words = shlex.split(repeat_command(record) or "")
         assert words[:2] == ["tuneport", "transfer"]
         given = dict(zip(words[2::2], words[3::2], strict=True))
@@ -192,7 +192,7 @@ class TestRepeat:
         assert given["--samples"] == "24"
         assert "--seed" not in given, "the default"
 
-    def test_a_task_and_an_own_loss_do_the_same(
+    def test_command_with_task_and_custom_loss_writes_the_same_weights(
         self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The command is run, and writes the same weights."""
@@ -216,7 +216,7 @@ class TestRepeat:
         assert written[0] == written[1]
 
     @pytest.mark.parametrize("given", [{"loss": lambda m, s: m(**s[0]).image_embeds.sum()}, {"depth_rule": min}])
-    def test_there_is_none_for_what_only_python_can_say(self, zoo: Zoo, given: dict[str, Any]) -> None:
+    def test_no_command_for_python_callables(self, zoo: Zoo, given: dict[str, Any]) -> None:
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=8, **given)
         assert job.record["options"]["python"] == list(given)
         assert repeat_command({**job.record, "scale": 1.0}) is None
@@ -231,15 +231,15 @@ class TestRepeat:
         assert [words[i + 1] for i, word in enumerate(words) if word == "--exclude"] == ["*.bias", "classifier*"]
 
     @pytest.mark.usefixtures("half_units")
-    def test_what_shapes_the_maps(self, zoo: Zoo) -> None:
-        told = {"labels": "source", "max_tokens": 50, "dtype": "bfloat16"}
-        made = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, **told)
+    def test_command_repeats_labels_tokens_and_dtype(self, zoo: Zoo) -> None:
+        given = {"labels": "source", "max_tokens": 50, "dtype": "bfloat16"}
+        made = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, **given)
         words = shlex.split(repeat_command(made.record) or "")
-        assert {key: words[words.index(f"--{key.replace('_', '-')}") + 1] for key in told} == {
-            key: str(value) for key, value in told.items()
+        assert {key: words[words.index(f"--{key.replace('_', '-')}") + 1] for key in given} == {
+            key: str(value) for key, value in given.items()
         }
 
-    def test_there_is_none_for_live_objects(self, zoo: Zoo) -> None:
+    def test_no_command_for_live_modules(self, zoo: Zoo) -> None:
         modules = [load(path) for path in zoo.trio("vit")]
         made = transfer(*modules, method="naive")
         assert repeat_command(made.record) is None
@@ -314,7 +314,7 @@ class TestChromium:
             assert tab.messages == []
             assert set(tab.requests) == {path.as_uri()}
 
-    def test_the_browser_would_notice(self, tmp_path: Path) -> None:
+    def test_browser_reports_errors_and_requests(self, tmp_path: Path) -> None:
         bad = tmp_path / "bad.html"
         bad.write_text("<script>console.error('oh')</script><img src='other.png'><script>nothing()</script>")
         with browser.Browser() as tab:

@@ -1,4 +1,4 @@
-"""The run record keeps its published schema; the model card is sound whatever the inputs are called."""
+"""The run record follows its schema; the model card has valid metadata and escapes all names."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TestSchema:
         with pytest.raises(jsonschema.ValidationError):
             valid(written)
 
-    def test_other_things_are_not_valid(self, valid: Any) -> None:
+    def test_other_objects_are_not_valid(self, valid: Any) -> None:
         jsonschema = pytest.importorskip("jsonschema")
         for wrong in ({}, {"command": "apply"}, {"command": "transfer", "layers": 3}, []):
             with pytest.raises(jsonschema.ValidationError):
@@ -229,7 +229,7 @@ class TestCard:
         (folder / "README.md").write_bytes(b"---\nlicense: mit\nx: \xff\n---\n")
         assert identity_of(folder)["license"] is None
 
-    def test_hostile_names_stay_text(self, record: dict[str, Any]) -> None:
+    def test_hostile_names_are_escaped(self, record: dict[str, Any]) -> None:
         for key in ("source", "finetuned", "target", "data"):
             record[key]["name"] = HOSTILE
         record["method"] = HOSTILE
@@ -248,7 +248,7 @@ class TestCard:
         assert "alert(1)</script>" not in page
         assert "&lt;script&gt;alert(1)" in page
 
-    def test_hostile_names_stay_text_in_the_card_of_a_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_hostile_names_are_escaped_in_the_card_of_a_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
         ready = prepare_training(zoo["vit-base"], zoo.data, Schedule(1, batch_size=4), device="cpu")
         names = {key: {**ready.record[key], "name": HOSTILE} for key in ("model", "data")}
         run_training(replace(ready, record={**ready.record, **names}), tmp_path / "out")

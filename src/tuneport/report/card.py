@@ -14,9 +14,9 @@ from .summary import kept_rows, summary_rows
 
 
 def model_card(record: Record, library: str | None = None) -> str:
-    """README.md of the new model, with the hub's metadata. Names come from outside and are written as mere text.
+    """README.md of the new model, with the hub's metadata. All names are untrusted and escaped.
 
-    `library` is the one that loads the model, where it is known; of an adapter it is peft.
+    `library` is the library that loads the model, if known; an adapter is always loaded by peft.
     """
     parts = {key: record[key] for key in ("source", "finetuned", "target")}
     source, finetuned, target = (_span(parts[key]["name"]) for key in ("source", "finetuned", "target"))
@@ -53,7 +53,7 @@ fine-tuned source and of its training data come along.
 
 
 def training_card(record: Record) -> str:
-    """README.md of a model that was fine-tuned here; names are mere text in it too."""
+    """README.md of a fine-tuned model. All names are untrusted and escaped."""
     options = record["options"]
     return (
         f"# {_text(record['model']['name'])}, fine-tuned on {_text(record['data']['name'])}\n\n"
@@ -85,15 +85,15 @@ def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _plain_name(text: Any) -> str:
-    """One line of printable characters."""
+    """Replace line breaks and control characters by spaces."""
     return "".join(mark if mark.isprintable() else " " for mark in str(text))
 
 
 def _text(text: Any) -> str:
-    """Text that Markdown and HTML show as it is."""
+    """Escape text for Markdown and HTML."""
     return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", html.escape(_plain_name(text), quote=False))
 
 
 def _span(text: Any) -> str:
-    """Text as code; a backtick would end it."""
+    """Text as a code span; backticks and table bars are replaced."""
     return "`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`"

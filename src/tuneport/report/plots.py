@@ -163,7 +163,7 @@ def _rounded(value: Number) -> Number:
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Four to nine round numbers (steps of 1, 2 or 5 times a power of ten) that hold `low` and `high` between them.
+    """Four to nine round numbers (steps of 1, 2 or 5 times a power of ten) that span `low` to `high`.
 
     >>> round_ticks(50.8, 58.8)
     [50.0, 52.0, 54.0, 56.0, 58.0, 60.0]

@@ -1,7 +1,7 @@
-"""Where things come from, for run records: names, places, SHA-256 of the files, licences, versions.
+"""Provenance for run records: names, paths, SHA-256 of the files, licences, versions.
 
-Plain JSON values. Models and data in files are known by the SHA-256 of what was used of them, since places change with
-the machine; a live module has a name and no more.
+All values are JSON. Models and data in files are identified by the SHA-256 of the files that were read, since paths
+differ between machines. A live module has only a name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST_CARD = 2**18  # bytes of a model card that is searched for a licence
 
 
 def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
-    """What a model is called, where it is, and the SHA-256 of each of its weight files."""
+    """The name and path of a model and the SHA-256 of each of its files."""
     if isinstance(model, Adapter):
         return _adapter_identity(model)
     if isinstance(model, (nn.Module, TaskVector)):
@@ -41,7 +41,7 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
         reference, tensors = model.name, model.tensors
     else:
         reference, tensors = str(model), open_stored(model).tensors
-    files: Iterable[Path] = getattr(tensors, "files", ())  # those of a live module or of a name have none
+    files: Iterable[Path] = getattr(tensors, "files", ())  # a live module has no files
     if not files:
         return {"name": reference}
     path = Path(reference)
@@ -49,9 +49,9 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     if mark and not path.exists() and Path(place).exists():  # NAME:FILE
         return {"name": f"{kind}:{Path(place).name}", "path": reference, "sha256": _by_name(files)}
     path = local(path)
-    beside = companions(path, README) if path.is_dir() else []
+    companion_files = companions(path, README) if path.is_dir() else []
     home = path if path.is_dir() else path.parent
-    digests = file_digests([*files, *beside])
+    digests = file_digests([*files, *companion_files])
     identity: Input = {
         "name": path.absolute().name,
         "path": str(path),
@@ -64,7 +64,7 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
 
 
 def files_identity(path: str | Path, files: Iterable[Path]) -> Input:
-    """What the folder or file at a path is called, and the SHA-256 of these files of it by their bare names."""
+    """The name of a folder or file, and the SHA-256 of the given files by their bare names."""
     return {"name": Path(path).absolute().name, "path": str(path), "sha256": _by_name(files)}
 
 
@@ -86,7 +86,7 @@ def _adapter_identity(adapter: Adapter) -> Input:
 
 
 def base_note(adapter: Adapter, source: Model) -> str | None:
-    """Names of bases change with the machine, so that another name is worth a word and no more."""
+    """A note if the adapter names another base. Not an error: names of bases differ between machines."""
     stated = adapter.config.get("base_model_name_or_path")
     if not stated or source.folder is None or Path(stated).name == source.folder.absolute().name:
         return None
@@ -105,7 +105,7 @@ def _licence(card: Path) -> str | None:
 def data_identity(
     data: Any, dataset: Dataset | None = None, indices: Any = None, heads: tuple[Head, ...] | None = None
 ) -> Data:
-    """What the data are called, where they are, and the SHA-256 of the files that were used."""
+    """The name and path of the data and the SHA-256 of the files that were read."""
     identity: Data = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         path = Path(data)
@@ -126,7 +126,7 @@ def data_identity(
 
 
 def versions() -> Versions:
-    """Of the packages that a result depends on, and of Python."""
+    """The versions of the packages that a result depends on, and of Python."""
     return {
         "torch": package_version("torch"),
         "transformers": package_version("transformers"),

@@ -302,7 +302,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def to_json(record: Any) -> str:
-    """JSON text of a record; numbers that JSON has no word for become null."""
+    """JSON text of a record; NaN and infinity become null."""
     return json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
 
 

@@ -19,7 +19,7 @@ def number_text(value: float | None, form: str = "") -> str:
 
 
 def summary_rows(record: Record) -> list[tuple[str, str]]:
-    """What was done, in a few lines: label and text."""
+    """The transfer in a few rows of label and text."""
     layers, kept = record["layers"], record["not_transported"]
     rows = [
         ("method", f"{record['method']}, scale {record['scale']:g}"),
@@ -51,7 +51,7 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
 
 
 def label_words(record: Record) -> str:
-    """Who labelled the samples, where that was not the data, and how well."""
+    """A note if the fine-tuned source labelled the samples, with its agreement with the data's labels."""
     found = record.get("data", {}).get("labels")
     if not found:
         return ""
@@ -82,12 +82,12 @@ def layer_rows(record: Record) -> list[list[str]]:
 
 
 def kept_rows(record: Record) -> list[tuple[str, int]]:
-    """Reasons for what stayed, with how many tensors each holds."""
+    """The number of tensors that were not transported, by reason."""
     return Counter(item["reason"] for item in record["not_transported"]).most_common()
 
 
 def repeat_command(record: Record) -> str | None:
-    """The command line that does the same again; None for a run from Python on what no command line can say."""
+    """The command that repeats the run; None if the run used Python objects that no command can name."""
     places = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
     if record.get("data", {}).get("name"):
         task, path = record["data"].get("task"), record["data"].get("path")
@@ -127,7 +127,7 @@ def repeat_command(record: Record) -> str | None:
 
 
 def _rule_of(record: Record) -> str | None:
-    """The rule that chose the scale; in older records there was one only."""
+    """The rule that chose the scale; records without a rule used "auto"."""
     choice = record.get("scale_choice")
     return choice.get("rule", "auto") if choice else None
 
