@@ -21,8 +21,8 @@ from tuneport.data.tasks import TASKS
 from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import port, transfer
-from tuneport.report.page import figure_html, report_page
-from tuneport.report.plots import curves, heat_map
+from tuneport.report.page import _ENVIRONMENT, report_page
+from tuneport.report.plots import Curves, HeatMap, curves, heat_map
 from tuneport.report.record import to_json
 from tuneport.report.summary import repeat_command
 
@@ -246,6 +246,11 @@ class TestRepeat:
         assert "started from Python" in report_page(made.record)
 
 
+def figure_html(figure: HeatMap | Curves) -> str:
+    macros: Any = _ENVIRONMENT.get_template("figures.html.jinja").module
+    return str(macros.heat_map(figure) if isinstance(figure, HeatMap) else macros.curves(figure))
+
+
 class TestPlots:
     def test_gaps_break_a_line(self) -> None:
         drawn = figure_html(curves("t", {"a": [0.0, None, 1.0, 0.5]}, list("wxyz"), x_label="x"))
@@ -278,7 +283,7 @@ class TestPlots:
         assert re.findall(r'<i class="(c\d.*?)">', drawn) == ["c0", "c1 dash"]
 
     def test_colours_follow_the_numbers(self) -> None:
-        drawn = figure_html(heat_map("t", ["a", "b", "c"], {"row": [0.0, 1.0, None]}, low=0.0, high=2.0))
+        drawn = figure_html(heat_map("t", ["a", "b", "c"], {"row": [0.0, 1.0, None]}, high=2.0))
         assert re.findall(r"--v:(\d+)%", drawn) == ["0", "50"]
         assert drawn.count("<td></td>") == 2, "the corner and the empty cell"
 

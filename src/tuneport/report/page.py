@@ -85,12 +85,6 @@ _ENVIRONMENT = Environment(
 _ENVIRONMENT.filters |= {"flops": _flops, "anchor": _anchor}
 
 
-def figure_html(figure: HeatMap | Curves) -> str:
-    """The HTML of one figure."""
-    macros: Any = _ENVIRONMENT.get_template("figures.html.jinja").module
-    return str(macros.heat_map(figure) if isinstance(figure, HeatMap) else macros.curves(figure))
-
-
 def _tiles(record: Record) -> list[tuple[str, str]]:
     """The few numbers that a reader looks for first."""
     tiles = []

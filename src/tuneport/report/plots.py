@@ -37,12 +37,11 @@ def heat_map(
     columns: Sequence[str],
     rows: Mapping[str, Sequence[Number] | float],
     *,
-    low: float = 0.0,
     high: float = 1.0,
     note: str = "",
     kind: Literal["hot", "cool"] = "hot",
 ) -> HeatMap:
-    """A table of numbers whose cells are coloured from `low` to `high`; None is an empty cell.
+    """A table of numbers whose cells are coloured from 0 to `high`; None is an empty cell.
 
     A row that is one number belongs to no column and spans them all. `kind` is the colour: "hot" where a high number
     is a warning, "cool" where it is not.
@@ -51,7 +50,7 @@ def heat_map(
     def cell(value: Number, span: int = 1) -> Cell:
         if value is None or not math.isfinite(value):
             return Cell()
-        share = min(max((value - low) / ((high - low) or 1.0), 0.0), 1.0)
+        share = min(max(value / (high or 1.0), 0.0), 1.0)
         return Cell(f"{value:.2f}", f"{100 * share:.0f}", span)
 
     cells = {
