@@ -425,6 +425,9 @@ class TestErrors:
         (place / "labels" / "test1.txt").write_text("banded/../../secret.jpg\n")
         with pytest.raises(DataError, match="is outside its folder"):
             read_data(f"dtd:{place}", "test")
+        (place / "labels" / "test1.txt").write_text("banned/none.jpg\n")
+        with pytest.raises(DataError, match=r"labels names an image in 'banned', which is none of the 47 classes"):
+            read_data(f"dtd:{place}", "test")
         (place / "labels" / "test1.txt").write_text("banded/none.jpg\n")
         with pytest.raises(DataError, match=r"1 of 1 images of dtd are not in"):
             read_data(f"dtd:{place}", "test")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,10 +46,7 @@ def _resisc45_lists(task: Task, place: Path, split: Part) -> Dataset | None:
     if found is None:
         return None
     files = [Path(line).name for line in read_lines(found)]
-    known = {folder: index for index, folder in enumerate(task.folders)}
-    labels = [known.get(file.rpartition("_")[0], -1) for file in files]
-    if -1 in labels:
-        raise DataError(f"{found} names {files[labels.index(-1)]}, which is in none of the 45 classes.")
+    labels = _labels([file.rpartition("_")[0] for file in files], task.folders, found)
     paths = [home / task.folders[label] / file for label, file in zip(labels, files, strict=True)]
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
 
@@ -132,10 +129,7 @@ def _dtd(task: Task, place: Path, split: Part) -> Dataset | None:
     names = ("test1.txt",) if split == "test" else ("train1.txt", "val1.txt")
     lists = [place / "labels" / name for name in names]
     lines = [line for file in lists for line in read_lines(file)]
-    known = {name: index for index, name in enumerate(task.classes)}
-    labels = [known.get(line.partition("/")[0], -1) for line in lines]
-    if -1 in labels:
-        raise DataError(f"{place / 'labels'} names {lines[labels.index(-1)]}, which is in none of the 47 classes.")
+    labels = _labels([line.partition("/")[0] for line in lines], task.classes, place / "labels")
     paths = [place / "images" / line for line in lines]
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=lists)
 
@@ -175,15 +169,21 @@ def _sun397(task: Task, place: Path, split: Part) -> Dataset | None:
     partition = place / ("Testing_01.txt" if split == "test" else "Training_01.txt")
     if partition.is_file():
         files = [line.strip("/") for line in read_lines(partition)]
-        known = {folder: index for index, folder in enumerate(folders)}
-        labels = [known.get(file.rpartition("/")[0], -1) for file in files]
-        if -1 in labels:
-            raise DataError(f"{partition} names {files[labels.index(-1)]}, which is in none of the classes.")
+        labels = _labels([file.rpartition("/")[0] for file in files], folders, partition)
         paths = [place / file for file in files]
         return of_images(paths, labels, classes, name=task.name, split=split, files=[*lists, partition])
     found = [(file, index) for index, folder in enumerate(folders) for file in _images(place / folder, deep=False)]
     paths, labels = [file for file, _ in found], [index for _, index in found]
     return of_images(paths, labels, classes, name=task.name, files=lists)
+
+
+def _labels(folders: Sequence[str], known: Sequence[str], place: Path) -> list[int]:
+    """The class numbers of the folders that a list of images at `place` names."""
+    numbers = {folder: index for index, folder in enumerate(known)}
+    unknown = [folder for folder in folders if folder not in numbers]
+    if unknown:
+        raise DataError(f"{place} names an image in {unknown[0]!r}, which is none of the {len(known)} classes.")
+    return [numbers[folder] for folder in folders]
 
 
 def _images(folder: Path, *, deep: bool = True) -> list[Path]:
