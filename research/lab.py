@@ -101,7 +101,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
         method = METHODS[name]
         job = prepare(
             places.model(source), places.model(f"{source}-{task}"), places.model(target), data,
-            method=method, samples=samples, seed=seed, scored=True, device=options.device, batch_size=options.batch,
+            method=method, samples=samples, seed=seed, device=options.device, batch_size=options.batch,
             sampler="class_balanced" if task in TEXTS else "random",
         )  # fmt: skip
         assert job.heads is not None

@@ -117,12 +117,12 @@ class Bench(nn.Module):
     @cached_property
     def unlabelled(self) -> list[Any]:
         options = {"samples": UNLABELLED, "seed": self.given[3] + 100, "device": self.given[4], "batch_size": 250}
-        return list(prepare(*self.more, scored=True, **options).samples)  # type: ignore[arg-type]
+        return list(prepare(*self.more, **options).samples)  # type: ignore[arg-type]
 
     @cached_property
     def all(self) -> list[Any]:
         options = {"samples": ALL, "seed": 1000, "device": self.given[4], "batch_size": 250}
-        return list(prepare(*self.more, scored=True, **options).samples)  # type: ignore[arg-type]
+        return list(prepare(*self.more, **options).samples)  # type: ignore[arg-type]
 
     @cached_property
     def other(self) -> Bench | None:

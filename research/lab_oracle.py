@@ -58,7 +58,7 @@ def with_values_of(ours: Tensor, truth: Tensor) -> Tensor:
 def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int, count: int) -> dict[str, Any]:
     source, target, task = cell
     models = (places.model(source), places.model(f"{source}-{task}"), places.model(target))
-    job = prepare(*models, places.data(task), samples=samples, seed=seed, scored=True, device="cpu")
+    job = prepare(*models, places.data(task), samples=samples, seed=seed, device="cpu")
     assert job.heads is not None
     moved = run(job, scale=1.0).task_vector
     bico = {name: as_dense(moved[name]).float() for name in moved}

@@ -125,7 +125,7 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     jobs = {
         dtype: prepare(
             places.model(source), places.model(f"{source}-{task}"), places.model(target), data,
-            samples=options.samples, seed=seed, scored=True, device="cpu", dtype=dtype,
+            samples=options.samples, seed=seed, device="cpu", dtype=dtype,
             sampler="class_balanced" if task in TEXTS else "random",
         )
         for dtype in ("float32", "bfloat16")

@@ -36,7 +36,7 @@ from tuneport.measure.accuracy import perplexity
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.scale import Scaled, choose_on_halves
 from tuneport.pipeline.statistics import measure_job, problem_of
 
@@ -194,7 +194,7 @@ def run(
         add(name, "fine-tuned target", target.with_module(tuned[name]))
         for seed in range(options.seeds):
             job = prepare(
-                source, tuned["source"], target, data, method=METHODS["naive"], extra_signals=signals, scored=True,
+                source, tuned["source"], target, data, signals=signals | SCORED,
                 samples=options.samples, seed=seed, batch_size=20, device=options.device,
             )  # fmt: skip
             share = job.record["tokens"]["share"]

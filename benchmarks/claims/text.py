@@ -38,7 +38,7 @@ from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.scale import Scaled, choose_on_halves
 from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.training.finetune import Schedule, finetune
@@ -141,9 +141,7 @@ def run_cell(
             tuned,
             target,
             splits["train"],
-            method=METHODS["naive"],
-            extra_signals=signals,
-            scored=True,
+            signals=signals | SCORED,
             samples=budget,
             sampler="class_balanced",
             seed=seed,

@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 
 from .data.dataset import Dataset, align_labels, with_prompts
 from .data.views import VIEWS, Views
-from .errors import DataError
+from .errors import DataError, MethodError
 from .measure.batches import PairedBatch, count_samples
 from .measure.objectives import Objective, batch_for
 from .measure.tokens import Coverage, Match, coverage, match_spans, match_tokens
-from .methods import Method
+from .methods import Method, name_of
 from .models.base import Model
 from .models.heads import Head
 from .models.offload import Placement
 from .models.tokenizer import Encoded
 from .pairing import Plan
 from .task_vectors.vector import TaskVector
-from .types import Completion, Loss, Sides
+from .types import Completion, Loss, Sides, Signal
 
 FEWEST = 4  # samples that can be divided into halves
 
@@ -229,7 +229,7 @@ class Job:
     models: Sides[Model]
     task_vector: TaskVector
     plan: Plan
-    method: Method
+    signals: frozenset[Signal]  # that can be measured on it
     samples: Samples = field(default_factory=Given)
     losses: Sides[Loss] | None = None
     heads: Sides[Head] | None = None
@@ -249,6 +249,16 @@ class Job:
     @property
     def target(self) -> Model:
         return self.models.target
+
+    def for_(self, method: Method) -> Job:
+        """The job with the signals of a method only; a MethodError where the method cannot serve it."""
+        if missing := sorted(method.signals - self.signals):
+            raise MethodError(
+                f"method {name_of(method)} needs {', '.join(missing)}, and the job was prepared for "
+                f"{', '.join(sorted(self.signals)) or 'no signals'}: prepare it with `signals={name_of(method)!r}`."
+            )
+        method.check(self.plan)
+        return replace(self, signals=method.signals)
 
     def on(self, samples: Samples) -> Job:
         """The job on other samples, with as large a share of the token limit."""

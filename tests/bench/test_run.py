@@ -98,7 +98,7 @@ class TestEqualTerms:
         for count in counts:
             shots = next(shots for shots in (1, 3, 8) if 3 * shots >= count)
             paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
-            job = prepare(*paths, settings["data"]["animals"], extra_signals=signals, shots=shots, seed=5, device="cpu")
+            job = prepare(*paths, settings["data"]["animals"], signals=signals, shots=shots, seed=5, device="cpu")
             job = job.on(job.samples.take(slice(count)))
             alone, found = measure_job(job, signals=signals), given[count]
             assert found.samples == alone.samples == count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
 
 
 def job_of(zoo: Zoo, count: int = 12, method: str = "bico+", **options: Any) -> Job:
-    return prepare(*zoo.trio("clip_vision"), zoo.data, method=method, samples=count, scored=True, **options)
+    return prepare(*zoo.trio("clip_vision"), zoo.data, signals=method, samples=count, **options)
 
 
 class TestViews:
@@ -91,11 +90,11 @@ class TestRehearsal:
 
     def test_views_extend_input_statistics_but_not_gradients(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        found = measure_job(job)
-        plain = measure_job(replace(job, method=METHODS["bico"]))
+        found = measure_job(job, views=True)
+        plain = measure_job(job)
         views = job.samples.views(job.seed)
         assert views is not None
-        more = measure_job(replace(job.on(views), method=METHODS["bico"]))
+        more = measure_job(job.on(views))
         assert {signal for _, signal in found.covariances} == {INPUT, OUTPUT_GRADIENT}
         for key, covariance in found.covariances.items():
             wanted = plain.covariances[key].matrix
@@ -138,7 +137,7 @@ class TestPreset:
         assert "--scale safe" in (repeat_command(transfer(*trio, zoo.data, samples=12, scale="safe").record) or "")
 
     def test_same_seed_gives_same_bits(self, zoo: Zoo) -> None:
-        one, two = (run(job_of(zoo), scale=1.0).task_vector for _ in range(2))
+        one, two = (run(job_of(zoo), "bico+", scale=1.0).task_vector for _ in range(2))
         assert all(torch.equal(one[name], two[name]) for name in one)
-        plain = run(job_of(zoo, method="bico")).task_vector
+        plain = run(job_of(zoo), "bico").task_vector
         assert any(not torch.equal(one[name], plain[name]) for name in one)

@@ -238,7 +238,7 @@ def statistics(job: Job, more: tuple[int, int] | None = None) -> Statistics:
         job.target.module,
         job.plan.pairs,
         batches,
-        signals=job.method.signals,
+        signals=job.signals,
         source_loss=job.losses.source,
         target_loss=job.losses.target,
     )

@@ -118,7 +118,7 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(answer(target), answer(source), atol=2e-4, rtol=1e-4)  # the planted one is one
     result = transfer(source, tuned, target, method="transfusion")
-    foreseen = expected(prepare(source, tuned, target, method="transfusion"))
+    foreseen = expected(prepare(source, tuned, target, signals="transfusion"), "transfusion")
     assert [asdict(item) for item in result.not_transported] == foreseen["not_transported"]
     before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
     kept = set()

@@ -30,7 +30,7 @@ from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
 from tuneport.pipeline.outlook import plan_devices, prepare_shapes
 from tuneport.pipeline.preflight import compare
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
@@ -289,10 +289,10 @@ def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path
 
 def test_methods_without_statistics_leave_large_models_offloaded(folders: dict[str, Path]) -> None:
     change = change_of(decoder("llama"))
-    small = prepare(folders["llama"], change, folders["qwen"], method="naive", memory_budget=2 * 10**6, device="cpu")
+    small = prepare(folders["llama"], change, folders["qwen"], signals="naive", memory_budget=2 * 10**6, device="cpu")
     assert small.target.offloaded
-    found = run(small)
-    whole = run(prepare(folders["llama"], change, folders["qwen"], method="naive", device="cpu"))
+    found = run(small, "naive")
+    whole = run(prepare(folders["llama"], change, folders["qwen"], signals="naive", device="cpu"), "naive")
     for name in whole.task_vector:
         assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
 
@@ -478,9 +478,9 @@ def test_towers_with_text_give_the_same_bits_within_a_budget(zoo: Zoo, family: s
     assert tight.target.offloaded
     with pytest.raises(TuneportError, match=r"a comparison needs whole models .* leave the comparison out"):
         compare(tight, trial=False)
-    plain = prepare(*trio, zoo.data, method="naive", memory_budget=budget, scored=True, **options)
+    plain = prepare(*trio, zoo.data, signals=SCORED, memory_budget=budget, **options)
     with pytest.raises(TuneportError, match="a scale is chosen on whole models"):
-        run(plain, scale="auto")
+        run(plain, "naive", scale="auto")
     found, wanted = run(tight), run(prepare(*trio, zoo.data, **options))
     assert all(
         torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector

@@ -440,9 +440,9 @@ class TestHeads:
         write(tmp_path / "tuned", changed_model)
         folders = [tmp_path / name for name in ("base", "tuned", "base")]
         with pytest.raises(CheckpointError, match=r"tensors of .* are not in ") as caught:
-            prepare(*folders, method="naive")  # heads are not skipped silently
+            prepare(*folders, signals="naive")  # heads are not skipped silently
         assert "\n" not in str(caught.value)
-        job = prepare(*folders, method="naive", exclude=["*cls.*", "*classifier.*", "*pooler.*"])
+        job = prepare(*folders, signals="naive", exclude=["*cls.*", "*classifier.*", "*pooler.*"])
         shared = {name: tensor for name, tensor in shared.items() if not name.startswith("pooler")}
         prefix = "bert." if hasattr(original, "bert") else ""
         assert {name.removeprefix(prefix) for name in job.task_vector} == set(shared)
@@ -478,10 +478,10 @@ class TestHeads:
         write(tmp_path / "tuned", encoder("BertForSequenceClassification", replace(SMALL, seed=3)))
         folders = [tmp_path / name for name in ("base", "tuned", "base")]
         with pytest.raises(CheckpointError) as caught:
-            prepare(*folders, method="naive")
+            prepare(*folders, signals="naive")
         patterns = json.loads(re.findall(r"`exclude=(\[.*?\])`", str(caught.value))[0])
         assert patterns == ["bert.pooler.*", "classifier.*", "cls.*"]
-        assert prepare(*folders, method="naive", exclude=patterns).plan.pairs
+        assert prepare(*folders, signals="naive", exclude=patterns).plan.pairs
 
 
 def to_old_names(tensors: dict[str, Tensor]) -> None:

@@ -29,5 +29,5 @@ class TestPlan:
         weights = {part: sum(p.numel() for p in load(zoo[f"vit-{part}"]).parameters()) for part in ("base", "target")}
         assert paper["passes"] == 6 * SAMPLES * (5 * weights["base"] + 10 * weights["target"]), "patches, class token"
         assert 0 < layers["expected"]["flops"] < paper["passes"], "frozen weights need no gradients of their own"
-        naive = expected(prepare(*zoo.trio("vit"), method="naive"))
+        naive = expected(prepare(*zoo.trio("vit"), signals="naive"), "naive")
         assert naive["expected"]["flops"] == naive["expected"]["statistics_bytes"] == 0

@@ -104,7 +104,7 @@ class TestTrial:
     def test_methods_without_signals(self, zoo: Zoo) -> None:
         source, tuned, target = zoo.trio("vit")
         naive = prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, method="naive")
-        assert try_transfer(naive).samples == 24
+        assert try_transfer(naive, "naive").samples == 24
 
     def test_without_a_head_only_the_loss_counts(self, job: Any) -> None:
         found = try_transfer(replace(job, heads=None))

@@ -18,9 +18,10 @@ from builders.folders import Zoo, load, write_data
 from tuneport.cli import app
 from tuneport.data.formats import read_plain
 from tuneport.data.tasks import TASKS
+from tuneport.pipeline.port import port
 from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.transfer import port, transfer
+from tuneport.pipeline.transfer import transfer
 from tuneport.report.page import _ENVIRONMENT, report_page
 from tuneport.report.plots import Curves, HeatMap, curves, heat_map
 from tuneport.report.record import to_json
@@ -59,7 +60,7 @@ class Tree(HTMLParser):
 @pytest.fixture(scope="module")
 def record(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A transfer with everything that a record can hold."""
-    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
+    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24)
     found = compare(job)
     out = tmp_path_factory.mktemp("page") / "out"
     port(job, out, scale="auto", test=read_plain(zoo.data, "test"), verdict=found.record())

@@ -20,9 +20,10 @@ from builders.loras import adapted, saved
 from tuneport.data.formats import read_plain
 from tuneport.models.base import describe_any
 from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.port import port
 from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.transfer import port, transfer
+from tuneport.pipeline.transfer import transfer
 from tuneport.report.card import model_card
 from tuneport.report.page import report_page
 from tuneport.report.provenance import identity_of
@@ -55,7 +56,7 @@ class TestSchema:
     def test_transfer_to_a_model(self, zoo: Zoo, tmp_path: Path, valid: Any, options: dict[str, Any]) -> None:
         given = {"data": zoo.data, "samples": None if "shots" in options else 24, **options}
         data, scale = given.pop("data"), given.pop("scale", 1.0)
-        job = prepare(*zoo.trio("clip_vision"), data, scored=scale == "auto", **given)
+        job = prepare(*zoo.trio("clip_vision"), data, **given)
         record = port(job, tmp_path / "out", scale=scale)
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         assert stored == json.loads(to_json(record))
@@ -63,7 +64,7 @@ class TestSchema:
         assert (stored["command"], stored["as"]) == ("transfer", "model")
 
     def test_transfer_with_verdict_and_accuracy(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
-        job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24, scored=True)
+        job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24)
         port(job, tmp_path / "out", test=read_plain(zoo.data, "test"), verdict=compare(job).record())
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         valid(stored)

@@ -27,7 +27,7 @@ def job(method: str = "bico", budget: int | None = None, **options) -> Job:
         finetuned(source),
         target,
         batches(count=48, batch=16),
-        method=method,
+        signals=method,
         pairs=plan(source, target).pairs,
         memory_budget=budget,
         **{"loss": loss, **options},
@@ -36,14 +36,14 @@ def job(method: str = "bico", budget: int | None = None, **options) -> Job:
 
 @pytest.mark.parametrize(("scale", "method"), [(1.0, "bico"), (1.0, "theseus"), ("auto", "bico")])
 def test_groups_give_the_same_bits(scale, method: str) -> None:
-    whole = run(job(method), scale=scale)
-    least = plan_passes(job(method), None)
+    whole = run(job(method), method, scale=scale)
+    least = plan_passes(job(method), None, method=method)
     budget = least.fixed_bytes + max(least.group_bytes) * 3 // 4
     small = job(method, budget)
-    groups = plan_passes(small, budget).groups
+    groups = plan_passes(small, budget, method=method).groups
     assert len(groups) > 1
     assert [pair.target.name for group in groups for pair in group] == [pair.target.name for pair in small.plan.pairs]
-    divided = run(small, scale=scale)
+    divided = run(small, method, scale=scale)
     assert list(divided.task_vector) == list(whole.task_vector)
     for name in whole.task_vector:
         assert torch.equal(divided.task_vector.dense(name), whole.task_vector.dense(name))

@@ -11,10 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from builders import toy
 from builders.folders import Zoo, load
 from tuneport.job import Job
+from tuneport.methods import METHODS
 from tuneport.models.open import open_model
+from tuneport.pipeline.port import port
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.statistics import measure_job, problem_of
-from tuneport.pipeline.transfer import port, transfer
+from tuneport.pipeline.transfer import transfer
 from tuneport.runtime.cost import cost_of
 from tuneport.runtime.forecast import Forecast, NeedsValuesError, meta_errors
 from tuneport.task_vectors.low_rank import LowRank
@@ -42,7 +44,7 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
 def test_the_count_equals_that_of_torch(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are summed here: a transfer leaves out tokens without a signal, which a count cannot know."""
     monkeypatch.setattr("tuneport.maps.covariance._with_signal", lambda source, target: (source, target))
-    job = eager(zoo, family, method=method)
+    job = eager(zoo, family, signals=method)
     cost = cost_of(job)
     found = cost["counted"]
     mapping = {torch.ops.aten.addmm_: added}
@@ -52,13 +54,13 @@ def test_the_count_equals_that_of_torch(zoo: Zoo, family: str, method: str, monk
     distinct = {id(sums): sums.matrix.shape for sums in statistics.covariances.values()}
     assert cost["statistics_bytes"] == sum(8 * rows * columns for rows, columns in distinct.values())
     with FlopCounterMode(display=False) as counter:
-        job.method.transfer(problem_of(job, statistics))
+        METHODS[method].transfer(problem_of(job, statistics))
     assert found["total"] == sum(value for key, value in found.items() if key != "total")
     assert 0 < found["transport"] <= counter.get_total_flops(), "torch counts some of the solves too"
 
 
 def test_a_forward_method_has_no_backward_pass(zoo: Zoo) -> None:
-    found = cost_of(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES, method="theseus"))
+    found = cost_of(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES, signals="theseus"))
     assert found["counted"]["backward"] == 0
     assert found["paper"]["passes"] == 2 * sum(
         found["parameters"][side] * found["tokens"][side] for side in ("source", "target")
@@ -84,7 +86,7 @@ def test_the_paper_by_hand(zoo: Zoo) -> None:
 
 
 def test_nothing_is_measured_for_a_method_without_signals(zoo: Zoo) -> None:
-    job = prepare(*zoo.trio("vit"), method="naive")
+    job = prepare(*zoo.trio("vit"), signals="naive")
     counted = cost_of(job)["counted"]
     assert counted["total"] == counted["transport"] > 0
 
@@ -102,7 +104,7 @@ def test_maps_of_few_tokens_cost_factors_and_no_sums(zoo: Zoo) -> None:
 
 def test_a_weight_gradient_is_summed_and_gives_no_map(zoo: Zoo) -> None:
     base, tuned = zoo["vit-base"], zoo["vit-tuned"]
-    found = cost_of(prepare(base, tuned, base, zoo.data, samples=SAMPLES, method="gradfix"))["counted"]
+    found = cost_of(prepare(base, tuned, base, zoo.data, samples=SAMPLES, signals="gradfix"))["counted"]
     assert found["solves"] == 0 < found["statistics"]
 
 

@@ -23,8 +23,8 @@ from tuneport.job import Job
 from tuneport.maps.covariance import CrossCovariance
 from tuneport.maps.statistics import Statistics, WeightGradient
 from tuneport.methods import METHODS
+from tuneport.pipeline.port import port
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.transfer import port
 from tuneport.runtime.passes import Passes
 from tuneport.runtime.resume import Work, fingerprint, load_statistics, save_statistics
 
@@ -215,17 +215,17 @@ class TestPort:
         base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
 
         def job() -> Job:
-            return prepare(base, tuned, base, zoo.data, method=method, samples=SAMPLES, batch_size=BATCH)
+            return prepare(base, tuned, base, zoo.data, signals=method, samples=SAMPLES, batch_size=BATCH)
 
         def cut(_: int, left: list[int] = [3]) -> None:  # noqa: B006
             left[0] -= 1
             if left[0] == 0:
                 raise Killed
 
-        port(job(), tmp_path / "whole")
+        port(job(), tmp_path / "whole", method=method)
         with pytest.raises(Killed):
-            port(job(), tmp_path / "out", save_every=0, progress=cut)
-        port(job(), tmp_path / "out", resume=True)
+            port(job(), tmp_path / "out", method=method, save_every=0, progress=cut)
+        port(job(), tmp_path / "out", method=method, resume=True)
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
     def test_other_options_are_refused_and_a_new_start_gives_a_note(self, zoo: Zoo, tmp_path: Path) -> None:

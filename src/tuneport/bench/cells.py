@@ -20,15 +20,16 @@ from ..data.tasks import read_data
 from ..job import Drawn, Job, first_half
 from ..maps.statistics import Statistics
 from ..measure.accuracy import features, linear_probe
-from ..methods import METHODS, Method, Transfer, get_method
+from ..methods import Method, Transfer, get_method
 from ..models.base import Model
 from ..models.heads import Head, choose_head
 from ..models.open import open_model
-from ..pipeline.prepare import prepare
+from ..pipeline.prepare import SCORED, prepare
 from ..pipeline.scale import RULES, Scaled, choose_on_halves
 from ..pipeline.statistics import measure_in_parts, problem_of
 from ..task_vectors.vector import TaskVector
 from ..training.finetune import Schedule, batch_reader, finetune
+from ..types import Signal
 from .schema import Comparison
 from .tables import Row
 
@@ -141,7 +142,7 @@ class _Measured:
     Methods that rehearse see more than those, so they have passes of their own.
     """
 
-    def __init__(self, job: Job, signals: frozenset[str], cuts: Sequence[int]) -> None:
+    def __init__(self, job: Job, signals: frozenset[Signal], cuts: Sequence[int]) -> None:
         self._job, self.cuts = job, cuts
         self._sums = dict(zip(pairwise((0, *cuts)), measure_in_parts(job, cuts, signals=signals), strict=True))
         self._rehearsed: dict[tuple[str, int], tuple[Statistics, Statistics, Statistics]] = {}
@@ -162,7 +163,8 @@ class _Measured:
             return first, self.between(half, count) if half < count else first, whole
         key = (repr(method), count)
         if key not in self._rehearsed:
-            parts = measure_in_parts(replace(self._job, method=method), [half, count] if half < count else [half])
+            cuts = [half, count] if half < count else [half]
+            parts = measure_in_parts(self._job, cuts, signals=method.signals, views=True)
             self._rehearsed[key] = (parts[0], parts[-1], sum(parts, Statistics()))
         return self._rehearsed[key]
 
@@ -223,7 +225,7 @@ def _largest_job(
     source: Model,
     target: Model,
     cell: tuple[str, str, int],
-    signals: frozenset[str],
+    signals: frozenset[Signal],
     kept: dict[str, Any],
 ) -> tuple[Job, dict[int, int]]:
     """A job over the largest budget, and how many of its (nested) samples each budget takes.
@@ -244,9 +246,7 @@ def _largest_job(
         comparison.finetuned[task],
         target,
         comparison.data[task],
-        method=METHODS["naive"],
-        extra_signals=signals,
-        scored=True,
+        signals=signals | SCORED,
         sampler="class_balanced" if looks else sampler,
         head=comparison.heads.get(task),
         exclude=comparison.exclude,

@@ -102,8 +102,7 @@ def _outputs(comparison: Comparison, models: Sequence[Model], task: str, sampler
         comparison.finetuned[task],
         target,
         comparison.data[task],
-        method="naive",
-        extra_signals=signals,
+        signals=signals,
         samples=comparison.budgets[-1],
         sampler=sampler,
         seed=seed,
@@ -150,7 +149,7 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
         comparison.finetuned[task],
         target,
         comparison.data[task],
-        method=comparison.methods[0],
+        signals=comparison.methods[0],
         samples=comparison.budgets[-1],
         sampler=sampler,
         seed=seed,
@@ -158,7 +157,7 @@ def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: s
         exclude=comparison.exclude,
         batch_size=comparison.batch_size,
     )
-    cost, seconds = cost_of(job), run(job).record["seconds_by_stage"]
+    cost, seconds = cost_of(job), run(job, comparison.methods[0]).record["seconds_by_stage"]
     steps = comparison.steps[0] if comparison.steps else 2000
     train = read_data(comparison.data[task], "train")
     head = choose_head(target, comparison.heads.get(task), train)

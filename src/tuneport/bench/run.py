@@ -272,7 +272,7 @@ def check_models(recipe: Recipe) -> None:
             if not model_exists(path, made=part.finetune is not None):
                 continue
             try:
-                job = prepare(models[0], path, models[1], part.data[task], method="naive", device=part.device)
+                job = prepare(models[0], path, models[1], part.data[task], signals=(), device=part.device)
                 for name in part.methods:
                     get_method(name).check(job.plan)
                 test = read_data(part.data[task], "test")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..types import Completion
+from ..types import Completion, OutputKind
 
 Source = Annotated[
     str, typer.Option(help="The old base model: a folder, open_clip's NAME:TAG or NAME:FILE, timm:NAME.")
@@ -31,7 +31,7 @@ LossName = Annotated[
     str | None,
     typer.Option(help="classification, contrastive, causal, seq2seq or MODULE:FUNCTION; else by the data."),
 ]
-CompletionName = Annotated[Completion, typer.Option(help="What fills directions the data leave open.")]
+CompletionName = Annotated[Completion, typer.Option(help='How to complete a rank-deficient map: "svd" or "none".')]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
 MaxTokens = Annotated[
@@ -41,7 +41,7 @@ MemoryBudget = Annotated[
     str | None, typer.Option(help="Memory of the device that models, statistics and result may take, such as 8GiB.")
 ]
 LabelsName = Annotated[
-    str, typer.Option(help="Whose labels the samples have: those of the data, or of the fine-tuned source.")
+    str, typer.Option(help='"data": use the labels of the data; "source": let the fine-tuned source label the samples.')
 ]
 DtypeName = Annotated[
     str, typer.Option(help="What models run in: float32, bfloat16 or float16; what is written does not change.")
@@ -51,4 +51,23 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let a checkpoint's own code run. Off unless you ask for it.")
+]
+Out = Annotated[str, typer.Option(help="Where the new model goes; must not exist.")]
+Scale = Annotated[
+    str | None,
+    typer.Option(
+        help="Strength of the transfer: a number, auto (chosen on calibration samples) or safe (the same, with "
+        "caution). The method's own unless given: 1, or auto for bico+."
+    ),
+]
+As = Annotated[OutputKind, typer.Option("--as", help="What to write.")]
+Rank = Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)]
+Energy = Annotated[
+    float | None, typer.Option(help="With --as adapter: cut to the least rank that keeps this share of |tau|².")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what a killed run of the same command has measured.")]
+SaveEvery = Annotated[float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)]
+Compare = Annotated[bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")]
+Evaluate = Annotated[
+    bool, typer.Option("--evaluate", help="Score the target before and after, on the data's test split.")
 ]

@@ -1,11 +1,12 @@
 """From an old base to a new one: transfer, plan, compare.
 
-`transfer` and `plan` take the same options, by name, to one job (`_prepare`), so that a plan is of the very transfer.
-All that can be refused is refused before a model runs.
+`transfer` and `plan` hand the same options to one function (`_prepare`), so that a plan shows the very transfer. All
+that can be refused is refused before a model runs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +14,15 @@ import typer
 from ..errors import TuneportError
 from ..types import OutputKind
 from .options import (
+    As,
     BatchSize,
+    Compare,
     CompletionName,
     Data,
     Device,
     DtypeName,
+    Energy,
+    Evaluate,
     Exclude,
     Finetuned,
     HeadName,
@@ -27,9 +32,14 @@ from .options import (
     MaxTokens,
     MemoryBudget,
     MethodName,
+    Out,
     Overwrite,
+    Rank,
+    Resume,
     SamplerName,
     Samples,
+    SaveEvery,
+    Scale,
     Seed,
     Shots,
     Source,
@@ -39,37 +49,32 @@ from .options import (
 from .terminal import emit, note, progress, say, show, show_list
 
 if TYPE_CHECKING:
+    from ..data.dataset import Dataset
     from ..job import Job
     from ..pipeline.preflight import Preflight
+    from ..pipeline.prepare import Options
     from ..runtime.passes import Passes
+    from ..types import ScaleRule, Signal
 
 
 def transfer(
     source: Source,
     finetuned: Finetuned,
     target: Target,
-    out: Annotated[str, typer.Option(help="Where the new model goes; must not exist.")],
+    out: Out,
     data: Data = None,
     method: MethodName = "bico",
     samples: Samples = None,
     shots: Shots = None,
     sampler: SamplerName = "random",
     seed: Seed = 0,
-    scale: Annotated[
-        str | None,
-        typer.Option(
-            help="Strength of the transfer: a number, auto (chosen on calibration samples) or safe (the same, with "
-            "caution). The method's own unless given: 1, or auto for bico+."
-        ),
-    ] = None,
+    scale: Scale = None,
     head: HeadName = None,
     labels: LabelsName = "data",
     loss: LossName = None,
-    as_: Annotated[OutputKind, typer.Option("--as", help="What to write.")] = "model",
-    rank: Annotated[int | None, typer.Option(help="With --as adapter: cut each update to this rank.", min=1)] = None,
-    energy: Annotated[
-        float | None, typer.Option(help="With --as adapter: cut to the least rank that keeps this share of |tau|².")
-    ] = None,
+    as_: As = "model",
+    rank: Rank = None,
+    energy: Energy = None,
     completion: CompletionName = "svd",
     exclude: Exclude = None,
     max_tokens: MaxTokens = None,
@@ -77,85 +82,170 @@ def transfer(
     batch_size: BatchSize = 32,
     device: Device = "auto",
     dtype: DtypeName = "float32",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from what a killed run of the same command has measured.")
-    ] = False,
-    save_every: Annotated[
-        float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)
-    ] = 60.0,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")
-    ] = False,
-    evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Score the target before and after, on the data's test split.")
-    ] = False,
+    resume: Resume = False,
+    save_every: SaveEvery = 60.0,
+    compare: Compare = False,
+    evaluate: Evaluate = False,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
-    from ..io.output import check_new_file, check_new_folder, claimed
-    from ..measure.accuracy import check_test_split, read_test_split
-    from ..models.open import path_of
-    from ..pipeline import transfer as pipeline
-    from ..pipeline.result import check_adapter
-    from ..report.record import to_json
-    from ..runtime.budget import plan_passes
     from ..runtime.distributed import processes
-    from ..task_vectors.low_rank import check_truncation
 
-    check_new = check_new_file if as_ == "task-vector" else check_new_folder
-    inputs = [path_of(path) for path in (source, finetuned, target, data, head) if path]
+    options: Options = {
+        "samples": samples,
+        "shots": shots,
+        "sampler": sampler,
+        "seed": seed,
+        "head": head,
+        "labels": labels,
+        "loss": loss,
+        "completion": completion,
+        "exclude": exclude or (),
+        "max_tokens": max_tokens,
+        "memory_budget": _bytes(memory_budget),
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+    }
+    output = _Output(out, as_, rank, energy, overwrite, resume, save_every)
+    run = _Run((source, finetuned, target, data), method, scale, options, output, compare, evaluate)
     with processes(device) as here:
-        strength = pipeline.check_scale(scale, method)
-        scored = isinstance(strength, str) or compare or evaluate
-        if compare and here.size > 1:
-            raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
-        if not here.first:  # the first process checks, writes and speaks
-            pipeline.run(_prepare(locals(), scored=scored, tell=False), scale=strength)
+        if not here.first:
+            run.other()
             return
-        with claimed(out):
-            check_new(out, overwrite or resume, inputs=inputs)
-            if as_ != "adapter" and (rank is not None or energy is not None):
-                raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
-            check_truncation(rank, energy)
-            test = read_test_split(data) if evaluate else None
-            job = _prepare(locals(), scored=scored)
-            if as_ == "adapter":
-                check_adapter(job, rank, energy)
-            if test is not None:
-                check_test_split(test, job.heads.target if job.heads is not None else None)
-            verdict = _compared(job) if compare else None
-            passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
-            if passes is not None:
-                _note_passes(passes)
-            with progress("measuring", len(job.samples) * (len(passes.groups) if passes else 1)) as advance:
-                record = pipeline.port(
-                    job,
-                    out,
-                    scale=strength,
-                    kind=as_,
-                    rank=rank,
-                    energy=energy,
-                    overwrite=overwrite,
-                    resume=resume,
-                    save_every=save_every,
-                    progress=advance,
-                    note=note,
-                    test=test,
-                    verdict=verdict.record() if verdict is not None else None,
-                    passes=passes,
-                )
+        record = run.first()
     if json:
+        from ..report.record import to_json
+
         emit(to_json(record))
         return
     _print_summary(record)
-    say(f"written to {out}" + ("" if as_ == "task-vector" else ", report in report.html"))
-    if as_ == "adapter":
-        say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
-    if as_ == "model" and data is not None and labels == "data":
-        chosen = f" --head {head}" if head else ""
-        say(f"next: tuneport evaluate {out} --data {data}{chosen}")
+    output.print_next(data if labels == "data" else None, head)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What is written, and where."""
+
+    out: str
+    kind: OutputKind
+    rank: int | None
+    energy: float | None
+    overwrite: bool
+    resume: bool
+    save_every: float
+
+    def check(self, inputs: list[Any]) -> None:
+        """Refuse an output that must not be replaced, and options that do not fit its kind."""
+        from ..io.output import check_new_file, check_new_folder
+        from ..task_vectors.low_rank import check_truncation
+
+        check_new = check_new_file if self.kind == "task-vector" else check_new_folder
+        check_new(self.out, self.overwrite or self.resume, inputs=inputs)
+        if self.kind != "adapter" and (self.rank is not None or self.energy is not None):
+            raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
+        check_truncation(self.rank, self.energy)
+
+    def print_next(self, data: str | None, head: str | None) -> None:
+        say(f"written to {self.out}" + ("" if self.kind == "task-vector" else ", report in report.html"))
+        if self.kind == "adapter":
+            say(f'next: peft.PeftModel.from_pretrained(model, "{self.out}")')
+        if self.kind == "model" and data is not None:
+            say(f"next: tuneport evaluate {self.out} --data {data}" + (f" --head {head}" if head else ""))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One `transfer` command: in the first process, which checks, writes and prints, and in the others."""
+
+    inputs: tuple[str, str, str, str | None]
+    method: str
+    scale: str | None
+    options: Options
+    output: _Output
+    compare: bool
+    evaluate: bool
+
+    def first(self) -> dict[str, Any]:
+        from ..io.output import claimed
+        from ..measure.accuracy import check_test_split, read_test_split
+        from ..methods import get_method
+        from ..models.open import path_of
+        from ..pipeline.result import check_adapter
+        from ..runtime.budget import plan_passes
+
+        strength, output = self._strength(), self.output
+        with claimed(output.out):
+            output.check([path_of(path) for path in (*self.inputs, self.options["head"]) if path])
+            data = self.inputs[3]
+            test = read_test_split(data) if self.evaluate else None
+            job = self._job(strength)
+            _print_notes(job)
+            if output.kind == "adapter":
+                check_adapter(job, get_method(self.method), output.rank, output.energy)
+            if test is not None:
+                check_test_split(test, job.heads.target if job.heads is not None else None)
+            verdict = _compared(job, self.method).record() if self.compare else None
+            passes = None
+            if job.memory_budget is not None:
+                passes = plan_passes(job, job.memory_budget, method=self.method)
+                _note_passes(passes)
+            return self._ported(job, strength, test, verdict, passes)
+
+    def other(self) -> None:
+        from ..pipeline.transfer import run
+
+        strength = self._strength()
+        run(self._job(strength), self.method, scale=strength)
+
+    def _strength(self) -> float | ScaleRule:
+        from ..pipeline.transfer import check_scale
+        from ..runtime.distributed import ranks
+
+        if self.compare and ranks().size > 1:
+            raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
+        return check_scale(self.scale, self.method)
+
+    def _job(self, strength: float | ScaleRule) -> Job:
+        from ..methods import get_method
+        from ..pipeline.prepare import SCORED
+
+        signals = get_method(self.method).signals
+        scored = isinstance(strength, str) or self.compare or self.evaluate
+        return _prepare(self.inputs, self.method, signals | SCORED if scored else signals, self.options)
+
+    def _ported(
+        self,
+        job: Job,
+        strength: float | ScaleRule,
+        test: Dataset | None,
+        verdict: dict[str, Any] | None,
+        passes: Passes | None,
+    ) -> dict[str, Any]:
+        from ..pipeline.port import port
+
+        output = self.output
+        with progress("measuring", len(job.samples) * (len(passes.groups) if passes else 1)) as advance:
+            return port(
+                job,
+                output.out,
+                method=self.method,
+                scale=strength,
+                kind=output.kind,
+                rank=output.rank,
+                energy=output.energy,
+                overwrite=output.overwrite,
+                resume=output.resume,
+                save_every=output.save_every,
+                progress=advance,
+                note=note,
+                test=test,
+                verdict=verdict,
+                passes=passes,
+            )
 
 
 def _note_passes(passes: Passes) -> None:
@@ -199,15 +289,34 @@ def plan(
 ) -> None:
     """Show what a transfer would do, without doing it: the pairing, what stays and why, the expected cost."""
     from ..pipeline.outlook import expected
+    from ..pipeline.prepare import signals_of
     from ..report.record import to_json
 
+    options: Options = {
+        "samples": samples,
+        "shots": shots,
+        "sampler": sampler,
+        "seed": seed,
+        "head": head,
+        "labels": labels,
+        "loss": loss,
+        "completion": completion,
+        "exclude": exclude or (),
+        "max_tokens": max_tokens,
+        "memory_budget": _bytes(memory_budget),
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+    }
     if shapes_only:
-        _plan_shapes(locals())
+        _plan_shapes(source, target, method, length, options, json)
         return
     if finetuned is None:
         raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
-    job = _prepare(locals())
-    outlook = expected(job)
+    job = _prepare((source, finetuned, target, data), method, signals_of(method), options)
+    _print_notes(job)
+    outlook = expected(job, method)
     if json:
         emit(to_json(outlook))
     else:
@@ -244,31 +353,35 @@ def _print_plan(outlook: dict[str, Any]) -> None:
             )
 
 
-def _plan_shapes(options: dict[str, Any]) -> None:
-    """Plans for several devices, from the options of `plan` by name."""
-    from ..io.sizes import parse_bytes
+def _plan_shapes(source: str, target: str, method: str, length: int, options: Options, json: bool) -> None:
+    """Plans for several devices."""
     from ..models.open import pick_device, pick_dtype
     from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes
     from ..report.record import to_json
     from ..runtime.speed import probe
 
-    budget = options["memory_budget"]
-    names = ("method", "length", "batch_size", "max_tokens", "dtype")
     job = prepare_shapes(
-        options["source"],
-        options["target"],
+        source,
+        target,
+        method=method,
         samples=options["samples"] or 100,
-        memory_budget=None if budget is None else parse_bytes(budget),
+        length=length,
+        batch_size=options["batch_size"],
+        max_tokens=options["max_tokens"],
+        memory_budget=options["memory_budget"],
         device="cuda" if options["device"] == "auto" else options["device"],
-        **{name: options[name] for name in names},
+        dtype=options["dtype"],
     )
-    rates = probe(pick_device("auto"), pick_dtype(options["dtype"]), options["batch_size"] * options["length"])
-    lines = plan_devices(job, rates)
-    if options["json"]:
+    rates = probe(pick_device("auto"), pick_dtype(options["dtype"]), options["batch_size"] * length)
+    lines = plan_devices(job, rates, method=method)
+    if json:
         emit(to_json({"options": job.record["options"], "rates": vars(rates), "plans": lines}))
         return
-    title = f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {options['length']} tokens"
-    show(map(describe_line, lines), *COLUMNS, title=title)
+    show(
+        map(describe_line, lines),
+        *COLUMNS,
+        title=f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens",
+    )
     say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
 
 
@@ -306,14 +419,11 @@ def compare(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    found = _compared(job, trial=finetuned is not None)
+    found = _compared(job, method, trial=finetuned is not None)
     means = preflight.summary(found.similarity)
     if json:
-        emit(
-            to_json(
-                {"source": source, "target": target, "samples": len(job.samples), "summary": means, **found.record()}
-            )
-        )
+        about = {"source": source, "target": target, "samples": len(job.samples), "summary": means}
+        emit(to_json({**about, **found.record()}))
         return
     show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS)
     say(f"verdict: {found.verdict.verdict}")
@@ -321,41 +431,38 @@ def compare(
         say(f"- {reason}")
 
 
-def _compared(job: Job, *, trial: bool = True) -> Preflight:
+def _compared(job: Job, method: str, *, trial: bool = True) -> Preflight:
     from ..pipeline import preflight
 
     with progress("comparing", 0) as advance:
-        return preflight.compare(job, trial=trial, progress=advance)
+        return preflight.compare(job, method, trial=trial, progress=advance)
 
 
-def _prepare(options: dict[str, Any], *, scored: bool = False, tell: bool = True) -> Job:
-    """The job of the options of `transfer` or `plan` by name; prints its notes on stderr."""
-    from ..io.sizes import parse_bytes
+def _prepare(
+    inputs: tuple[str, str, str, str | None], method: str, signals: frozenset[Signal], options: Options
+) -> Job:
+    """The job of a transfer or a plan, which its method can serve."""
+    from ..methods import get_method
     from ..pipeline.prepare import prepare
+
+    job = prepare(*inputs, signals=signals, **options)
+    get_method(method).check(job.plan)
+    return job
+
+
+def _print_notes(job: Job) -> None:
     from ..report.summary import label_words
 
-    as_given = (
-        *("method", "samples", "shots", "sampler", "seed", "head", "labels", "loss"),
-        *("max_tokens", "batch_size", "device", "dtype", "trust_remote_code"),
-    )
-    job = prepare(
-        options["source"],
-        options["finetuned"],
-        options["target"],
-        options["data"],
-        exclude=options["exclude"] or (),
-        completion=options["completion"],
-        scored=scored,
-        memory_budget=None if options["memory_budget"] is None else parse_bytes(options["memory_budget"]),
-        **{name: options[name] for name in as_given},
-    )
-    if not tell:
-        return job
     if words := label_words(job.record):
         note(f"{len(job.samples)} samples {words}")
     for text in job.record.get("notes", ()):
         note(text)
-    return job
+
+
+def _bytes(budget: str | None) -> int | None:
+    from ..io.sizes import parse_bytes
+
+    return None if budget is None else parse_bytes(budget)
 
 
 def _print_summary(record: dict[str, Any]) -> None:

@@ -62,10 +62,12 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         rows = [("target, zero-shot", accuracy(large.module))]
         tuned = _finetuned(small, heads[id(small)], train, "fine-tuning the source", report)
         _save_finetuned(small, tuned, folder / "small-mirrored")
-        job = prepare(small, folder / "small-mirrored", large, data, head="digits", samples=SAMPLES, seed=seed)
+        signals = frozenset().union(*(METHODS[name].signals for name in PORTED))
+        job = prepare(
+            small, folder / "small-mirrored", large, data, signals=signals, head="digits", samples=SAMPLES, seed=seed
+        )
         places = {key: {**job.record[key], "path": str(out / name)} for key, name in WRITTEN.items()}
         job = replace(job, record={**job.record, **places})
-        signals = frozenset().union(*(METHODS[name].signals for name in PORTED))
         done = 0
 
         def advance(count: int) -> None:
@@ -73,16 +75,16 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             done += count
             report("measuring both models", done, SAMPLES)
 
-        statistics = measure_job(job, signals=signals, progress=advance)
+        statistics = measure_job(job, progress=advance)
         for index, name in enumerate(PORTED):
             moved = METHODS[name].transfer(problem_of(job, statistics))
             ported = Result(large, moved.task_vector, moved.records, (), 1.0, {})
             rows.append((f"target, ported by {name}", accuracy(ported.apply())))
             report("porting", index + 1, len(PORTED))
-        best = run(job)
+        best = run(job, "bico")
         more = {
             "out": str(out / "large-mirrored"),
-            "cost": cost_of(job),
+            "cost": cost_of(job.for_(METHODS["bico"])),
             "evaluation": before_and_after(large, best.apply(), heads[id(large)], test),
         }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")

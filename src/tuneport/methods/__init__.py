@@ -53,15 +53,22 @@ METHODS: dict[str, Method] = {
 }
 
 
-def get_method(name: str) -> Method:
-    """The registered method of that name.
+def get_method(name: str | Method) -> Method:
+    """The registered method of that name; a Method is itself.
 
     >>> sorted(get_method("bico").signals)
     ['input', 'output_gradient']
     """
+    if isinstance(name, Method):
+        return name
     if name not in METHODS:
         raise MethodError(unknown_name("method", name, METHODS))
     return METHODS[name]
+
+
+def name_of(method: Method) -> str:
+    """The name of a registered method; of any other, that of its class."""
+    return next((name for name, known in METHODS.items() if known == method), type(method).__name__)
 
 
 __all__ = [
@@ -77,4 +84,5 @@ __all__ = [
     "Transfer",
     "check_method",
     "get_method",
+    "name_of",
 ]

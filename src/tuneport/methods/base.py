@@ -17,7 +17,7 @@ from ..maps.statistics import Statistics
 from ..pairing import Kept, Plan
 from ..task_vectors.low_rank import LowRank
 from ..task_vectors.vector import TaskVector
-from ..types import Completion
+from ..types import Completion, Signal
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class Method(ABC):
 
     @property
     @abstractmethod
-    def signals(self) -> frozenset[str]:
+    def signals(self) -> frozenset[Signal]:
         """The names of the signals that must be measured."""
 
     def check(self, plan: Plan) -> None:  # noqa: B027 - most methods serve every plan

@@ -20,6 +20,7 @@ from ..maps.procrustes import Alignment, MapSolver
 from ..maps.statistics import Key
 from ..pairing import Kept, LayerPair, LoosePair
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
+from ..types import Signal
 from .base import LayerRecord, Method, Problem, Transfer
 from .entries import Entries, matrix_of, recorded_norm, spectrum_of
 
@@ -35,8 +36,8 @@ class BilinearAlignment(Method):
     and `scale` is the scale unless another is asked for.
     """
 
-    in_signal: str | None
-    out_signal: str | None
+    in_signal: Signal | None
+    out_signal: Signal | None
     loose: Literal["keep", "pad"] = "keep"
     rehearsed: bool = False
     scale: float | Literal["auto"] = 1.0
@@ -63,7 +64,7 @@ class BilinearAlignment(Method):
         return True
 
     @property
-    def signals(self) -> frozenset[str]:
+    def signals(self) -> frozenset[Signal]:
         return frozenset(signal for signal in (self.in_signal, self.out_signal) if signal is not None)
 
     def transfer(self, problem: Problem) -> Transfer:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..pairing import Kept, Plan
 from ..task_vectors.low_rank import as_dense
+from ..types import Signal
 from .base import LayerRecord, Method, Problem, Transfer
 from .entries import Entries, check_same_shapes
 
@@ -31,7 +32,7 @@ class GradFix(Method):
         return True
 
     @property
-    def signals(self) -> frozenset[str]:
+    def signals(self) -> frozenset[Signal]:
         return frozenset({"weight_gradient"})
 
     def check(self, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import TuneportError
 from ..job import Job
 from ..maps.statistics import Statistics
-from ..methods import Transfer
+from ..methods import Method, Transfer
 from ..models.offload import pinned, to_temporary_file
 from ..runtime.distributed import gather_transfer, ranks
 from ..runtime.passes import Passes, jobs_by_block, jobs_of
@@ -43,6 +43,7 @@ class Moved:
 
 def move(
     job: Job,
+    method: Method,
     scale: float | ScaleRule,
     *,
     passes: Passes | None = None,
@@ -50,7 +51,7 @@ def move(
     work: Work | None = None,
 ) -> Moved:
     """Measure both models and carry the task vector over; a rule chooses the scale on the samples."""
-    meter = _Meter(progress, work)
+    meter = _Meter(method, progress, work)
     if not isinstance(scale, str):
         moved, counted = _move(job, passes, meter)
         return Moved(moved, scale, None, counted, meter.seconds)
@@ -65,24 +66,24 @@ def move(
 
 @dataclass
 class _Meter:
-    """Measures, and sums up the seconds that it takes."""
+    """Measures for a method and solves, and sums up the seconds of measuring."""
 
+    method: Method
     progress: Progress | None
     work: Work | None
     seconds: float = 0.0
 
     def measure(self, job: Job, stage: str) -> Statistics:
         started = time.perf_counter()
-        statistics = measure_job(job, progress=self.progress, work=self.work, stage=stage)
+        statistics = measure_job(job, views=self.method.rehearses, progress=self.progress, work=self.work, stage=stage)
         if (device := job.runs_on).type == "cuda":
             torch.cuda.synchronize(device)
         self.seconds += time.perf_counter() - started
         return statistics
 
-
-def _solve(job: Job, statistics: Statistics) -> Transfer:
-    problem = problem_of(job, statistics)
-    return gather_transfer(problem, job.method.transfer) if job.method.by_layer else job.method.transfer(problem)
+    def solve(self, job: Job, statistics: Statistics) -> Transfer:
+        problem, transfer = problem_of(job, statistics), self.method.transfer
+        return gather_transfer(problem, transfer) if self.method.by_layer else transfer(problem)
 
 
 def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Statistics]:
@@ -93,9 +94,9 @@ def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Sta
         for index, group in enumerate(groups := jobs_of(job, passes)):
             statistics = meter.measure(group, _stage("all", index, groups))
             if passes is not None and passes.result_in_files and ranks().size == 1:
-                moved += [_shelved(_solve(block, statistics)) for block in jobs_by_block(group)]
+                moved += [_shelved(meter.solve(block, statistics)) for block in jobs_by_block(group)]
             else:
-                moved.append(_solve(group, statistics))
+                moved.append(meter.solve(group, statistics))
             counted = _count(counted, statistics)
             del statistics  # before the next group's are made
     return Transfer.join(moved), counted
@@ -123,11 +124,11 @@ def _move_auto(
         found = reduce(add, parts)
         counted = _count(counted, found)
         if len(groups[0]) == 1:
-            choice = choose_on_halves(sides, (_solve(sides[0], part) for part in parts), rule)
-            return _solve(sides[0], found), choice, counted
+            choice = choose_on_halves(sides, (meter.solve(sides[0], part) for part in parts), rule)
+            return meter.solve(sides[0], found), choice, counted
         for done, part in zip(moved, parts, strict=True):
-            done.append(_solve(jobs[0], part))
-        whole.append(_solve(jobs[0], found) if len(parts) > 1 else moved[0][-1])
+            done.append(meter.solve(jobs[0], part))
+        whole.append(meter.solve(jobs[0], found) if len(parts) > 1 else moved[0][-1])
         del parts, found  # before the next group is measured
     return Transfer.join(whole), choose_on_halves(sides, map(Transfer.join, moved), rule), counted
 

@@ -17,9 +17,10 @@ from ..io.sizes import format_bytes
 from ..job import Given, Job
 from ..measure.batches import PairedBatch
 from ..measure.objectives import forward_only, token_loss
-from ..methods import get_method
+from ..methods import Method, get_method, name_of
 from ..models.offload import bytes_of
 from ..models.open import outline_model, pick_dtype
+from ..pairing import Plan
 from ..runtime.budget import plan_passes
 from ..runtime.cost import Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import Forecast
@@ -30,20 +31,22 @@ from ..types import Sides
 from .plan import left_behind, not_transported_by, plan_of
 
 
-def expected(job: Job) -> dict[str, Any]:
+def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
     """What a job would do and cost: the pairing, what stays, bytes of statistics, FLOPs, and seconds on this machine.
 
     FLOPs are those of `cost_of`. If the models cannot be counted, they are the paper's estimate.
     """
+    method = get_method(method)
+    job = job.for_(method)
     once = batch_cost(job)
     cost = cost_of(job, once=once)
     paper = cost["paper"]
     flops = flops_of(job, len(job.samples), once) if cost["counted"] else None
     flops = flops or Flops(forward=paper["passes"], transport=paper["alignment"])
     rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
-    passes = plan_passes(job, job.memory_budget) if job.memory_budget is not None else None
+    passes = plan_passes(job, job.memory_budget, method=method) if job.memory_budget is not None else None
     return {
-        "method": job.record["method"],
+        "method": name_of(method),
         "samples": len(job.samples),
         "layers": [
             {
@@ -54,8 +57,10 @@ def expected(job: Job) -> dict[str, Any]:
             }
             for pair in job.plan.pairs
         ],
-        "not_transported": [asdict(item) for item in not_transported_by(job, _moved(job), job.method.kept(job.plan))],
-        "left_behind": [asdict(item) for item in left_behind(job)],
+        "not_transported": [
+            asdict(item) for item in not_transported_by(job, _moved(job.plan, method), method.kept(job.plan))
+        ],
+        "left_behind": [asdict(item) for item in left_behind(job, method)],
         "expected": {
             "statistics_bytes": cost["statistics_bytes"],
             "flops": flops.forward + flops.backward,
@@ -93,14 +98,14 @@ def _within(job: Job, passes: Passes) -> dict[str, Any]:
     }
 
 
-def _moved(job: Job) -> TaskVector:
+def _moved(plan: Plan, method: Method) -> TaskVector:
     """A stand-in for the result: the names that the method would move."""
-    stays = {item.tensor for item in job.method.kept(job.plan)}
-    pairs = [pair for pair in job.plan.pairs if pair.target.name not in stays]
+    stays = {item.tensor for item in method.kept(plan)}
+    pairs = [pair for pair in plan.pairs if pair.target.name not in stays]
     names = {pair.target.weight for pair in pairs}
     names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
-    if job.method.moves_loose:
-        names |= {pair.target.name for pair in job.plan.loose} - stays
+    if method.moves_loose:
+        names |= {pair.target.name for pair in plan.loose} - stays
     return TaskVector({name: torch.empty(0) for name in names})
 
 
@@ -160,12 +165,12 @@ def prepare_shapes(
         models,
         vector,
         plan,
-        chosen,
+        chosen.signals,
         Given([texts[size] for size in sizes]),
         losses,
         max_tokens=max_tokens,
         memory_budget=memory_budget,
-        record={"method": method, "options": options},
+        record={"options": options},
         device=torch.device(device),
     )
 
@@ -175,7 +180,9 @@ def _texts(size: int, length: int) -> tuple[dict[str, torch.Tensor], torch.Tenso
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids
 
 
-def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> list[dict[str, Any]]:
+def plan_devices(
+    job: Job, rates: Rates, *, method: str | Method = "bico", devices: tuple[int, ...] = DEVICES
+) -> list[dict[str, Any]]:
     """For each number of devices: runs over the data, bytes on one device and off it, and seconds by stage.
 
     If the budget is too small, the line has the `error`.
@@ -190,7 +197,7 @@ def plan_devices(job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES) -> 
     for count in devices:
         try:
             part = job.on(job.samples.take_batches(0, -(-batches // count)))
-            passes = plan_passes(part, job.memory_budget, forecast)
+            passes = plan_passes(part, job.memory_budget, forecast, method=method)
         except TuneportError as error:
             lines.append({"devices": count, "error": str(error)})
             continue

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import PairingError, first_of
 from ..job import Job
 from ..layers import Layer, LooseTensor
+from ..methods import Method
 from ..models.base import Model
 from ..pairing import (
     KEPT_BY_KIND,
@@ -142,12 +143,10 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     return {"classifier": matrix}
 
 
-def left_behind(job: Job) -> tuple[Kept, ...]:
+def left_behind(job: Job, method: Method) -> tuple[Kept, ...]:
     """What the fine-tune changed in the source that no target tensor takes up."""
-    stays_there = {item.tensor for item in job.method.kept(job.plan)}
-    taken = {
-        pair.source.name for pair in job.plan.loose if job.method.moves_loose and pair.target.name not in stays_there
-    }
+    stays_there = {item.tensor for item in method.kept(job.plan)}
+    taken = {pair.source.name for pair in job.plan.loose if method.moves_loose and pair.target.name not in stays_there}
     stays = [
         Kept(part.name, KEPT_BY_KIND[part.kind].replace("the target keeps its own", "not moved by this method"))
         for part in job.source.loose

@@ -21,18 +21,20 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from ..errors import DataError
 from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
 from ..measure.signals import frozen
+from ..methods import Method, get_method
 from ..models.base import ModelLike
 from ..models.open import open_model, pick_device
 from ..report.summary import number_text
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
-from .prepare import prepare
+from .prepare import Data, Options, prepare
 from .scale import Scaled
 from .statistics import measure_in_parts, problem_of
 
@@ -102,21 +104,30 @@ class Preflight:
 
 
 def prepare_pair(
-    source: ModelLike, target: ModelLike, data: Any, *, finetuned: ModelLike | TaskVector | None = None, **options: Any
+    source: ModelLike,
+    target: ModelLike,
+    data: Data,
+    *,
+    finetuned: ModelLike | TaskVector | None = None,
+    method: str | Method = "bico",
+    **options: Unpack[Options],
 ) -> Job:
-    """A job for a comparison; without a fine-tune, one in which every layer of the source is taken to have changed."""
+    """A job for a comparison; without a fine-tune, every layer of the source counts as changed."""
     if finetuned is None:
         if isinstance(source, (str, Path)):
-            trust = bool(options.get("trust_remote_code", False))
-            source = open_model(source, device=pick_device(str(options.get("device", "auto"))), trust_remote_code=trust)
+            trust = options.get("trust_remote_code", False)
+            source = open_model(source, device=pick_device(options.get("device", "auto")), trust_remote_code=trust)
         module = source if isinstance(source, nn.Module) else source.module
         names = {} if isinstance(source, nn.Module) else source.file_names
         one = torch.ones(())
         finetuned = TaskVector({names.get(name, name): one.expand(p.shape) for name, p in module.named_parameters()})
-    return prepare(source, finetuned, target, data, extra_signals=COMPARED, **options)
+    signals = get_method(method).signals | frozenset(COMPARED)
+    return prepare(source, finetuned, target, data, signals=signals, **options)
 
 
-def compare(job: Job, *, trial: bool = True, progress: Progress | None = None) -> Preflight:
+def compare(
+    job: Job, method: str | Method = "bico", *, trial: bool = True, progress: Progress | None = None
+) -> Preflight:
     """Compare the two models of a job layer by layer, and try its transfer on held-out calibration samples.
 
     With `trial=False` only likeness is measured. Nothing is written, and both models come back as they were.
@@ -135,14 +146,16 @@ def compare(job: Job, *, trial: bool = True, progress: Progress | None = None) -
         match=job.match,
         progress=progress,
     )
-    tried = try_transfer(job, progress=progress) if trial else None
+    tried = try_transfer(job, method, progress=progress) if trial else None
     return Preflight(likeness, tried, judge(tried, likeness))
 
 
-def try_transfer(job: Job, *, progress: Progress | None = None) -> Trial:
+def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress | None = None) -> Trial:
     """Score the target on every fold of the samples, with maps from the other folds (cross-fitting)."""
+    method = get_method(method)
+    job = job.for_(method)
     folds = _folds(job)
-    sums = measure_in_parts(job, [fold.stop for fold in folds], progress=progress)
+    sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
     before: list[tuple[float, bool | None]] = []
     after: list[tuple[float, bool | None]] = []
     for number, fold in enumerate(folds):
@@ -150,7 +163,7 @@ def try_transfer(job: Job, *, progress: Progress | None = None) -> Trial:
         size = samples.size if job.heads is not None else 1  # a loss is a sum: one sample, one number
         batches = [batch.target for batch in replace(samples, size=size)]
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
-        moved = job.method.transfer(problem_of(job, rest))
+        moved = method.transfer(problem_of(job, rest))
         before += _scores(job, job.target.module, batches)
         with Scaled(job.target.module, moved.task_vector, job.target.stored_parameters()) as scaled:
             scaled.set(1.0)

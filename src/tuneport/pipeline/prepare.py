@@ -1,6 +1,6 @@
-"""From what a user gives to a Job that has been checked whole: models, task vector, plan, samples, losses.
+"""From what a user gives to a checked Job: models, task vector, plan, samples, losses.
 
-Everything that can be wrong with the input is found here, before the first forward pass, with one clear line.
+Every error in the input is found here, before the first forward pass, and told in one line.
 """
 
 from __future__ import annotations
@@ -8,279 +8,335 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast, get_type_hints
 
 import numpy as np
 import torch
-from torch import Tensor
+from typing_extensions import Unpack
 
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
-from ..errors import CheckpointError, DataError, TuneportError
+from ..errors import CheckpointError, DataError, TuneportError, unknown_name
 from ..io.hub import local
 from ..job import Drawn, Given, Job, Samples
 from ..measure.accuracy import features
 from ..measure.objectives import Objective, check_objective, forward_only, load_loss, objective_of
-from ..measure.signals import NEEDS_BACKWARD
+from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
 from ..measure.tokens import Match
-from ..methods import METHODS, Method, get_method
+from ..methods import Method, get_method
 from ..models.base import Model, ModelLike
 from ..models.heads import Head, choose_head
 from ..models.open import dtype_on, open_both, pick_device, pick_dtype, runnable, slow_note
 from ..pairing import DepthRule, LayerPair, nearest_block
+from ..report import record as records
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
-from ..report.record import Data, Options, PreparedRecord
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..types import Completion, Loss, Sides
+from ..types import Completion, Loss, Sides, Signal
 from .change import Finetuned, change_of, exclude_note, names_of, opened
 from .labels import agreement, check_labels, labelled_by
 from .plan import plan_of
+
+Data = str | Path | Dataset | Iterable[Any]
+SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # a job with this signal has a loss on labelled samples
+
+
+class Options(TypedDict, total=False):
+    """The options of a transfer, shared by Python and the command line."""
+
+    samples: int | None  # number of calibration samples, drawn from the training split: 100 unless given
+    shots: int | None  # or samples per class
+    sampler: str  # how they are drawn: "random", or another name of `tuneport samplers`
+    seed: int  # of the draw
+    head: str | None  # the zero-shot head: a name in the models' heads/ folder, or a file
+    labels: str  # "data": use the labels of the data; "source": let the fine-tuned source label the samples
+    loss: str | Loss | tuple[Loss, Loss] | None  # an objective's name, MODULE:FUNCTION, or a function (for each model)
+    match: Match | None  # pairs the tokens of own batches
+    pairs: Sequence[LayerPair] | None  # the pairing, in place of roles and depth
+    roles: Mapping[str, str | None] | None  # source roles to target roles where their names differ
+    depth_rule: DepthRule  # which source block a target block takes
+    exclude: Sequence[str]  # name patterns of tensors to leave alone
+    completion: Completion  # how to complete a rank-deficient map
+    max_tokens: int | None  # most tokens of all samples together that enter the maps
+    memory_budget: int | None  # most bytes on the device; models that do not fit stay in RAM or in their files
+    batch_size: int  # samples per pass through the models
+    device: str  # "auto", "cpu", "cuda", "cuda:1", ...
+    dtype: str  # in which the models run
+    trust_remote_code: bool  # let a checkpoint's own code run
+
+
+DEFAULTS: Options = {
+    "samples": None,
+    "shots": None,
+    "sampler": "random",
+    "seed": 0,
+    "head": None,
+    "labels": "data",
+    "loss": None,
+    "match": None,
+    "pairs": None,
+    "roles": None,
+    "depth_rule": nearest_block,
+    "exclude": (),
+    "completion": "svd",
+    "max_tokens": None,
+    "memory_budget": None,
+    "batch_size": 32,
+    "device": "auto",
+    "dtype": "float32",
+    "trust_remote_code": False,
+}
 
 
 def prepare(
     source: ModelLike,
     finetuned: ModelLike | TaskVector,
     target: ModelLike,
-    data: str | Path | Dataset | Iterable[Any] | None = None,
+    data: Data | None = None,
     *,
-    method: str | Method = "bico",
-    samples: int | None = None,
-    shots: int | None = None,
-    sampler: str = "random",
-    seed: int = 0,
-    head: str | None = None,
-    labels: str = "data",
-    loss: str | Loss | tuple[Loss, Loss] | None = None,
-    match: Match | None = None,
-    pairs: Sequence[LayerPair] | None = None,
-    roles: Mapping[str, str | None] | None = None,
-    depth_rule: DepthRule = nearest_block,
-    exclude: Sequence[str] = (),
-    completion: Completion = "svd",
-    max_tokens: int | None = None,
-    memory_budget: int | None = None,
-    batch_size: int = 32,
-    device: str = "auto",
-    dtype: str = "float32",
-    trust_remote_code: bool = False,
-    extra_signals: Iterable[str] = (),
-    scored: bool = False,
+    signals: str | Method | Iterable[Signal] = "bico",
+    **options: Unpack[Options],
 ) -> Job:
-    """Open everything, pair the layers and draw the samples: a Job in which nothing is left to go wrong.
+    """Open everything, pair the layers and draw the samples.
 
-    `samples` (100 unless given) or `shots` per class are drawn by `sampler` and `seed` from the training
-    split; `head` names the zero-shot head; `labels` says whose labels they have, those of the "data" or, without
-    looking at those, of the fine-tuned "source"; `loss` is the name of an objective, MODULE:FUNCTION, an own
-    `loss(module, batch)`, or one for each model, in place of the one that data and models suggest; `pairs`,
-    `roles` and `depth_rule` override the pairing; `exclude` holds name patterns of tensors to leave alone;
-    `max_tokens` caps the tokens of all samples together that the maps are made from, and `memory_budget` the bytes
-    that models, statistics and result may take on the `device`: models that do not fit stay in RAM or in their files,
-    and live modules run on the `device` too. `dtype` is that in which models run. `extra_signals` prepares for
-    methods that measure more, `scored` for a scale that is chosen on labelled samples.
+    Args:
+        source: the old base model, as a path, a name or a live module.
+        finetuned: the fine-tuned source, an adapter of it, or a task vector.
+        target: the new base model.
+        data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
+        signals: what will be measured: the signals of a method (or its name), or a set of signals.
+        options: see `Options`.
     """
-    method, name = _named(method)
-    loss_name = loss if isinstance(loss, str) else None
-    wanted = None if loss_name is None or ":" in loss_name else check_objective(loss_name)
-    if isinstance(loss, str):
-        loss = None if wanted else load_loss(loss)
-    check_labels(labels, sampler, shots)
-    where = pick_device(device)
-    _check_limits(max_tokens, memory_budget)
-    if isinstance(finetuned, (str, Path)):
-        finetuned = local(finetuned)
-    task, named = None, data  # TASK:PATH, of which the rest of the house sees the path
-    if isinstance(data, (str, Path)):
-        task, data = split_reference(data)
-        named = data if task is None else named
-
-    dtype, note = dtype_on(where, dtype, source, target)
-    models = open_both(
-        source,
-        target,
-        device=where,
-        dtype=pick_dtype(dtype),
-        memory_budget=memory_budget,
-        trust_remote_code=trust_remote_code,
+    given = check_options(options)
+    wanted = signals_of(signals)
+    machine = _Machine.of(given, source, target)
+    models = machine.open(source, target)
+    tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
+    vector = change_of(models.source, tuned, given["exclude"])
+    question = _ask(data, models, wanted, given, machine.device)
+    plan = plan_of(
+        *models,
+        vector,
+        pairs=given["pairs"],
+        roles=given["roles"],
+        depth_rule=given["depth_rule"],
+        exclude=given["exclude"],
     )
-    elsewhere = memory_budget is not None and where.type != "cpu"  # live modules run on the device too
-    notes = [note, "" if elsewhere else slow_note(*models)]
-    tuned = opened(finetuned)
-    vector = change_of(models.source, tuned, exclude)
-
-    if isinstance(data, (str, Path)) and not Path(data).exists():
-        raise DataError(f"no data at {data}: no such file or folder.")
-    signals = method.signals | frozenset(extra_signals)
-    runs, gradients = bool(signals) or scored, bool(NEEDS_BACKWARD & signals) or scored
-    asked = None
-    if runs and isinstance(named, (str, Path, Dataset)):
-        asked = _asked(named, models, wanted)
-        if loss is None and gradients and asked.objective.name == "classification":
-            asked = _with_heads(asked, named, models, head, labels, where)
-    by_source = labels == "source" and asked is not None and asked.heads is not None
-    if labels == "source" and gradients and not by_source:
-        raise DataError(
-            '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
-        )
-
-    plan = plan_of(*models, vector, pairs=pairs, roles=roles, depth_rule=depth_rule, exclude=exclude)
-    method.check(plan)
-    if runs and data is None:
-        raise DataError(f"method {name} needs calibration data: pass `data`, or batches with a loss in Python.")
-    losses = _losses(models, asked, loss, gradients) if runs else None
-
-    calibration: Samples = Given()
-    count, about = 0, None
-    if asked is not None:
-        indices = select(
-            replace(asked.dataset, labels=None) if by_source else asked.dataset,
-            samples=samples,
-            shots=shots,
-            sampler=sampler,
-            seed=seed,
-            features=lambda chosen: _features(models.target, chosen, where),
-        )
-        calibration = drawn = Drawn(models, asked.dataset, indices, asked.heads, batch_size, asked.objective)
-        if by_source:
-            calibration = drawn = _labelled_by_source(drawn, _whole_change(models.source, tuned) if exclude else vector)
-        count, about = len(indices), data_identity(data, asked.dataset, indices, asked.heads)
-        if by_source:
-            share = agreement(drawn.dataset, asked.dataset.subset(indices))
-            about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
-    elif runs:
-        assert not isinstance(data, (str, Path, Dataset))
-        assert data is not None
-        calibration = Given(data)
-
-    usual = asked.objective.name if asked is not None and gradients and loss is None else None
-    own = {"loss": loss_name is None and loss is not None, "match": match is not None, "pairs": pairs is not None}
-    own["depth_rule"] = depth_rule is not nearest_block
-    options: Options = {
-        "samples": count or samples,
-        "shots": shots,
-        "sampler": sampler,
-        "seed": seed,
-        "head": head,
-        "labels": "source" if by_source else "data",
-        "loss": loss_name or usual,
-        "completion": completion,
-        "max_tokens": max_tokens,
-        "memory_budget": memory_budget,
-        "batch_size": batch_size,
-        "exclude": list(exclude),
-        "roles": dict(roles or {}),
-        "python": [name for name, given in own.items() if given],
-        "device": str(where),
-        "dtype": dtype,
-    }
+    losses = _losses(models, question, wanted)
+    samples, about = _draw(question, models, tuned, vector, given, machine.device)
     job = Job(
         models,
         vector,
         plan,
-        method,
-        calibration,
+        wanted,
+        samples,
         losses,
-        heads=asked.heads if asked is not None else None,
-        match=match,
-        completion=completion,
-        max_tokens=max_tokens,
-        memory_budget=memory_budget,
-        seed=seed,
-        device=where if memory_budget is not None else None,
+        heads=question.heads,
+        match=given["match"],
+        completion=given["completion"],
+        max_tokens=given["max_tokens"],
+        memory_budget=given["memory_budget"],
+        seed=given["seed"],
+        device=machine.device if given["memory_budget"] is not None else None,
     )
-    about = (about or data_identity(data)) | ({"task": task.name} if task is not None else {})
-    return replace(job, record=_record(job, name, options, tuned, about, notes))
+    return replace(job, record=_record(job, question, given, machine, tuned, about))
 
 
-def _named(method: str | Method) -> tuple[Method, str]:
-    """The method, and the name that it is known by."""
-    method, name = (get_method(method), method) if isinstance(method, str) else (method, type(method).__name__)
-    return method, next((known for known, registered in METHODS.items() if registered == method), name)
+def signals_of(signals: str | Method | Iterable[Signal]) -> frozenset[Signal]:
+    """The signals of a method or of its name, or the set that was given."""
+    if isinstance(signals, (str, Method)):
+        return get_method(signals).signals
+    return frozenset(signals)
 
 
-def _check_limits(max_tokens: int | None, memory_budget: int | None) -> None:
-    if max_tokens is not None and max_tokens < 1:
-        raise TuneportError(f"max_tokens must be at least 1, got {max_tokens}. Leave it out to use every token.")
-    if memory_budget is not None and memory_budget < 1:
-        raise TuneportError(f"memory_budget must be a number of bytes, got {memory_budget}.")
+def check_options(options: Options) -> Options:
+    """The options with their defaults; an unknown name or an impossible limit is an error."""
+    known = get_type_hints(Options)
+    for name in options:
+        if name not in known:
+            raise TuneportError(unknown_name("option", name, known))
+    given = cast(Options, {**DEFAULTS, **options})
+    check_labels(given["labels"], given["sampler"], given["shots"])
+    if given["max_tokens"] is not None and given["max_tokens"] < 1:
+        raise TuneportError(f"`max_tokens` must be at least 1, got {given['max_tokens']}.")
+    if given["memory_budget"] is not None and given["memory_budget"] < 1:
+        raise TuneportError(f"`memory_budget` must be a number of bytes, got {given['memory_budget']}.")
+    return given
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """Where and in which dtype the models run."""
+
+    device: torch.device
+    dtype: str
+    note: str
+    memory_budget: int | None
+    trust_remote_code: bool
+
+    @classmethod
+    def of(cls, given: Options, source: ModelLike, target: ModelLike) -> _Machine:
+        device = pick_device(given["device"])
+        dtype, note = dtype_on(device, given["dtype"], source, target)
+        return cls(device, dtype, note, given["memory_budget"], given["trust_remote_code"])
+
+    def open(self, source: ModelLike, target: ModelLike) -> Sides[Model]:
+        return open_both(
+            source,
+            target,
+            device=self.device,
+            dtype=pick_dtype(self.dtype),
+            memory_budget=self.memory_budget,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def notes(self, models: Sides[Model]) -> list[str]:
+        elsewhere = self.memory_budget is not None and self.device.type != "cpu"  # live modules run on the device too
+        return [self.note, "" if elsewhere else slow_note(*models)]
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """What both models are asked: the data, the objective on them, and heads where classes are to be told apart."""
+class _Question:
+    """What both models are asked: data or own batches, an objective or own losses, and heads where it needs them."""
 
-    dataset: Dataset
-    objective: Objective
+    data: Data | None = None  # without the task of "TASK:PATH"
+    task: str | None = None
+    dataset: Dataset | None = None
+    objective: Objective | None = None
     heads: Sides[Head] | None = None
+    loss: Loss | tuple[Loss, Loss] | None = None
+    loss_name: str | None = None
+    by_source: bool = False  # the fine-tuned source labels the samples
 
 
-def _asked(data: str | Path | Dataset, models: Sides[Model], wanted: str | None) -> _Asked:
-    """The training split, with the objective of that name or the one that data and models suggest."""
-    dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
-    for model in models:
-        if model.encode is None:
-            raise TuneportError(model.unreadable)
-        model.check_kind(dataset)
-    return _Asked(dataset, objective_of(dataset, models, wanted))
+def _ask(
+    data: Data | None, models: Sides[Model], signals: frozenset[Signal], given: Options, device: torch.device
+) -> _Question:
+    """Read the training split once, and choose the objective, the loss and the heads."""
+    loss, name = given["loss"], given["loss"] if isinstance(given["loss"], str) else None
+    wanted = None if name is None or ":" in name else check_objective(name)
+    if isinstance(loss, str):
+        loss = None if wanted else load_loss(loss)
+    task, place = None, data
+    if isinstance(data, (str, Path)):
+        task, place = split_reference(data)  # "TASK:PATH": only PATH is passed on
+        if not Path(place).exists():
+            raise DataError(f"no data at {place}: no such file or folder.")
+    question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name)
+    gradients = bool(NEEDS_BACKWARD & signals)
+    if signals and isinstance(data, (str, Path, Dataset)):
+        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
+        for model in models:
+            if model.encode is None:
+                raise TuneportError(model.unreadable)
+            model.check_kind(dataset)
+        objective = objective_of(dataset, models, wanted)
+        question = replace(question, dataset=dataset, objective=objective)
+        if loss is None and gradients and objective.name == "classification":
+            if given["labels"] == "data" and dataset.labels is None and not isinstance(data, Dataset):
+                question = replace(question, dataset=read_data(data, "train"))  # the error names what is missing
+            question = _with_heads(question, models, given, device)
+        if loss is None and gradients:
+            question = replace(question, loss_name=name or objective.name)
+    if given["labels"] == "source" and gradients and not question.by_source:
+        raise DataError(
+            '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
+        )
+    if signals and data is None:
+        raise DataError(
+            f"measuring {', '.join(sorted(signals))} needs calibration data: pass `data`, or batches with a loss in "
+            "Python."
+        )
+    return question
 
 
-def _with_heads(
-    asked: _Asked,
-    data: str | Path | Dataset,
-    models: Sides[Model],
-    wanted: str | None,
-    labels: str,
-    device: torch.device,
-) -> _Asked:
-    """The same with a head of each model, which must know the classes of the samples."""
-    dataset = asked.dataset
+def _with_heads(question: _Question, models: Sides[Model], given: Options, device: torch.device) -> _Question:
+    """Add a head of each model, which must know the classes of the samples."""
+    dataset, wanted = question.dataset, given["head"]
+    assert dataset is not None
     writer, other = sorted(models, key=lambda model: model.generates is None)
     if writer.generates is not None and other.generates is None and wanted is None:
         raise TuneportError(
             f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
             f"classes of {dataset.name} with `head=FILE`."
         )
-    if labels == "data" and not isinstance(data, Dataset):
-        dataset = read_data(data, "train")  # says what is missing where there are no labels
     heads = []
     for model in models:
         with runnable(model, device):
             heads.append(choose_head(model, wanted, dataset))
+    by_source = given["labels"] == "source"
     known = dataset
-    if labels == "source":  # its labels are its head's classes
+    if by_source:  # its labels are its head's classes
         blank = np.zeros(0, dtype=np.int64)
-        known = Dataset((), blank, heads[0].classes, name=f"the head of {models[0].name}")
+        known = Dataset((), blank, heads[0].classes, name=f"the head of {models.source.name}")
     for head in heads:
         align_labels(known, head.classes)
-    return replace(asked, dataset=dataset, heads=Sides(*heads))
+    return replace(question, heads=Sides(*heads), by_source=by_source)
 
 
-def _losses(
-    models: Sides[Model], asked: _Asked | None, loss: Loss | tuple[Loss, Loss] | None, gradients: bool
-) -> Sides[Loss]:
-    if isinstance(loss, tuple):
-        return Sides(*loss)
-    if loss is not None:
-        return Sides(loss, loss)
-    if asked is not None and (asked.heads is not None or asked.objective.name != "classification"):
-        heads = asked.heads or (None, None)
-        return Sides(*(asked.objective.loss(model, head) for model, head in zip(models, heads, strict=True)))
+def _losses(models: Sides[Model], question: _Question, signals: frozenset[Signal]) -> Sides[Loss] | None:
+    """A loss for each model: the user's own, the objective's, or one that only runs the model forward."""
+    if not signals:
+        return None
+    if question.loss is not None:
+        return Sides(*question.loss) if isinstance(question.loss, tuple) else Sides(question.loss, question.loss)
+    objective, heads = question.objective, question.heads or (None, None)
+    if objective is not None and (question.heads is not None or objective.name != "classification"):
+        return Sides(*(objective.loss(model, head) for model, head in zip(models, heads, strict=True)))
     for model in models:
-        if gradients or (model.features is None and model.logits is None):
+        if NEEDS_BACKWARD & signals or (model.features is None and model.logits is None):
             known = model.features is not None
             reason = "batches say nothing of the task" if known else f"{model.name} is a module tuneport does not know"
             raise TuneportError(f"{reason}: pass loss=lambda module, batch: ...")
     return Sides(forward_only(models.source), forward_only(models.target))
 
 
-def _features(model: Model, dataset: Dataset, device: torch.device) -> Tensor:
-    with runnable(model, device):
-        return features(model, dataset)
+def _draw(
+    question: _Question,
+    models: Sides[Model],
+    tuned: Finetuned,
+    vector: TaskVector,
+    given: Options,
+    device: torch.device,
+) -> tuple[Samples, records.Data]:
+    """Draw the samples, and describe them for the record."""
+    dataset, data = question.dataset, question.data
+    if dataset is None or question.objective is None:
+        own = data is not None and not isinstance(data, (str, Path, Dataset))
+        return Given(cast(Iterable[Any], data) if own else ()), data_identity(data)
+
+    def look(chosen: Dataset) -> torch.Tensor:
+        with runnable(models.target, device):
+            return features(models.target, chosen)
+
+    indices = select(
+        replace(dataset, labels=None) if question.by_source else dataset,
+        samples=given["samples"],
+        shots=given["shots"],
+        sampler=given["sampler"],
+        seed=given["seed"],
+        features=look,
+    )
+    drawn = Drawn(models, dataset, indices, question.heads, given["batch_size"], question.objective)
+    about = data_identity(data, dataset, indices, question.heads)
+    if not question.by_source:
+        return drawn, about
+    labelled = _label_by_source(drawn, _whole_change(models.source, tuned) if given["exclude"] else vector)
+    share = agreement(labelled.dataset, drawn.chosen)
+    about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
+    return labelled, about
+
+
+def _label_by_source(drawn: Drawn, vector: TaskVector) -> Drawn:
+    """The same samples with the labels of the fine-tuned source."""
+    assert drawn.heads is not None
+    labelled = labelled_by(drawn.models.source, vector, drawn.heads.source, drawn.chosen, batch_size=drawn.size)
+    return replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
 
 
 def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
-    """All that the fine-tune changes, whatever a transfer is to leave alone."""
+    """All that the fine-tune changes, also what `exclude` leaves alone."""
     try:
         return change_of(source, finetuned)
     except CheckpointError as error:
@@ -289,26 +345,36 @@ def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
         ) from error
 
 
-def _labelled_by_source(drawn: Drawn, vector: TaskVector) -> Drawn:
-    """The same samples, labelled by the fine-tuned source."""
-    assert drawn.heads is not None
-    labelled = labelled_by(drawn.models.source, vector, drawn.heads.source, drawn.chosen, batch_size=drawn.size)
-    return replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
-
-
 def _record(
-    job: Job,
-    method: str,
-    options: Options,
-    finetuned: Finetuned,
-    data: Data,
-    known: Sequence[str],
-) -> PreparedRecord:
+    job: Job, question: _Question, given: Options, machine: _Machine, finetuned: Finetuned, data: records.Data
+) -> records.PreparedRecord:
     """The run record before anything has run: options, inputs and their SHA-256, versions."""
-    record: PreparedRecord = {
+    own = {"loss": given["loss"] is not None and not isinstance(given["loss"], str)}
+    own |= {"match": given["match"] is not None, "pairs": given["pairs"] is not None}
+    own["depth_rule"] = given["depth_rule"] is not nearest_block
+    options: records.Options = {
+        "samples": (len(job.samples) if isinstance(job.samples, Drawn) else 0) or given["samples"],
+        "shots": given["shots"],
+        "sampler": given["sampler"],
+        "seed": given["seed"],
+        "head": given["head"],
+        "labels": "source" if question.by_source else "data",
+        "loss": question.loss_name,
+        "completion": given["completion"],
+        "max_tokens": given["max_tokens"],
+        "memory_budget": given["memory_budget"],
+        "batch_size": given["batch_size"],
+        "exclude": list(given["exclude"]),
+        "roles": dict(given["roles"] or {}),
+        "python": [name for name, was_given in own.items() if was_given],
+        "device": str(machine.device),
+        "dtype": machine.dtype,
+    }
+    if question.task is not None:
+        data["task"] = question.task
+    record: records.PreparedRecord = {
         "tuneport": package_version("tuneport"),
         "command": "transfer",
-        "method": method,
         "options": options,
         "source": identity_of(job.source),
         "finetuned": identity_of(finetuned),
@@ -319,10 +385,10 @@ def _record(
     }
     if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
-    named = [names for model in (job.source, job.target) for names in (model.file_names, model.tensors)]
-    notes = [*known, base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None]
-    if options["exclude"]:
-        notes.append(exclude_note(options["exclude"], *named, names_of(finetuned)))
+    notes = [*machine.notes(job.models), base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None]
+    if given["exclude"]:
+        names = [names for model in job.models for names in (model.file_names, model.tensors)]
+        notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))
     if any(notes):
         record["notes"] = [note for note in notes if note]
     return record

@@ -19,7 +19,7 @@ from ..errors import TuneportError, first_of
 from ..io.companions import copy_companions
 from ..io.output import check_new_file, check_new_folder, new_folder
 from ..job import Job
-from ..methods import LayerRecord
+from ..methods import LayerRecord, Method, name_of
 from ..models.base import Model
 from ..models.open import path_of
 from ..pairing import Kept
@@ -117,7 +117,7 @@ class Result:
         return pack(self.task_vector, self.target.module, base, scale=self.scale, rank=rank, energy=energy, about=about)
 
 
-def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
+def check_adapter(job: Job, method: Method, rank: int | None, energy: float | None) -> None:
     """Refuse, before anything is measured, a transfer whose result cannot be written as an adapter as asked."""
     check_truncation(rank, energy)
     if rank is None and energy is None:
@@ -128,8 +128,8 @@ def check_adapter(job: Job, rank: int | None, energy: float | None) -> None:
                 f"{len(dense)} of {len(names)} updates are not low-rank ({first_of(sorted(dense), 3)}): pass `rank=R` "
                 "or `energy=0.95` to make an adapter of them (`energy=1` is exact)."
             )
-        if not job.method.keeps_rank:
-            raise TuneportError(f"method {job.record['method']} makes dense updates: pass `rank=R` or `energy=0.95`.")
+        if not method.keeps_rank:
+            raise TuneportError(f"method {name_of(method)} makes dense updates: pass `rank=R` or `energy=0.95`.")
     weights = {pair.target.weight for pair in job.plan.pairs}
     homeless = no_place(job.target.module, weights)
     if len(homeless) == len(weights):

@@ -23,7 +23,7 @@ from ..types import Progress
 
 
 def problem_of(job: Job, statistics: Statistics) -> Problem:
-    """What the job's method, or any other on the same job, is to solve."""
+    """What a method solves on a job."""
     return Problem(
         job.plan,
         job.task_vector,
@@ -39,16 +39,17 @@ def measure_job(
     job: Job,
     *,
     signals: Iterable[str] | None = None,
+    views: bool = False,
     progress: Progress | None = None,
     work: Work | None = None,
     stage: str = "all",
 ) -> Statistics:
-    """The statistics that a job's method needs (or the given signals, to serve several methods at once).
+    """The statistics of a job's signals, or of the given ones.
 
-    `work` saves them under the name of the `stage`, and continues what an earlier run has saved there. A method that
-    rehearses also measures augmented samples (`tuneport.data.views`), which are not saved.
+    `work` saves them under the name of the `stage`, and continues what an earlier run has saved there. With
+    `views`, the inputs of augmented samples are measured too (`tuneport.data.views`), and not saved.
     """
-    wanted = frozenset(job.method.signals if signals is None else signals)
+    wanted = frozenset(job.signals if signals is None else signals)
     if not wanted:
         return Statistics()
     if job.max_tokens is not None:
@@ -58,18 +59,23 @@ def measure_job(
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
     statistics = _measured(job, wanted, progress, earlier, keeper)
-    views = job.samples.views(job.seed) if job.method.rehearses and INPUT in wanted else None
-    if views is not None:
-        statistics = statistics.extend(_measured(job.on(views), frozenset({INPUT})))
+    more = job.samples.views(job.seed) if views and INPUT in wanted else None
+    if more is not None:
+        statistics = statistics.extend(_measured(job.on(more), frozenset({INPUT})))
     return reduce_statistics(statistics, job.plan)
 
 
 def measure_in_parts(
-    job: Job, cuts: Sequence[int], *, signals: Iterable[str] | None = None, progress: Progress | None = None
+    job: Job,
+    cuts: Sequence[int],
+    *,
+    signals: Iterable[str] | None = None,
+    views: bool = False,
+    progress: Progress | None = None,
 ) -> list[Statistics]:
     """The statistics of consecutive parts of the samples, each up to a cut; their sum is that of all up to the last."""
     parts = [job.samples.take(slice(start, stop)) for start, stop in zip((0, *cuts), cuts, strict=False)]
-    return [measure_job(job.on(part), signals=signals, progress=progress) for part in parts]
+    return [measure_job(job.on(part), signals=signals, views=views, progress=progress) for part in parts]
 
 
 def _measured(

@@ -223,7 +223,6 @@ class PreparedRecord(TypedDict):
 
     tuneport: str
     command: Literal["transfer"]
-    method: str
     options: Options
     source: Input
     finetuned: Input
@@ -238,6 +237,7 @@ class PreparedRecord(TypedDict):
 class RunRecord(PreparedRecord):
     """The record of a transfer, before it is written."""
 
+    method: str
     scale: float
     samples: Count
     seconds: Seconds

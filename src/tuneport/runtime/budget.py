@@ -18,6 +18,7 @@ from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
 from ..job import Job
 from ..measure.signals import NEEDS_BACKWARD
+from ..methods import Method, get_method
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair
 from ..task_vectors.low_rank import LowRank
@@ -30,11 +31,15 @@ SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forec
 Placements = Sides[Placement]
 
 
-def plan_passes(job: Job, budget: int | None, forecast: Forecast | None = None) -> Passes:
+def plan_passes(
+    job: Job, budget: int | None, forecast: Forecast | None = None, *, method: str | Method = "bico"
+) -> Passes:
     """Divide a job's layers so that the predicted peak stays within `budget` bytes; None: all layers at once.
 
     A `forecast` of the same models and batches, if there is one, is used again.
     """
+    method = get_method(method)
+    job = job.for_(method)
     offloaded = budget is not None and job.needs_placement
     if forecast is not None:
         forecast = forecast.of_part(job)
@@ -46,11 +51,11 @@ def plan_passes(job: Job, budget: int | None, forecast: Forecast | None = None) 
                 raise
             forecast = Forecast.of(job, on_meta=False)
     if not offloaded:
-        return _InPlace(job, budget, forecast).passes()
-    if not job.method.signals:  # the models never run
+        return _InPlace(job, method, budget, forecast).passes()
+    if not job.signals:  # the models never run
         pairs = job.plan.pairs
-        return Passes((pairs,), result_bytes(job), (forecast.solving_bytes(pairs),))
-    return _Offloaded(job, budget, forecast).passes()
+        return Passes((pairs,), result_bytes(job, method), (forecast.solving_bytes(pairs),))
+    return _Offloaded(job, method, budget, forecast).passes()
 
 
 class _InPlace:
@@ -58,8 +63,8 @@ class _InPlace:
 
     fixed = "the models and the result take"
 
-    def __init__(self, job: Job, budget: int | None, forecast: Forecast) -> None:
-        self._job, self._budget, self._forecast = job, budget, forecast
+    def __init__(self, job: Job, method: Method, budget: int | None, forecast: Forecast) -> None:
+        self._job, self._method, self._budget, self._forecast = job, method, budget, forecast
         self._device = job.runs_on
         slack = 0.0 if self._device.type == "cpu" else SLACK
         self._limit = math.inf if budget is None else int(budget * (1 - slack))
@@ -67,7 +72,7 @@ class _InPlace:
         self._paths = [block_paths(model.layers) for model in self._models]
         found = [sizes(model.module, paths) for model, paths in zip(self._models, self._paths, strict=True)]
         self._rest, self._blocks = [rest for rest, _ in found], [blocks for _, blocks in found]
-        self._result = result_bytes(job)  # on the device to the end
+        self._result = result_bytes(job, method)  # on the device to the end
 
     def passes(self) -> Passes:
         pairs = self._job.plan.pairs
@@ -120,7 +125,7 @@ class _InPlace:
             over = max(self._peak(group, placements) for group in sorted(groups, key=bound)[-2:]) - int(self._limit)
             if over <= 0:
                 if len(groups) > 1:
-                    check_by_layer(self._job, self._peak(pairs, placements))
+                    check_by_layer(self._method, self._peak(pairs, placements))
                 return groups
             spare -= over
         assert self._budget is not None
@@ -146,16 +151,16 @@ class _Offloaded(_InPlace):
 
     fixed = "the tensors outside the blocks take"
 
-    def __init__(self, job: Job, budget: int | None, forecast: Forecast) -> None:
-        super().__init__(job, budget, forecast)
+    def __init__(self, job: Job, method: Method, budget: int | None, forecast: Forecast) -> None:
+        super().__init__(job, method, budget, forecast)
         whole = self._result
         on_device = result_device(job).type == self._device.type
-        self._in_files = job.method.by_layer and (
+        self._in_files = method.by_layer and (
             (on_device and whole > int(self._limit) // 4)
             or (not on_device and whole + self._models_bytes() > free_memory())
         )
         self._result = whole if on_device and not self._in_files else 0
-        self._one_block = result_bytes(job, by_block=True) if on_device and self._in_files else 0
+        self._one_block = result_bytes(job, method, by_block=True) if on_device and self._in_files else 0
         self._host_bytes = self._models_bytes() + (0 if on_device else whole)
 
     def passes(self) -> Passes:
@@ -226,7 +231,7 @@ class _Offloaded(_InPlace):
     def _fetched_bytes(self, runs: int, placements: Placements) -> int:
         """The bytes that come to the device in all runs over the samples."""
         coming = self._coming(placements)
-        times = 2 if NEEDS_BACKWARD & self._job.method.signals else 1
+        times = 2 if NEEDS_BACKWARD & self._job.signals else 1
         batches = -(-self._forecast.samples // self._forecast.size)
         return runs * (self._models_bytes() - coming + times * batches * coming)
 
@@ -245,11 +250,11 @@ def result_device(job: Job) -> torch.device:
     return torch.device("cpu") if found.type == "meta" else found
 
 
-def result_bytes(job: Job, by_block: bool = False) -> int:
+def result_bytes(job: Job, method: Method, by_block: bool = False) -> int:
     """The dense entries of the target's task vector in float32; with `by_block`, those of its largest block."""
     dense: dict[tuple[str, int | None], dict[str, int]] = {}
     for pair in job.plan.pairs:
-        if not job.method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None:
+        if not method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None:
             block = dense.setdefault((pair.target.stack, pair.target.block), {})
             block[pair.target.weight] = 4 * math.prod(pair.target.weight_shape)
     found = [sum(block.values()) for block in dense.values()]

@@ -92,7 +92,7 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
     scale = samples / once.samples if once is not None else 0.0
     tokens = [round(count * scale) for count in once.tokens] if once is not None else _likely_tokens(job, samples)
     sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
-    counted = flops_of(job, samples, once) if once is not None or not job.method.signals else None
+    counted = flops_of(job, samples, once) if once is not None or not job.signals else None
     return {
         "parameters": {"source": sizes[0], "target": sizes[1]},
         "tokens": {"source": tokens[0], "target": tokens[1]},
@@ -107,7 +107,7 @@ def flops_of(job: Job, samples: int, once: BatchCost | None = None) -> Flops | N
     once = once or batch_cost(job)
     transport = sum(_transport(job, pair) for pair in job.plan.pairs)
     if once is None:
-        return None if job.method.signals else Flops(transport=transport)
+        return None if job.signals else Flops(transport=transport)
     scale = samples / once.samples
     itemsize = next(job.target.module.parameters()).dtype.itemsize
     statistics = dense = thin = 0
@@ -134,12 +134,12 @@ def thin_flops(short: int, long: int, tokens: int) -> int:
 
 def _paper(job: Job, sizes: list[int], tokens: list[int]) -> PaperCost:
     """The formula of the paper's appendix on cost (eqs. 13 to 17)."""
-    backward = BACKWARD if NEEDS_BACKWARD & job.method.signals else 0
+    backward = BACKWARD if NEEDS_BACKWARD & job.signals else 0
     passes = (FORWARD + backward) * sum(size * count for size, count in zip(sizes, tokens, strict=True))
     sides = [[pair.source for pair in job.plan.pairs], [pair.target for pair in job.plan.pairs]]
     d_A, d_B = sorted(Counter(layer.in_features for layer in layers).most_common(1)[0][0] for layers in sides)
     L, M = len(job.plan.pairs), tokens[1]
-    maps = len(job.method.signals)  # each is a map: one or two for the bilinear methods
+    maps = len(job.signals)  # each is a map: one or two for the bilinear methods
     alignment = maps * L * (M * d_A * d_B + d_A**2 * d_B) + L * (d_A**2 * d_B + d_A * d_B**2)
     step = (FORWARD + BACKWARD + UPDATE) * sizes[1] * tokens[1]
     return {
@@ -154,7 +154,7 @@ def _sums(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, in
     """Every sum once: pair, signal and the two widths. Without `once`, no two layers count as sharing one."""
     for pair in job.plan.pairs:
         source, target = pair.source, pair.target
-        for signal in sorted(_signals(pair, job.method.signals)):
+        for signal in sorted(_signals(pair, job.signals)):
             if once is not None and (target.name, signal) not in once.matched:
                 continue
             if signal == WEIGHT_GRADIENT:
@@ -183,7 +183,7 @@ def _transport(job: Job, pair: LayerPair) -> int:
 
 def batch_cost(job: Job) -> BatchCost | None:
     """Count one batch; None if nothing is measured, or if the models need data to run."""
-    batch = job.samples.typical() if job.method.signals else None
+    batch = job.samples.typical() if job.signals else None
     if batch is None or job.losses is None:
         return None
     try:
@@ -195,7 +195,7 @@ def batch_cost(job: Job) -> BatchCost | None:
 
 def _likely_tokens(job: Job, samples: int) -> list[int]:
     """Tokens of each model by the layout of its inputs, or one per sample; 0 if nothing is measured."""
-    if not job.method.signals:
+    if not job.signals:
         return [0, 0]
     if not isinstance(job.samples, Drawn):
         return [samples, samples]
@@ -208,20 +208,20 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
 
 
 def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
-    backward = bool(NEEDS_BACKWARD & job.method.signals)
+    backward = bool(NEEDS_BACKWARD & job.signals)
     forward_flops = backward_flops = 0
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
     source_layers: dict[Layer, frozenset[str]] = {}
     target_layers: dict[Layer, frozenset[str]] = {}
     for pair in job.plan.pairs:
-        target_layers[pair.target] = found = _signals(pair, job.method.signals)
+        target_layers[pair.target] = found = _signals(pair, job.signals)
         source_layers[pair.source] = source_layers.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     sides = (
         (job.source.module, batch.source, losses.source, source_layers),
         (job.target.module, batch.target, losses.target, target_layers),
     )
     size = count_samples([batch])
-    wanted = set(job.method.signals)
+    wanted = set(job.signals)
     for module, inputs, loss, layers in sides:
         if not any(layers.values()):
             signals.append({})

@@ -131,7 +131,7 @@ class Forecast:
     @classmethod
     def of(cls, job: Job, *, on_meta: bool = True) -> Forecast:
         """Run one batch of a job on the meta device; or one sample through its models, for those that need values."""
-        if not job.method.signals:
+        if not job.signals:
             return cls(job, None, 1, 1, 1)
         batch = job.samples.typical()
         if batch is None:
@@ -245,7 +245,7 @@ class Forecast:
                 modules[1],
                 pairs,
                 [self.batch],
-                signals=job.method.signals,
+                signals=job.signals,
                 source_loss=job.losses.source,
                 target_loss=job.losses.target,
                 limit=limit,

@@ -9,6 +9,7 @@ from itertools import groupby
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
 from ..job import Job
+from ..methods import Method, name_of
 from ..models.offload import Placement
 from ..pairing import LayerPair
 from ..types import Sides
@@ -59,11 +60,11 @@ def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
     return [replace(job, plan=plan) for plan in plans]
 
 
-def check_by_layer(job: Job, needed: int) -> None:
+def check_by_layer(method: Method, needed: int) -> None:
     """Refuse to divide a method that moves all layers at once."""
-    if not job.method.by_layer:
+    if not method.by_layer:
         raise TuneportError(
-            f"method {job.record.get('method')} moves all layers at once: give a `memory_budget` of "
+            f"method {name_of(method)} moves all layers at once: give a `memory_budget` of "
             f"{format_bytes(needed)}, or use a method that moves layers one by one, such as bico."
         )
 

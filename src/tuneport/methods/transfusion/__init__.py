@@ -21,6 +21,7 @@ from ...errors import MethodError
 from ...layers import ATTENTION_ROLES, Layer
 from ...pairing import Kept, LayerPair, Plan
 from ...task_vectors.low_rank import Entry, LowRank, as_dense
+from ...types import Signal
 from ..base import LayerRecord, Method, Problem, Transfer
 from ..entries import Entries, check_same_shapes, matrix_of, recorded_norm
 from .spaces import SPACES, TURNED, Axes, Space, places_of
@@ -43,7 +44,7 @@ class TransFusion(Method):
         return True
 
     @property
-    def signals(self) -> frozenset[str]:
+    def signals(self) -> frozenset[Signal]:
         return frozenset()
 
     def check(self, plan: Plan) -> None:

@@ -1,0 +1,124 @@
+"""A transfer whose result is written to files, and that can be resumed after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..data.dataset import Dataset
+from ..errors import TuneportError
+from ..io.checkpoint import open_checkpoint, read_json
+from ..io.output import check_new_file, check_new_folder, claimed
+from ..io.tensors import describe
+from ..job import Job
+from ..measure.accuracy import before_and_after
+from ..methods import Method, get_method
+from ..runtime.cost import cost_of
+from ..runtime.distributed import ranks
+from ..runtime.passes import Passes
+from ..runtime.resume import SAVE_EVERY, Work, fingerprint
+from ..types import OutputKind, Progress, ScaleRule
+from .transfer import check_scale, conditions_of, run
+
+
+def port(
+    job: Job,
+    out: str | Path,
+    *,
+    method: str | Method = "bico",
+    scale: float | ScaleRule | None = None,
+    kind: OutputKind = "model",
+    rank: int | None = None,
+    energy: float | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    save_every: float = SAVE_EVERY,
+    progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
+    test: Dataset | None = None,
+    verdict: Mapping[str, Any] | None = None,
+    passes: Passes | None = None,
+) -> dict[str, Any]:
+    """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
+
+    What is measured is saved in a hidden folder next to `out`, which a finished run removes.
+
+    Args:
+        job, method, scale, progress, passes: see `run`.
+        out: a folder, or a file where the kind is "task-vector".
+        kind: what to write.
+        rank, energy: of an adapter; see `Result.save`.
+        overwrite: replace an existing output.
+        resume: continue what a killed run has measured; the files are the same as without the interruption.
+        save_every: seconds between two saves of what is measured.
+        note: called with a line about what is resumed or dropped.
+        test: data on which the accuracy before and after goes into the record.
+        verdict: of a pre-flight, for the record.
+    """
+    out, say = Path(out), note or (lambda _: None)
+    method = get_method(method)
+    scale = check_scale(scale, method)
+    if test is not None:
+        job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
+    conditions = conditions_of(job, method, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
+    work = Work(out, conditions, save_every)
+    several = ranks().size > 1
+    with claimed(out):
+        done = _finished(out, kind) if resume else None
+        if done is not None and done.get("fingerprint") == fingerprint(conditions):
+            work.remove()
+            say(f"{out} was complete already")
+            return done
+        _check_place(job, out, kind, overwrite)
+        if resume:
+            work.check()
+            say("continuing from saved statistics" if work.exists() else "nothing to resume: starting over")
+        elif work.exists():
+            say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
+            work.remove()
+        try:
+            result = run(job, method, scale=scale, progress=progress, work=None if several else work, passes=passes)
+        except KeyboardInterrupt:
+            if work.exists():
+                say("what was measured is kept; the same call with `resume=True` continues from it")
+            raise
+        more: dict[str, Any] = {"fingerprint": fingerprint(conditions)}
+        more["cost"] = cost_of(job.for_(method), result.record["samples"])
+        if test is not None:
+            assert job.heads is not None
+            more["evaluation"] = before_and_after(job.target, result.apply(), job.heads.target, test)
+        if verdict is not None:
+            more |= verdict
+        result = replace(result, record={**result.record, **more})
+        result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
+        work.remove()
+    if kind == "adapter":  # its record says more: ranks and what they cost
+        written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=10**8)
+        return written
+    return {**result.record, "out": str(out), "as": kind}
+
+
+def _check_place(job: Job, out: Path, kind: OutputKind, overwrite: bool) -> None:
+    """Refuse an output that must not be replaced, or has no room on the disk."""
+    if kind == "model":
+        size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
+        check_new_folder(out, overwrite, needed_bytes=size)
+    elif kind == "adapter":
+        check_new_folder(out, overwrite)
+    else:
+        check_new_file(out, overwrite)
+
+
+def _finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:
+    """The run record of an output that is there already."""
+    try:
+        if kind in ("model", "adapter"):
+            record = read_json(out / "tuneport.json", "a run record", limit=10**8)
+        else:
+            record = json.loads(open_checkpoint(out).metadata["record"])
+    except (TuneportError, KeyError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
