@@ -145,7 +145,7 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
             started = time.perf_counter()
             with rank_cut_of(cut):
                 moved = [
-                    job.method.transfer(problem_of(job, found)) for found in (*parts, parts[0] + parts[1])
+                    METHODS["bico"].transfer(problem_of(job, found)) for found in (*parts, parts[0] + parts[1])
                 ]  # the sums of both halves are solved anew for each cut
             whole = moved[-1]
             exact = exact or whole.task_vector
@@ -227,7 +227,7 @@ def run_planted(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
         found = measure_job(job)
         for cut in [None, *options.cuts] if dtype == "bfloat16" else [None]:
             with rank_cut_of(cut):
-                answer = job.method.transfer(problem_of(job, found))
+                answer = METHODS["bico"].transfer(problem_of(job, found))
             wrong = size = 0.0
             for name in answer.task_vector:
                 wrong += float((answer.task_vector.dense(name).double() - exact[name]).square().sum())

@@ -86,7 +86,7 @@ def main() -> None:
     def moved() -> float:
         begun = now(device)
         fresh = procrustes.Statistics(found.covariances, {}, found.samples, found.passes)
-        job.method.transfer(problem_of(job, fresh))
+        METHODS["bico"].transfer(problem_of(job, fresh))
         return now(device) - begun
 
     lines += [["solve and carry over, no clocks", "", None, moved()] for _ in range(2)]

@@ -91,7 +91,7 @@ def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, floa
         found = measure_job(group)
         seconds["measure"] += now(device) - begun
         print(f"measured in {now(device) - begun:.2f} s", file=sys.stderr, flush=True)
-        return group.method.transfer(problem_of(group, found))
+        return METHODS["bico"].transfer(problem_of(group, found))
 
     seconds = {"measure": 0.0}
     started = now(device)
