@@ -34,6 +34,7 @@ from tuneport.data.tasks import read_data
 from tuneport.job import Job
 from tuneport.maps import covariance
 from tuneport.measure.accuracy import encoded
+from tuneport.methods import METHODS
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import Scaled

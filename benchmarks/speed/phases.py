@@ -20,6 +20,7 @@ import vit
 from record import now, publish, table
 
 from tuneport.maps import halley, polar, procrustes
+from tuneport.methods import METHODS
 from tuneport.pipeline.statistics import measure_job, problem_of
 
 PHASES = (

@@ -73,6 +73,7 @@ def _resident() -> int:
 def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.maps.procrustes import MapSolver
+    from tuneport.methods import METHODS
     from tuneport.pipeline.statistics import measure_job, problem_of
     from tuneport.runtime.passes import jobs_of
 

@@ -57,11 +57,11 @@ def test_groups_give_the_same_bits(scale, method: str) -> None:
 def test_the_peak_is_the_expected_one(method: str) -> None:
     """Of the bytes of tensors, counted while the job runs; models and result were there before."""
     found = job(method)
-    expected = plan_passes(found, None)
+    expected = plan_passes(found, None, method=method)
     models = sum(4 * p.numel() for m in (found.source, found.target) for p in m.module.parameters())
     live = LiveBytes()
     with live:
-        run(found)
+        run(found, method)
     assert abs((live.peak + models) / expected.peak_bytes - 1) < 0.1
 
 
@@ -74,7 +74,7 @@ def test_models_that_read_values_are_planned_by_one_sample(monkeypatch: pytest.M
     assert abs(odd.peak_bytes / usual.peak_bytes - 1) < 0.1
     ran = []
     monkeypatch.setattr("builders.toy.ToyViT.forward", lambda *_: ran.append(1))
-    plan_passes(job("naive"), None)
+    plan_passes(job("naive"), None, method="naive")
     assert not ran, "a method without signals runs no model"
 
 
@@ -93,7 +93,7 @@ def test_a_budget_below_one_layer_is_refused_with_the_least_sufficient_one() -> 
 
 
 def test_limits_below_one_are_refused_before_any_work() -> None:
-    with pytest.raises(TuneportError, match=r"max_tokens must be at least 1, got 0. Leave it out to use every token"):
+    with pytest.raises(TuneportError, match=r"`max_tokens` must be at least 1, got 0. Leave it out to use every token"):
         job(max_tokens=0)
     with pytest.raises(TuneportError, match=r"memory_budget must be a number of bytes, got 0"):
         job(budget=0)

@@ -21,12 +21,12 @@ from tuneport.task_vectors.low_rank import LowRank
 SIZES = {"two": 2, "again": 2, "four": 4}
 
 
-def result(**options: Any) -> Result:
+def result(method: str = "bico", **options: Any) -> Result:
     torch.manual_seed(0)
     source, target = ToyViT(), ToyViT(width=40, depth=3)
     pairs = plan(source, target).pairs
-    given = {"loss": loss, "pairs": pairs, **options}
-    return run(prepare(source, finetuned(source), target, batches(count=44, batch=8), **given))
+    given = {"loss": loss, "pairs": pairs, "signals": method, **options}
+    return run(prepare(source, finetuned(source), target, batches(count=44, batch=8), **given), method)
 
 
 def worker(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_type_hints
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -152,14 +152,15 @@ def signals_of(signals: str | Method | Iterable[Signal]) -> frozenset[Signal]:
 
 def check_options(options: Options) -> Options:
     """The options with their defaults; an unknown name or an impossible limit is an error."""
-    known = get_type_hints(Options)
     for name in options:
-        if name not in known:
-            raise TuneportError(unknown_name("option", name, known))
+        if name not in DEFAULTS:
+            raise TuneportError(unknown_name("option", name, DEFAULTS))
     given = cast(Options, {**DEFAULTS, **options})
     check_labels(given["labels"], given["sampler"], given["shots"])
     if given["max_tokens"] is not None and given["max_tokens"] < 1:
-        raise TuneportError(f"`max_tokens` must be at least 1, got {given['max_tokens']}.")
+        raise TuneportError(
+            f"`max_tokens` must be at least 1, got {given['max_tokens']}. Leave it out to use every token."
+        )
     if given["memory_budget"] is not None and given["memory_budget"] < 1:
         raise TuneportError(f"`memory_budget` must be a number of bytes, got {given['memory_budget']}.")
     return given
