@@ -9,7 +9,6 @@ from __future__ import annotations
 import doctest
 import functools
 import importlib
-import inspect
 import pkgutil
 import re
 import shlex
@@ -31,6 +30,7 @@ from tuneport import cli
 from tuneport.bench.recipe import read_recipe
 from tuneport.data.samplers import SAMPLERS
 from tuneport.methods import METHODS
+from tuneport.pipeline.prepare import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -250,11 +250,7 @@ def test_names_for_authors_exist() -> None:
 
 def test_options_of_transfer_in_python_are_documented() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    parameters = inspect.signature(tuneport.prepare).parameters.values()
-    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {
-        "extra_signals",
-        "scored",
-    }  # for other modules
+    options = {"method", "scale", "progress", "signals", *DEFAULTS}
     assert not [name for name in options if f"`{name}`" not in text]
 
 
