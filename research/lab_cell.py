@@ -90,7 +90,7 @@ class Bench(nn.Module):
         sampler = "class_balanced" if task in TEXTS else "random"
         self.job: Job = prepare(
             *models, data, samples=samples, seed=seed, device=device, sampler=sampler, depth_rule=depth_rule,
-            batch_size=(samples + 1) // 2, scored=True,
+            batch_size=(samples + 1) // 2,
         )  # fmt: skip
         self.more = (self.job.source, tuned, self.job.target, data)
         self.module, self.text = self.job.target.module, task in TEXTS

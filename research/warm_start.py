@@ -34,9 +34,9 @@ def run_cell(root: Path, cell: str, samples: int, steps: int, batch_size: int, t
     data = root / "data" / "images" / f"{task}.npz"
     job = prepare(
         root / "zoo" / source, root / "zoo" / f"{source}-{task}", root / "zoo" / target, data,
-        method="bico+", samples=samples, scored=True,
+        signals="bico+", samples=samples,
     )  # fmt: skip
-    result, head, model = run(job), job.heads.target, job.target
+    result, head, model = run(job, "bico+"), job.heads.target, job.target
     assert head is not None
     test = align_labels(read_data(data, "test"), head.classes)
     test = test.subset(np.sort(np.random.default_rng(0).permutation(len(test))[:tested]))

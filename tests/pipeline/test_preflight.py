@@ -47,7 +47,7 @@ class TestTrial:
             held_out = np.array_split(indices, FOLDS)[number]
             rest = np.concatenate([part for i, part in enumerate(np.array_split(indices, FOLDS)) if i != number])
             fitted = replace(job, samples=replace(job.samples, indices=rest))
-            moved = job.method.transfer(problem_of(job, measure_job(fitted)))
+            moved = METHODS["bico"].transfer(problem_of(job, measure_job(fitted)))
             module = load(job.target.folder)
             (batch, labels) = next(iter(replace(job.samples, indices=held_out))).target
             for weights, scores in ((None, before), (moved.task_vector, after)):
