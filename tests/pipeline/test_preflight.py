@@ -15,6 +15,7 @@ from builders.folders import Zoo, load
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.job import Drawn, Given
+from tuneport.methods import METHODS
 from tuneport.pipeline.preflight import (
     FOLDS,
     LIKELY,
