@@ -200,18 +200,18 @@ def perturb(base: Path, folder: Path, amount: float = 0.05, seed: int = 9) -> Pa
         for name in linear_parameters(module):
             parameters[name].add_(torch.randn(parameters[name].shape, generator=generator) * amount)
     module.save_pretrained(folder)
-    copy_beside(base, folder)
+    copy_companions_of(base, folder)
     return folder
 
 
 def half(base: Path, folder: Path) -> Path:
     """The same model stored in float16."""
     load(base).half().save_pretrained(folder)
-    copy_beside(base, folder)
+    copy_companions_of(base, folder)
     return folder
 
 
-def copy_beside(base: Path, folder: Path) -> None:
+def copy_companions_of(base: Path, folder: Path) -> None:
     for item in base.rglob("*"):
         place = folder / item.relative_to(base)
         if item.is_file() and not place.exists():

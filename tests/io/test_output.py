@@ -439,7 +439,7 @@ class TestClaims:
     def test_lock_file_removed_by_its_last_holder_is_created_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The last holder removes the file between our open and our lock: the lock is taken again on a new file."""
+        """The last holder removes the file between opening and locking: the lock is taken again on a new file."""
         out, file = tmp_path / "out", tmp_path / ".out.tuneport-lock"
         flock, calls = fcntl.flock, []
 

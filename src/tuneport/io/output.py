@@ -186,7 +186,8 @@ def claimed(out: PathLike) -> Iterator[None]:
             pass
         if lock.is_locked and not nested:
             held.callback(file.unlink, missing_ok=True)
-            file.write_text(str(os.getpid()), encoding="ascii")
+            with _disk_errors(Path(out)):
+                file.write_text(str(os.getpid()), encoding="ascii")
             _clear(place)
         yield
 
