@@ -20,8 +20,8 @@ METHODS: dict[str, Method] = {
     "bico+": BilinearAlignment(
         in_signal="input",
         out_signal="output_gradient",
-        rehearsed=True,
-        scale="auto",
+        rehearses=True,
+        usual_scale="auto",
         summary="bico with changed views of the samples and a scale chosen on held-out samples",
     ),
     "theseus": BilinearAlignment(
@@ -45,7 +45,7 @@ METHODS: dict[str, Method] = {
     "naive": BilinearAlignment(
         in_signal=None,
         out_signal=None,
-        loose="pad",
+        moves_loose=True,
         summary="add the task vector as it is, zero-padded or cropped; needs no data",
     ),
     "transfusion": TransFusion(summary="permute the source's units to match the target's weights; same architecture"),

@@ -86,31 +86,11 @@ class Method(ABC):
     """
 
     summary: str = ""
-
-    @property
-    def moves_loose(self) -> bool:
-        """Whether tensors outside linear layers are moved as well."""
-        return False
-
-    @property
-    def keeps_rank(self) -> bool:
-        """Whether a low-rank update comes out low-rank, as its factors: no dense update, no SVD."""
-        return False
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether each pair is moved by itself, so that a transfer may be made in groups of them."""
-        return False
-
-    @property
-    def rehearses(self) -> bool:
-        """Whether changed views of the samples are measured too (`tuneport.data.views`)."""
-        return False
-
-    @property
-    def usual_scale(self) -> float | Literal["auto"]:
-        """The scale unless another is asked for; the paper's is 1."""
-        return 1.0
+    moves_loose: bool = False  # tensors outside linear layers are moved too
+    keeps_rank: bool = False  # a low-rank update comes out as its factors: no dense update, no SVD
+    by_layer: bool = False  # each pair is moved by itself, so that a transfer can be made in groups of pairs
+    rehearses: bool = False  # augmented samples are measured too (`tuneport.data.views`)
+    usual_scale: float | Literal["auto"] = 1.0  # the scale unless another is given; the paper's is 1
 
     @property
     @abstractmethod

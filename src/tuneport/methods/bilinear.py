@@ -31,37 +31,19 @@ Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and 
 class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
-    `loose` says what happens to tensors outside linear layers: the target keeps its own, or the source's
-    change is added with zero-padding and cropping. `rehearsed` measures changed views too (`tuneport.data.views`),
-    and `scale` is the scale unless another is asked for.
+    With `moves_loose`, the source's change of tensors outside linear layers is added, zero-padded or cropped; otherwise
+    the target keeps its own.
     """
 
     in_signal: Signal | None
     out_signal: Signal | None
-    loose: Literal["keep", "pad"] = "keep"
-    rehearsed: bool = False
-    scale: float | Literal["auto"] = 1.0
+    moves_loose: bool = False
+    rehearses: bool = False
+    usual_scale: float | Literal["auto"] = 1.0
     summary: str = ""
 
-    @property
-    def rehearses(self) -> bool:
-        return self.rehearsed
-
-    @property
-    def usual_scale(self) -> float | Literal["auto"]:
-        return self.scale
-
-    @property
-    def moves_loose(self) -> bool:
-        return self.loose != "keep"
-
-    @property
-    def keeps_rank(self) -> bool:
-        return True
-
-    @property
-    def by_layer(self) -> bool:
-        return True
+    keeps_rank = True
+    by_layer = True
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -98,7 +80,7 @@ class BilinearAlignment(Method):
                     spectrum_out=_spectrum(align_out, pair.source.out_features, pair.target.out_features),
                 )
             )
-        if self.loose == "pad":
+        if self.moves_loose:
             for loose in problem.plan.loose:
                 entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))

@@ -27,9 +27,7 @@ class GradFix(Method):
     vote: Literal["majority", "mean"] = "majority"
     summary: str = ""
 
-    @property
-    def by_layer(self) -> bool:
-        return True
+    by_layer = True
 
     @property
     def signals(self) -> frozenset[Signal]:

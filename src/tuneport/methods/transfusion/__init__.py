@@ -35,13 +35,8 @@ class TransFusion(Method):
     sweeps: int = 100
     summary: str = ""
 
-    @property
-    def moves_loose(self) -> bool:
-        return True
-
-    @property
-    def keeps_rank(self) -> bool:
-        return True
+    moves_loose = True
+    keeps_rank = True
 
     @property
     def signals(self) -> frozenset[Signal]:
