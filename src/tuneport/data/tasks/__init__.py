@@ -6,7 +6,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
@@ -41,7 +41,9 @@ def read_tasks(content: str) -> dict[str, Task]:
     tasks = {}
     for name, facts in sorted(tomllib.loads(content).items()):
         layouts = tuple(Layout(words, READERS[reader]) for reader, words in facts.pop("layouts", {}).items())
-        fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+        fixed: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()
+        }
         tasks[name] = Task(name=name, layouts=layouts, **fixed)
     return tasks
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError
+from ...types import Split
 from ..dataset import Dataset, Kind, reading
 from ..formats import read_plain
 
 TaskSplit = Literal["train", "validation", "test"]
-Part: TypeAlias = Literal["train", "test"]
-TaskReader: TypeAlias = Callable[["Task", Path, Part], "Dataset | None"]
+TaskReader: TypeAlias = Callable[["Task", Path, Split], "Dataset | None"]
 
 VALIDATION_SHARE = 0.1
 TEST_SHARE = 0.1
@@ -71,7 +71,7 @@ class Task:
         place = Path(place)
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
-        wanted: Part = "test" if split == "test" else "train"
+        wanted: Split = "test" if split == "test" else "train"
         found = self._find(place, wanted, labelled)
         data = replace(self._with_class_names(found), name=self.name, prompts=self.prompts)
         if data.classes == self.classes:
@@ -89,7 +89,7 @@ class Task:
             )
         return data
 
-    def _find(self, place: Path, split: Part, labelled: bool) -> Dataset:
+    def _find(self, place: Path, split: Split, labelled: bool) -> Dataset:
         inside = [place / name for name in (self.title, self.name, *self.aliases) if (place / name).exists()]
         places = list(dict.fromkeys([place, *inside]))
         for candidate in places:

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import DataError
+from ...types import Split
 from ..dataset import TABLE_SUFFIXES, Dataset, of_images
 from ..formats import read_plain
 from ..images import IMAGE_SUFFIXES
 from ..tables import read_columns
-from .base import Part, Task, TaskReader, plain_name
+from .base import Task, TaskReader, plain_name
 from .files import find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
 
 # Test labels of the text pairs are not public: the validation or dev split is evaluated.
@@ -24,7 +25,7 @@ SCORED = ("validation_matched", "validation", "dev_matched", "dev", "val", "test
 MATCHED = ("validation_matched", "dev_matched")  # MNLI has two validation splits; this one has the training genres
 
 
-def _class_folders(task: Task, place: Path, split: Part) -> Dataset | None:
+def _class_folders(task: Task, place: Path, split: Split) -> Dataset | None:
     """One folder per class; folders are matched to `task.folders` in any spelling and get the names `task.classes`."""
     known = {plain_name(folder): index for index, folder in enumerate(task.folders)}
     inside = {plain_name(child.name) for child in place.iterdir() if child.is_dir()} if place.is_dir() else set()
@@ -38,7 +39,7 @@ def _class_folders(task: Task, place: Path, split: Part) -> Dataset | None:
     return replace(data, labels=np.array(places, dtype=np.int64)[data.labels], classes=task.classes)
 
 
-def _resisc45_lists(task: Task, place: Path, split: Part) -> Dataset | None:
+def _resisc45_lists(task: Task, place: Path, split: Split) -> Dataset | None:
     """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in it or its parent."""
     home = place / "NWPU-RESISC45" if (place / "NWPU-RESISC45").is_dir() else place
     lists = [folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent)]
@@ -51,7 +52,7 @@ def _resisc45_lists(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
 
 
-def _gtsrb(task: Task, place: Path, split: Part) -> Dataset | None:
+def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
     """Training/CLASS/*.ppm with GT-CLASS.csv; Final_Test/Images/*.ppm with GT-final_test.csv."""
     training, test = place / "Training", place / "Final_Test" / "Images"
     if not (training.is_dir() or (place / "Final_Test").is_dir()):
@@ -82,7 +83,7 @@ def _gtsrb(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=read)
 
 
-def _gtsrb_tables(task: Task, place: Path, split: Part) -> Dataset | None:
+def _gtsrb_tables(task: Task, place: Path, split: Split) -> Dataset | None:
     """Train.csv and Test.csv with columns Path and ClassId."""
     table = place / ("Test.csv" if split == "test" else "Train.csv")
     if not table.is_file():
@@ -93,7 +94,7 @@ def _gtsrb_tables(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=[table])
 
 
-def _svhn(task: Task, place: Path, split: Part) -> Dataset | None:
+def _svhn(task: Task, place: Path, split: Split) -> Dataset | None:
     """train_32x32.mat and test_32x32.mat: X (32, 32, 3, N), y (N, 1), where 10 stands for the digit 0."""
     file = place / f"{split}_32x32.mat"
     if not file.is_file():
@@ -107,7 +108,7 @@ def _svhn(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(images, labels, task.classes, name=task.name, split=split, files=[file])
 
 
-def _mnist(task: Task, place: Path, split: Part) -> Dataset | None:
+def _mnist(task: Task, place: Path, split: Split) -> Dataset | None:
     """The four idx files, compressed or not."""
     part = "t10k" if split == "test" else "train"
     found = []
@@ -122,7 +123,7 @@ def _mnist(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(read_idx(images, 3), read_idx(labels, 1), task.classes, name=task.name, split=split, files=files)
 
 
-def _dtd(task: Task, place: Path, split: Part) -> Dataset | None:
+def _dtd(task: Task, place: Path, split: Split) -> Dataset | None:
     """images/CLASS/*.jpg with labels/train1.txt, val1.txt, test1.txt: the first of its ten partitions."""
     if not (place / "labels").is_dir() or not (place / "images").is_dir():
         return None
@@ -134,7 +135,7 @@ def _dtd(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=lists)
 
 
-def _cars(task: Task, place: Path, split: Part) -> Dataset | None:
+def _cars(task: Task, place: Path, split: Split) -> Dataset | None:
     """devkit/cars_meta.mat and cars_train_annos.mat, cars_test_annos_withlabels.mat; cars_train/, cars_test/."""
     kit, meta = place / "devkit", place / "devkit" / "cars_meta.mat"
     if not meta.is_file():
@@ -154,7 +155,7 @@ def _cars(task: Task, place: Path, split: Part) -> Dataset | None:
     return of_images(paths, labels, names, name=task.name, split=split, files=[meta, found])
 
 
-def _sun397(task: Task, place: Path, split: Part) -> Dataset | None:
+def _sun397(task: Task, place: Path, split: Split) -> Dataset | None:
     """Folders by letter, ClassName.txt, and optionally Training_01.txt and Testing_01.txt."""
     listed = place / "ClassName.txt"
     letters = [child for child in place.iterdir() if child.is_dir() and len(child.name) == 1] if place.is_dir() else []
@@ -202,7 +203,7 @@ def scene_name(folder: str) -> str:
     return " ".join(reversed(words)).replace("_", " ")
 
 
-def _text_pairs(task: Task, place: Path, split: Part) -> Dataset | None:
+def _text_pairs(task: Task, place: Path, split: Split) -> Dataset | None:
     """A saved HF dataset, one table with a column split, or a folder with a table for each split."""
     columns = dict(zip(task.columns, ("text", "text_pair"), strict=True))
     for labels in ({}, {"gold_label": "label"}, {"is_duplicate": "label"}):
@@ -213,7 +214,7 @@ def _text_pairs(task: Task, place: Path, split: Part) -> Dataset | None:
     return None
 
 
-def _places(place: Path, split: Part) -> list[Path]:
+def _places(place: Path, split: Split) -> list[Path]:
     if not place.is_dir():
         return [place]
     names = ("train",) if split == "train" else SCORED
