@@ -20,7 +20,7 @@ from .. import __version__
 from ..errors import TuneportError
 from .bench import bench
 from .models import apply, evaluate, extract, finetune
-from .terminal import emit, fail, tell
+from .terminal import fail, say, tell
 from .tour import demo, methods, samplers
 from .transfer import compare, plan, transfer
 
@@ -79,7 +79,7 @@ def parameter_names() -> frozenset[str]:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        emit(f"tuneport {__version__}")
+        say(f"tuneport {__version__}")
         raise typer.Exit
 
 

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import TuneportError
 from .options import Device, Json, Overwrite
-from .terminal import emit, say, show, stages, tell
+from .terminal import emit_json, say, show, stages, tell
 
 
 def bench(
@@ -120,7 +120,7 @@ def _list_recipes(json: bool) -> None:
     contents = {name: read_toml(name) for name in RECIPES}
     rows = [(name, content["paper"], content["title"]) for name, content in contents.items()]
     if json:
-        emit(json_module.dumps({"recipes": [dict(zip(("name", "paper", "title"), row, strict=True)) for row in rows]}))
+        emit_json({"recipes": [dict(zip(("name", "paper", "title"), row, strict=True)) for row in rows]})
         return
     show(rows, "recipe", "paper", "title")
     say("next: tuneport bench RECIPE --root FOLDER --out OUT, or --small for its small variant")
@@ -132,7 +132,7 @@ def _print_results(out: Path, json: bool) -> None:
     contents = {path.parent.name: json_module.loads(path.read_text(encoding="utf-8")) for path in records}
     if json:
         only = next(iter(contents.values())) if len(contents) == 1 else {"pairs": contents}
-        emit(json_module.dumps({"out": str(out), **only}))
+        emit_json({"out": str(out), **only})
         return
     for path in sorted(out.rglob("table.csv")):
         with path.open(encoding="utf-8", newline="") as file:

@@ -26,12 +26,7 @@ def emit_json(content: Any) -> None:
     """One JSON object on stdout."""
     from ..report.record import to_json
 
-    emit(to_json(content))
-
-
-def emit(text: str) -> None:
-    """JSON on stdout, in one line however long."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(to_json(content) + "\n")
 
 
 def show(rows: Iterable[Sequence[str]], *columns: str, title: str | None = None, fold: bool = False) -> None:

@@ -46,7 +46,7 @@ from .options import (
     Target,
     TrustRemoteCode,
 )
-from .terminal import emit, note, progress, say, show, show_list
+from .terminal import emit_json, note, progress, say, show, show_list
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
@@ -118,9 +118,7 @@ def transfer(
             return
         record = run.first()
     if json:
-        from ..report.record import to_json
-
-        emit(to_json(record))
+        emit_json(record)
         return
     _print_summary(record)
     output.print_next(data if labels == "data" else None, head)
@@ -290,7 +288,6 @@ def plan(
     """Show what a transfer would do, without doing it: the pairing, what stays and why, the expected cost."""
     from ..pipeline.outlook import expected
     from ..pipeline.prepare import signals_of
-    from ..report.record import to_json
 
     options: Options = {
         "samples": samples,
@@ -318,7 +315,7 @@ def plan(
     _print_notes(job)
     outlook = expected(job, method)
     if json:
-        emit(to_json(outlook))
+        emit_json(outlook)
     else:
         _print_plan(outlook)
 
@@ -357,7 +354,6 @@ def _plan_shapes(source: str, target: str, method: str, length: int, options: Op
     """Plans for several devices."""
     from ..models.open import pick_device, pick_dtype
     from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes
-    from ..report.record import to_json
     from ..runtime.speed import probe
 
     job = prepare_shapes(
@@ -375,7 +371,7 @@ def _plan_shapes(source: str, target: str, method: str, length: int, options: Op
     rates = probe(pick_device("auto"), pick_dtype(options["dtype"]), options["batch_size"] * length)
     lines = plan_devices(job, rates, method=method)
     if json:
-        emit(to_json({"options": job.record["options"], "rates": vars(rates), "plans": lines}))
+        emit_json({"options": job.record["options"], "rates": vars(rates), "plans": lines})
         return
     show(
         map(describe_line, lines),
@@ -404,7 +400,6 @@ def compare(
 ) -> None:
     """How alike two models are, layer by layer, and whether a transfer is likely to help. Writes nothing."""
     from ..pipeline import preflight
-    from ..report.record import to_json
 
     job = preflight.prepare_pair(
         source,
@@ -423,7 +418,7 @@ def compare(
     means = preflight.summary(found.similarity)
     if json:
         about = {"source": source, "target": target, "samples": len(job.samples), "summary": means}
-        emit(to_json({**about, **found.record()}))
+        emit_json({**about, **found.record()})
         return
     show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS)
     say(f"verdict: {found.verdict.verdict}")
