@@ -22,6 +22,19 @@ Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps d
 T = TypeVar("T")
 
 
+def count_steps(stage: Stage | None, name: str, total: int) -> Progress:
+    """A Progress that adds up the steps of a stage and reports them."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if stage is not None:
+            stage(name, done, total)
+
+    return advance
+
+
 class Sides(NamedTuple, Generic[T]):
     """The same thing of the source and of the target."""
 

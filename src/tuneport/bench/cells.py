@@ -6,7 +6,7 @@ only for the final accuracies, and what does not depend on the draw is measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -220,6 +220,24 @@ def _probe(job: Job, model: Model, test: Dataset) -> Scorer:
     return lambda module: linear_probe(model.with_module(module), train, test).accuracy
 
 
+def prepare_task(
+    comparison: Comparison, models: Sequence[Model], task: str, signals: str | Iterable[Signal], **drawn: Any
+) -> Job:
+    """The job of one task of a comparison; `drawn` are the options that say which samples are drawn."""
+    source, target = models
+    return prepare(
+        source,
+        comparison.finetuned[task],
+        target,
+        comparison.data[task],
+        signals=signals,
+        head=comparison.heads.get(task),
+        exclude=comparison.exclude,
+        batch_size=comparison.batch_size,
+        **drawn,
+    )
+
+
 def _largest_job(
     comparison: Comparison,
     source: Model,
@@ -241,18 +259,8 @@ def _largest_job(
         "seed": seed,
     }
     looks = SAMPLERS[sampler].needs_features
-    job = prepare(
-        source,
-        comparison.finetuned[task],
-        target,
-        comparison.data[task],
-        signals=signals | SCORED,
-        sampler="class_balanced" if looks else sampler,
-        head=comparison.heads.get(task),
-        exclude=comparison.exclude,
-        batch_size=comparison.batch_size,
-        **drawn,
-    )
+    first = "class_balanced" if looks else sampler
+    job = prepare_task(comparison, (source, target), task, signals | SCORED, sampler=first, **drawn)
     if looks:
         assert isinstance(job.samples, Drawn)
         if "features" not in kept:

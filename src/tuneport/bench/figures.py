@@ -25,7 +25,6 @@ from ..models.base import Model
 from ..models.heads import choose_head
 from ..models.open import open_model
 from ..pairing import pair_layers
-from ..pipeline.prepare import prepare
 from ..pipeline.scale import Scaled
 from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
@@ -33,6 +32,7 @@ from ..report.record import to_json
 from ..runtime.cost import cost_of
 from ..training.finetune import CHECKPOINTS, Schedule, finetune
 from ..types import Sides
+from .cells import prepare_task
 from .charts import bar_chart, line_chart
 from .recipe import Recipe
 from .schema import Comparison
@@ -91,25 +91,14 @@ def _similarity(comparison: Comparison, models: Sequence[Model], task: str, samp
 
 def _outputs(comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int) -> Iterator[Point]:
     """Cosine of layer outputs to those of the fine-tuned target, for the target and for each method's result."""
-    source, target = models
+    target = models[1]
     reference = open_model(comparison.reference[task], device=target.device)
     shown = read_data(comparison.data[task], "test")
     shown = shown.subset(select(shown, samples=min(comparison.test_samples or SHOWN, len(shown)), seed=0))
     methods = {name: get_method(name) for name in comparison.methods}
     signals = frozenset().union(*(method.signals for method in methods.values()))
-    job = prepare(
-        source,
-        comparison.finetuned[task],
-        target,
-        comparison.data[task],
-        signals=signals,
-        samples=comparison.budgets[-1],
-        sampler=sampler,
-        seed=seed,
-        head=comparison.heads.get(task),
-        exclude=comparison.exclude,
-        batch_size=comparison.batch_size,
-    )
+    count = comparison.budgets[-1]
+    job = prepare_task(comparison, models, task, signals, samples=count, sampler=sampler, seed=seed)
     measured = measure_job(job, signals=signals)
     for name in ("target", *methods):
         if name == "target":
@@ -143,20 +132,9 @@ def _drift(comparison: Comparison, models: Sequence[Model], task: str, sampler: 
 
 def _cost(comparison: Comparison, models: Sequence[Model], task: str, sampler: str, seed: int) -> Iterator[Point]:
     """Cost of a transfer and of fine-tuning: FLOP by the paper's rule and as counted, and seconds on this machine."""
-    source, target = models
-    job = prepare(
-        source,
-        comparison.finetuned[task],
-        target,
-        comparison.data[task],
-        signals=comparison.methods[0],
-        samples=comparison.budgets[-1],
-        sampler=sampler,
-        seed=seed,
-        head=comparison.heads.get(task),
-        exclude=comparison.exclude,
-        batch_size=comparison.batch_size,
-    )
+    target = models[1]
+    count = comparison.budgets[-1]
+    job = prepare_task(comparison, models, task, comparison.methods[0], samples=count, sampler=sampler, seed=seed)
     cost, seconds = cost_of(job), run(job, comparison.methods[0]).record["seconds_by_stage"]
     steps = comparison.steps[0] if comparison.steps else 2000
     train = read_data(comparison.data[task], "train")

@@ -32,7 +32,7 @@ from ..report.provenance import package_version
 from ..report.record import to_json
 from ..runtime.resume import fingerprint
 from ..training.finetune import prepare_training, run_training
-from ..types import Stage
+from ..types import Stage, count_steps
 from . import require
 from .cells import run_cell
 from .figures import figure_cell, write_figure
@@ -323,14 +323,7 @@ def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stag
             training = prepare_training(
                 base, part.data[task], part.finetune, head=part.heads.get(task), device=part.device
             )
-            done = 0
-
-            def progress(count: int, label: str = place.name, total: int = part.finetune.steps) -> None:
-                nonlocal done
-                done += count
-                if stage is not None:
-                    stage(f"fine-tuning {label}", done, total)
-
+            progress = count_steps(stage, f"fine-tuning {place.name}", part.finetune.steps)
             run_training(training, place, checkpoint_every=part.checkpoint_every, progress=progress)
         parts[name] = replace(part, finetuned=places["finetuned"], reference=places["reference"])
     return replace(recipe, comparisons=parts)

@@ -35,7 +35,7 @@ from ..pipeline.transfer import run
 from ..report.record import write_record
 from ..runtime.cost import cost_of
 from ..training.finetune import Schedule, finetune
-from ..types import Stage
+from ..types import Stage, count_steps
 
 MODELS = Path(__file__).parent / "models"
 SAMPLES = 100
@@ -68,14 +68,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         )
         places = {key: {**job.record[key], "path": str(out / name)} for key, name in WRITTEN.items()}
         job = replace(job, record={**job.record, **places})
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            report("measuring both models", done, SAMPLES)
-
-        statistics = measure_job(job, progress=advance)
+        statistics = measure_job(job, progress=count_steps(report, "measuring both models", SAMPLES))
         for index, name in enumerate(PORTED):
             moved = METHODS[name].transfer(problem_of(job, statistics))
             ported = Result(large, moved.task_vector, moved.records, (), 1.0, {})
@@ -128,15 +121,8 @@ def mirrored_digits() -> dict[str, NDArray[Any]]:
 
 
 def _finetuned(model: Model, head: Head, data: Dataset, words: str, report: Stage) -> nn.Module:
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report(words, done, STEPS)
-
     schedule = Schedule(STEPS, batch_size=64, learning_rate=1e-3)
-    *_, (_, module) = finetune(model, head, data, schedule, progress=advance)
+    *_, (_, module) = finetune(model, head, data, schedule, progress=count_steps(report, words, STEPS))
     return module
 
 
