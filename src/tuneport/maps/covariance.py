@@ -1,4 +1,4 @@
-"""Streamed cross-covariances of paired tokens: their precision and their rank cut."""
+"""Streamed cross-covariances of paired tokens, with their precision and rank cut."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from torch import distributed as dist
 
 from ..errors import TuneportError
 
+PIECE = 16384  # tokens that are converted at once
+PIECE_ON_CPU = 512  # so that they stay in the caches
+HALF_PIECE_ON_CPU = 4096
+ROWS_ON_CPU = 256
+BLOCK = 2**24  # numbers of a float32 product that are added to the sum at once
+BLOCK_ON_CPU = 2**21
+_FINE = 1e-6  # eps of signals that a model rounds at every step, not once
+_ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
+
 
 class CrossCovariance:
     """Streaming `C = X_A^T X_B` over paired tokens (the matrix of eqs. 6 and 7), uncentred.
 
-    While the tokens take less than half the memory of C, they are kept as they came, without those that are zero in
-    either signal (all but the class tokens in the last gradients of a model that reads only those); then they are
-    summed up, to the same bits as if they had been summed from the start.
+    Tokens are kept unsummed while they take less than half the memory of C. Those that are zero in either signal are
+    dropped (many last gradients are zero except at the class token). The later sum has the same bits as a sum from
+    the start.
 
     >>> covariance = CrossCovariance(2, 3)
     >>> covariance.update(torch.ones(5, 2), torch.ones(5, 3))
@@ -36,7 +45,7 @@ class CrossCovariance:
     ) -> None:
         self.shape = (source_width, target_width)
         self.dtype = dtype
-        self.rows: list[tuple[Tensor, Tensor]] | None = []  # the tokens as they came; None once they are summed up
+        self.rows: list[tuple[Tensor, Tensor]] | None = []  # the unsummed tokens, by batch; None after they are summed
         self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.tokens = 0
@@ -65,18 +74,20 @@ class CrossCovariance:
 
     def update(self, source: Tensor, target: Tensor) -> None:
         """Add the tokens of one batch: source (M, d_A) and target (M, d_B), row i of both the same token."""
-        wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]})"
         if source.shape[1:] != self.shape[:1] or target.shape[1:] != self.shape[1:]:
+            wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]})"
             raise TuneportError(f"signals must be {wanted}, got {tuple(source.shape)} and {tuple(target.shape)}")
         if len(source) != len(target):
             raise TuneportError(f"signals must be paired token by token, got {len(source)} and {len(target)} tokens")
-        self.signal_dtype = _coarser(self.signal_dtype, _coarser(source.dtype, target.dtype))
+        self.signal_dtype = _coarser(self.signal_dtype, source.dtype, target.dtype)
         source, target = source.to(self.device), target.to(self.device)
         self.source_energy += energy(source)
         self.target_energy += energy(target)
         self.tokens += len(source)
-        if self.rows is not None:  # so few that it pays to look
-            source, target = _with_signal(source, target)
+        if self.rows is not None:
+            alive = source.any(dim=1) & target.any(dim=1)
+            if not bool(alive.all()):
+                source, target = source[alive], target[alive]
         more = source.numel() * source.element_size() + target.numel() * target.element_size()
         if self.rows is not None and not self.keeps_tokens(self.nbytes + more, self.shape, self.dtype):
             self.matrix = self._total()
@@ -87,7 +98,7 @@ class CrossCovariance:
 
     @property
     def whole(self) -> Tensor:
-        """|X_A| |X_B|, the most that <X_A R, X_B> can be for any orthogonal R."""
+        """|X_A| |X_B|, an upper bound of <X_A R, X_B> for any orthogonal R."""
         return (self.source_energy * self.target_energy).sqrt()
 
     def cut(self, size: float, whole: float) -> float:
@@ -100,7 +111,7 @@ class CrossCovariance:
         return self.tokens if self.rows is None else sum(len(source) for source, _ in self.rows)
 
     def few_tokens(self) -> tuple[Tensor, Tensor] | None:
-        """The tokens (M, d_A) and (M, d_B), while they are kept and so few that they are the cheaper way to a map."""
+        """The kept tokens (M, d_A) and (M, d_B), if a map is cheaper to solve from them than from C."""
         if not self.rows or not self.is_thin(self.most, self.shape):
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
@@ -112,7 +123,7 @@ class CrossCovariance:
         return total
 
     def __add__(self, other: CrossCovariance) -> CrossCovariance:
-        """The statistic of both sets of tokens together."""
+        """The sum over both sets of tokens."""
         total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
         total.source_energy = self.source_energy + other.source_energy
         total.target_energy = self.target_energy + other.target_energy
@@ -127,16 +138,16 @@ class CrossCovariance:
 
     @staticmethod
     def keeps_tokens(nbytes: int, shape: tuple[int, int], dtype: torch.dtype = torch.float64) -> bool:
-        """Whether tokens of `nbytes` bytes in both signals are kept, not summed up to C."""
+        """Whether tokens that take `nbytes` in both signals are kept, not summed."""
         return 2 * nbytes <= shape[0] * shape[1] * dtype.itemsize
 
     @staticmethod
     def is_thin(tokens: int, shape: tuple[int, int]) -> bool:
-        """Whether kept tokens are few enough to be the cheaper way to a map than C."""
+        """Whether a map is cheaper to solve from this number of kept tokens than from C."""
         return 5 * tokens <= 4 * min(shape)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """JSON values and named tensors, from which `from_state` restores this sum to the bit."""
+        """JSON values and named tensors; `from_state` restores the same bits from them."""
         tensors = {"source_energy": self.source_energy, "target_energy": self.target_energy}
         if self.rows is None:
             tensors["matrix"] = self.matrix
@@ -153,9 +164,8 @@ class CrossCovariance:
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any], read: Callable[[str], Tensor]) -> CrossCovariance:
-        """The sum with these values; `read` gives its tensors by name, on the device where it is to be."""
-        source_width, target_width = values["shape"]
-        restored = CrossCovariance(source_width, target_width, dtype=getattr(torch, values["dtype"]))
+        """Restore a sum; `read` returns its tensors by name, on the device of the sum."""
+        restored = CrossCovariance(*values["shape"], dtype=getattr(torch, values["dtype"]))
         if values["batches"] is None:
             restored.matrix = read("matrix")
         else:
@@ -176,23 +186,22 @@ class CrossCovariance:
         }
 
     def reduce(self, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
-        """The sum over all processes, valid in process `owner`; `facts` are those of all. This sum is used up."""
+        """The sum over all processes, valid in process `owner`; `facts` are those of all. Overwrites this sum."""
         total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
         total.tokens = sum(other["tokens"] for other in facts)
         total.source_energy += sum(other["energies"][0] for other in facts)
         total.target_energy += sum(other["energies"][1] for other in facts)
-        total.signal_dtype = max((other["dtype"] for other in facts), key=lambda dtype: torch.finfo(dtype).eps)
+        total.signal_dtype = _coarser(*(other["dtype"] for other in facts))
         kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape, self.dtype)
         if kept and self.rows is not None and all(other["rows"] for other in facts):
             total.rows = self._gather([other["rows"] for other in facts])
         else:
-            matrix = self.matrix
-            dist.reduce(matrix, owner)
-            total.matrix = matrix
+            total.matrix = self.matrix
+            dist.reduce(total.matrix, owner)
         return total
 
     def _gather(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The kept tokens of all processes, in their order; a gather needs equal sizes, hence the padding."""
+        """The kept tokens of all processes, in their order, padded since a gather needs equal sizes."""
         sides = []
         for side, width in enumerate(self.shape):
             own = torch.cat([pair[side] for pair in self.rows or ()])
@@ -203,46 +212,41 @@ class CrossCovariance:
         return list(zip(sides[0], sides[1], strict=True))
 
 
-def _with_signal(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens that are not zero in either signal; the others add nothing."""
-    alive = source.any(dim=1) & target.any(dim=1)
-    return (source, target) if bool(alive.all()) else (source[alive], target[alive])
-
-
-def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    return first if torch.finfo(first).eps >= torch.finfo(second).eps else second
-
-
-PIECE = 16384  # tokens that are converted at once
-
-
-PIECE_ON_CPU = 512  # which stay in its caches
-
-
-HALF_PIECE_ON_CPU = 4096
-
-
-ROWS_ON_CPU = 256
-
-
-BLOCK = 2**24  # numbers of a float32 product that are added to the sum at once
-
-
-BLOCK_ON_CPU = 2**21
+def _coarser(*dtypes: torch.dtype) -> torch.dtype:
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
-    """Add X_A^T X_B to a sum, a piece at a time; the bits depend on these rows alone, not on what came before."""
+    """Add X_A^T X_B to a sum, one piece of rows at a time; its bits depend on these rows alone, not on earlier ones."""
     halves = are_half(source.dtype, target.dtype)
-    for x, y in zip(*(_pieces(side, _piece(halves, total.device)) for side in (source, target)), strict=True):
+    size = PIECE
+    if total.device.type == "cpu":
+        size = HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
+    pieces = -(-len(source) // size) or 1
+    for x, y in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
         if halves:
             _add_halves(total, x, y)
         else:
             total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
 
 
+def _add_halves(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add one block of rows of the product at a time, so that no second matrix of the sum's size is needed.
+
+    The product is exact in float32, also where a GPU uses TF32: it represents half-precision numbers exactly.
+    """
+    x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+    rows = max(_block(total.device) // max(y.shape[1], 1), 1)
+    for start in range(0, x.shape[1], rows):
+        total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
+
+
+def _block(device: torch.device) -> int:
+    return BLOCK_ON_CPU if device.type == "cpu" else BLOCK
+
+
 def energy(signal: Tensor) -> Tensor:
-    """|X|^2, summed in float64; of half-precision signals the rows in float32."""
+    """|X|^2, summed in float64; the rows of half-precision signals in float32."""
     if are_half(signal.dtype):
         size = ROWS_ON_CPU if signal.device.type == "cpu" else PIECE
         rows = [torch.linalg.vector_norm(part.float(), dim=1) for part in signal.split(size)]
@@ -257,75 +261,38 @@ def are_half(*dtypes: torch.dtype) -> bool:
 
 
 def work_bytes(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
-    """The memory that `add_product` needs beside signals of so many rows and the sum."""
+    """The memory that `add_product` needs for `rows` tokens, in addition to the signals and the sum."""
     rows = min(rows, PIECE)
     if not are_half(dtype):
         return 8 * rows * sum(shape)
     return 4 * (rows * sum(shape) + min(shape[0] * shape[1], _block(device) + shape[1]))
 
 
-def _piece(halves: bool, device: torch.device) -> int:
-    if device.type != "cpu":
-        return PIECE
-    return HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
-
-
-def _pieces(signal: Tensor, size: int) -> tuple[Tensor, ...]:
-    return signal.chunk(-(-len(signal) // size) or 1)
-
-
-def _block(device: torch.device) -> int:
-    return BLOCK_ON_CPU if device.type == "cpu" else BLOCK
-
-
-def _add_halves(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """A block of rows of the product at a time, so that no second matrix of the sum's size is needed.
-
-    By way of float32, also where a GPU is allowed TF32: it holds such numbers without rounding.
-    """
-    x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
-    rows = max(_block(total.device) // max(y.shape[1], 1), 1)
-    for start in range(0, x.shape[1], rows):
-        total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
-
-
-_FINE = 1e-6  # eps of signals that a model rounds at every step, not once
-
-
-_ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
-
-
 def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> float:
     """The share of the largest singular value of C below which a direction counts as undetermined.
 
     Two floors: rounding of the sum (width * eps of its dtype), and rounding of the signals. A direction with
-    relative amplitude a in both signals shows as a^2 in C, and is trustworthy while a stays above the signals'
-    own error. Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of
-    float32, in a direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once,
-    from sums in float32: (4 eps)^2. Where the widths differ, `noise` may lie higher.
+    relative amplitude a in both signals has a^2 in C, and counts while a is above the error of the signals.
+    Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of float32, in a
+    direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once, from sums in float32:
+    (4 eps)^2. Where the widths differ, the cut may be higher (`cut_above_noise`).
     """
     eps = torch.finfo(signal_dtype).eps
     return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
 
 
-def noise(signal_dtype: torch.dtype, shape: tuple[int, int], tokens: int, size: float, whole: float) -> float:
-    """What the rounding of one signal leaves in C, of norm `size`, as a share of that norm; `whole` is |X_A| |X_B|.
-
-    A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding, of
-    eps |X_A| / sqrt(M d) in each token, and meets whatever the other signal has left: over all tokens, out of step,
-    eps |X_A| |X_B| / sqrt(M d). With equal widths the other is empty there as well, and nothing shows.
-    """
-    if not size > 0 or not tokens:
-        return 0.0
-    return float(torch.finfo(signal_dtype).eps * whole / ((tokens * min(shape)) ** 0.5 * size))
-
-
 def cut_above_noise(
     signal_dtype: torch.dtype, sum_dtype: torch.dtype, shape: tuple[int, int], tokens: int, size: float, whole: float
 ) -> float:
-    """The rank cut of C, of norm `size`: above all noise, in steps of four, so that many maps have one in common."""
-    cut = rank_cut(signal_dtype, sum_dtype, max(shape))
-    if torch.finfo(signal_dtype).eps >= _FINE:
+    """The rank cut of C with norm `size`, above the rounding of one signal; `whole` is |X_A| |X_B|.
+
+    A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding of
+    eps |X_A| / sqrt(M d) per token. Its product with an unrelated direction of the other signal sums up to
+    eps |X_A| |X_B| / sqrt(M d). With equal widths both signals are empty there. Cuts are in steps of four, so that
+    many maps share one.
+    """
+    cut, eps = rank_cut(signal_dtype, sum_dtype, max(shape)), torch.finfo(signal_dtype).eps
+    if eps >= _FINE or not size > 0 or not tokens:
         return cut
-    above = _ABOVE_NOISE * noise(signal_dtype, shape, tokens, size, whole) / cut
+    above = _ABOVE_NOISE * float(eps * whole / ((tokens * min(shape)) ** 0.5 * size)) / cut
     return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut

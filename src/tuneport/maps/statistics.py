@@ -1,9 +1,9 @@
-"""The sums of all pairs that a method needs."""
+"""The statistics that a method needs: sums over the tokens of all layer pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol
 
 import torch
@@ -18,7 +18,7 @@ Key = tuple[str, str]  # target layer, signal
 
 
 class PairSum(Protocol):
-    """A sum over paired tokens, as `measure_pairs` fills it: `update` adds rows, the energies show NaN and Inf."""
+    """A sum over paired tokens that `measure_pairs` fills; it checks the energies for NaN and Inf."""
 
     source_energy: Tensor
     target_energy: Tensor
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=PairSum, default=CrossCovariance)
 
 
 class WeightGradient:
-    """Per-sample gradients of one layer's weight and bias, summed and as sums of their signs (votes)."""
+    """Sums of one layer's per-sample weight and bias gradients, and sums of their signs (votes)."""
 
     _TENSORS = ("total", "votes", "bias_total", "bias_votes")
 
@@ -44,7 +44,7 @@ class WeightGradient:
     def update(self, inputs: Tensor, gradients: Tensor, chunk: int = 16) -> None:
         """Add samples: layer inputs (N, T, d_in) and output gradients (N, T, d_out).
 
-        A sample's gradient is a product in float32 at least, for half precision would overflow; sums are in float64.
+        The gradient of a sample is computed in at least float32, since half precision overflows; sums are in float64.
         """
         for x, g in zip(inputs.split(chunk), gradients.split(chunk), strict=True):
             x, g = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, g))
@@ -56,16 +56,16 @@ class WeightGradient:
         self.samples += len(inputs)
 
     def __add__(self, other: WeightGradient) -> WeightGradient:
-        """The statistic of both sets of samples together."""
+        """The sum over both sets of samples."""
         return self.from_state(self.samples + other.samples, lambda name: getattr(self, name) + getattr(other, name))
 
     def state(self) -> tuple[int, dict[str, Tensor]]:
-        """The number of samples and named tensors, from which `from_state` restores this sum to the bit."""
+        """The number of samples and named tensors; `from_state` restores the same bits from them."""
         return self.samples, {name: getattr(self, name) for name in self._TENSORS}
 
     @classmethod
     def from_state(cls, samples: int, read: Callable[[str], Tensor]) -> WeightGradient:
-        """The sum over `samples`; `read` gives its tensors by name, on the device where it is to be."""
+        """Restore the sum over `samples`; `read` returns its tensors by name, on the device of the sum."""
         restored = WeightGradient((0, 0))
         restored.samples = samples
         for name in cls._TENSORS:
@@ -87,7 +87,7 @@ class Statistics(Generic[S]):
     """Measured sums: cross-covariances by (target layer, signal), weight gradients by target layer.
 
     Layers that read the same tensor (q, k, v) share one object. `passes` counts the forward and backward passes per
-    model. `Statistics` alone means sums of type CrossCovariance; diagnostics put in their own (`PairSum`).
+    model. The sums are of type CrossCovariance; diagnostics use other types (`PairSum`).
     """
 
     covariances: Mapping[Key, S] = field(default_factory=dict)
@@ -102,32 +102,26 @@ class Statistics(Generic[S]):
         return iter(self.covariances)
 
     def __add__(self: Statistics, other: Statistics) -> Statistics:
-        """The statistics of both sets of samples together; shared sums stay shared."""
+        """The statistics of both sets of samples; shared sums stay shared."""
         if not other.passes:
             return self
         if not self.passes:
             return other
         if set(self.covariances) != set(other.covariances):
             raise TuneportError("statistics of different layers or signals cannot be added.")
-        sums: dict[tuple[int, int], CrossCovariance] = {}
-        covariances = {}
-        for key, first in self.covariances.items():
-            second = other.covariances[key]
-            pair = (id(first), id(second))
-            if pair not in sums:
-                sums[pair] = first + second
-            covariances[key] = sums[pair]
+        total = self.extend(other)
         gradients = {name: first + other.weight_gradients[name] for name, first in self.weight_gradients.items()}
-        passes = {name: count + other.passes[name] for name, count in self.passes.items()}
-        return Statistics(covariances, gradients, self.samples + other.samples, passes)
+        return replace(total, weight_gradients=gradients, samples=self.samples + other.samples)
 
     def extend(self: Statistics, more: Statistics) -> Statistics:
         """Add sums of some of these signals over further samples; shared sums stay shared."""
-        sums: dict[int, CrossCovariance] = {}
+        sums: dict[tuple[int, int], CrossCovariance] = {}
         covariances = {}
         for key, own in self.covariances.items():
-            if id(own) not in sums:
-                sums[id(own)] = own + more.covariances[key] if key in more.covariances else own
-            covariances[key] = sums[id(own)]
+            other = more.covariances.get(key)
+            pair = (id(own), id(other))
+            if pair not in sums:
+                sums[pair] = own if other is None else own + other
+            covariances[key] = sums[pair]
         passes = {name: count + more.passes.get(name, 0) for name, count in self.passes.items()}
-        return Statistics(covariances, self.weight_gradients, self.samples, passes)
+        return replace(self, covariances=covariances, passes=passes)

@@ -1,4 +1,4 @@
-"""The methods there are, by name: one literal dict of frozen instances."""
+"""The registered methods, by name, and what authors of methods import."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ METHODS: dict[str, Method] = {
 
 
 def get_method(name: str | Method) -> Method:
-    """The registered method of that name; a Method is itself.
+    """The registered method of that name; a Method is returned unchanged.
 
     >>> sorted(get_method("bico").signals)
     ['input', 'output_gradient']
@@ -67,7 +67,7 @@ def get_method(name: str | Method) -> Method:
 
 
 def name_of(method: Method) -> str:
-    """The name of a registered method; of any other, that of its class."""
+    """The name of a registered method; the class name of any other."""
     return next((name for name, known in METHODS.items() if known == method), type(method).__name__)
 
 

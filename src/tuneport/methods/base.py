@@ -1,7 +1,7 @@
 """The contract of a transfer method: a Problem in, a Transfer out.
 
-A method is a frozen dataclass that sees tensors and statistics, never models or files. `signals` says what
-must be measured, so that nothing is captured in vain; `transfer` is pure and deterministic.
+A method is a frozen dataclass that sees tensors and statistics, never models or files. `signals` names what must be
+measured; `transfer` is pure and deterministic.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..types import Completion, Signal
 class Problem:
     """The input of a method: the plan, the source's task vector by parameter name, the statistics.
 
-    The weights of the two base models, by parameter name, are for methods that match weights, not signals.
-    `memory_budget` is the memory in bytes of the device that solves maps, None for all that it has.
+    The weights of both base models, by parameter name, are for methods that match weights instead of signals.
+    `memory_budget` limits the bytes used on the device that solves maps.
     """
 
     plan: Plan
@@ -39,10 +39,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What happened to one target layer. Ranks and residuals are None where no alignment was solved.
+    """The evidence for one target layer. Ranks and residuals are None where no alignment was solved.
 
-    `rank_in` and `rank_out` are those of the two maps; `rank` is that of the update, where it moved as factors.
-    `spectrum_in` and `spectrum_out` are singular values of the two cross-covariances (see `spectrum_of`).
+    `rank_in` and `rank_out` belong to the two maps; `rank` to an update that moved as factors. `spectrum_in` and
+    `spectrum_out` are singular values of the two cross-covariances (see `spectrum_of`).
     """
 
     target: str
@@ -60,7 +60,7 @@ class LayerRecord:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The answer with its evidence: the target's task vector, a record per layer, and what stayed, with reasons."""
+    """The target's task vector, a record per layer, and the tensors that are kept, with reasons."""
 
     task_vector: TaskVector
     records: tuple[LayerRecord, ...]
@@ -68,7 +68,7 @@ class Transfer:
 
     @classmethod
     def join(cls, parts: Iterable[Transfer]) -> Transfer:
-        """The transfers of several groups of layers as one, in their order."""
+        """Join the transfers of several groups of layers, in their order."""
         parts = tuple(parts)
         if len(parts) == 1:
             return parts[0]
@@ -78,19 +78,19 @@ class Transfer:
 
 
 class Method(ABC):
-    """How a task vector crosses over.
+    """Moves a task vector from the source to the target.
 
-    Law (run by tests/methods/test_contract.py for every registered method): `transfer` returns entries with
-    the target's names and shapes, float32 and finite; the same problem gives the same bits; every target
-    tensor is either in the task vector or in `kept`; a zero task vector gives a zero task vector.
+    Law (`check_method` asserts it): `transfer` returns entries with the target's names and shapes, float32 and finite;
+    the same problem gives the same bits; every target tensor is either in the task vector or in `kept`; a zero task
+    vector gives a zero task vector.
     """
 
     summary: str = ""
-    moves_loose: bool = False  # tensors outside linear layers are moved too
-    keeps_rank: bool = False  # a low-rank update comes out as its factors: no dense update, no SVD
-    by_layer: bool = False  # each pair is moved by itself, so that a transfer can be made in groups of pairs
+    moves_loose: bool = False  # tensors outside linear layers are moved as well
+    keeps_rank: bool = False  # a low-rank update stays low-rank, as its factors: no dense update, no SVD
+    by_layer: bool = False  # each pair is moved by itself, so that a transfer may be made in groups of layers
     rehearses: bool = False  # augmented samples are measured too (`tuneport.data.views`)
-    usual_scale: float | Literal["auto"] = 1.0  # the scale unless another is given; the paper's is 1
+    usual_scale: float | Literal["auto"] = 1.0  # the scale if none is given; the paper's is 1
 
     @property
     @abstractmethod
@@ -101,10 +101,10 @@ class Method(ABC):
         """Refuse, before anything is measured, a plan that the method cannot serve (MethodError)."""
 
     def kept(self, plan: Plan) -> tuple[Kept, ...]:
-        """What of a plan's pairs the method leaves to the target, with reasons, before anything is measured."""
+        """The target tensors of a plan that the method does not change, with reasons, before anything is measured."""
         del plan
         return ()
 
     @abstractmethod
     def transfer(self, problem: Problem) -> Transfer:
-        """Carry the source's task vector over to the target."""
+        """Move the source's task vector to the target."""

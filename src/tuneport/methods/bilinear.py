@@ -1,13 +1,12 @@
 """Bilinear alignment: `tau_B = R_out^T tau_A R_in` (eq. 8), with a choice of signal for each side.
 
-BiCo aligns layer inputs and output gradients; THESEUS inputs and outputs; the ablations and the naive
-transfer are the same formula with other signals, or none. A low-rank tau = B A moves as its factors,
-`(R_out^T B)(A R_in)`: exact, of the same rank, and without a dense update.
+BiCo aligns layer inputs and output gradients; THESEUS inputs and outputs; the ablations and the naive transfer use
+other signals, or none. A low-rank tau = B A moves as its factors, `(R_out^T B)(A R_in)`: exact and of the same rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -18,20 +17,20 @@ from torch import Tensor
 from ..maps.completion import CoordinateMap
 from ..maps.procrustes import Alignment, MapSolver
 from ..maps.statistics import Key
-from ..pairing import Kept, LayerPair, LoosePair
+from ..pairing import LayerPair, LoosePair
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Signal
-from .base import LayerRecord, Method, Problem, Transfer
-from .entries import Entries, matrix_of, recorded_norm, spectrum_of
+from .base import Method, Problem, Transfer
+from .entries import NOT_RUN, Entries, bias_of, device_of, keep_layer, matrix_of, record_of, spectrum_of
 
-Map = Tensor | CoordinateMap | None  # a fixed matrix, a solved one, or pad and crop
+Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and crop
 
 
 @dataclass(frozen=True)
 class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
-    With `moves_loose`, the source's change of tensors outside linear layers is added, zero-padded or cropped; otherwise
+    With `moves_loose`, the change of tensors outside linear layers is added with zero-padding and cropping; otherwise
     the target keeps its own.
     """
 
@@ -53,88 +52,72 @@ class BilinearAlignment(Method):
         entries = Entries()
         records, kept = [], []
         for pair, maps in self._solve(problem):
-            sides = list(self._align(pair, maps))
-            reason = next((side for side in sides if isinstance(side, str)), None)
+            keys = self._keys(pair)
+            reason = next((why for key in keys if key and (why := _why_unsolved(key, maps))), None)
             if reason is not None:
-                kept += [Kept(name, reason) for name in (pair.target.name, pair.target.bias) if name is not None]
+                kept += keep_layer(pair.target, reason)
                 continue
-            (R_in, align_in), (R_out, align_out) = (side for side in sides if not isinstance(side, str))
+            align_in, align_out = (maps[key] if key else None for key in keys)
+            R_in = align_in.map if align_in else pair.input_map
+            R_out = align_out.map if align_out else pair.output_map
             tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
             moved = _transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
-            entries.put(pair.target, _at_home(moved, tau))
-            if pair.target.bias is not None and pair.source.bias is not None:
-                bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias])).double()
-                entries.put_bias(pair.target, _carry(bias, R_out, pair.target.out_features, 0).to(bias.device))
-            records.append(
-                LayerRecord(
-                    target=pair.target.name,
-                    source=pair.source.name,
-                    rank_in=align_in.rank if align_in else None,
-                    rank_out=align_out.rank if align_out else None,
-                    residual_in=align_in.residual if align_in else None,
-                    residual_out=align_out.residual if align_out else None,
-                    norm_source=recorded_norm(tau),
-                    norm_target=recorded_norm(moved),
-                    rank=moved.rank if isinstance(moved, LowRank) else None,
-                    spectrum_in=_spectrum(align_in, pair.source.in_features, pair.target.in_features),
-                    spectrum_out=_spectrum(align_out, pair.source.out_features, pair.target.out_features),
-                )
-            )
-        if self.moves_loose:
-            for loose in problem.plan.loose:
-                entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
+            entries.put(pair.target, _to_device(moved, device_of(tau)))
+            bias = bias_of(pair, problem.task_vector)
+            if bias is not None:
+                carried = _carry(bias.double(), R_out, pair.target.out_features, 0)
+                entries.put_bias(pair.target, carried.to(bias.device))
+            evidence = {
+                "rank_in": align_in.rank if align_in else None,
+                "rank_out": align_out.rank if align_out else None,
+                "residual_in": align_in.residual if align_in else None,
+                "residual_out": align_out.residual if align_out else None,
+                "spectrum_in": _spectrum(align_in, pair.source.in_features, pair.target.in_features),
+                "spectrum_out": _spectrum(align_out, pair.source.out_features, pair.target.out_features),
+            }
+            records.append(record_of(pair, tau, moved, **evidence))
+        for loose in problem.plan.loose if self.moves_loose else ():
+            entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
     def _solve(self, problem: Problem) -> Iterator[tuple[LayerPair, Mapping[Key, Alignment]]]:
-        """All pairs, each with the maps of its block, which are solved when the first pair of the block is due."""
+        """Yield all pairs, each with the maps of its block, which are solved at the first pair of the block."""
         blocks = [
             list(group)
             for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block))
         ]
-        keys = [[key for key in self._keys(block) if key in problem.statistics] for block in blocks]
+        keys = [[key for pair in block for key in self._keys(pair) if key in problem.statistics] for block in blocks]
         solver = MapSolver(problem.statistics, problem.completion, problem.memory_budget)
         for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):
             yield from ((pair, maps) for pair in block)
 
-    def _keys(self, pairs: Iterable[LayerPair]) -> Iterator[Key]:
-        """The maps that these pairs need."""
-        for pair in pairs:
-            for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
-                if fixed is None and signal is not None:
-                    yield pair.target.name, signal
+    def _keys(self, pair: LayerPair) -> list[Key | None]:
+        """The maps to solve for the input and the output side; None for a fixed map, or to pad and crop."""
+        sides = ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map))
+        return [(pair.target.name, signal) if signal and fixed is None else None for signal, fixed in sides]
 
-    def _align(self, pair: LayerPair, maps: Mapping[Key, Alignment]) -> Iterator[tuple[Map, Alignment | None] | str]:
-        """For the input side, then the output side: the map and its evidence, or why there is none."""
-        for signal, fixed in ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map)):
-            if fixed is not None:
-                yield fixed, None
-            elif signal is None:
-                yield None, None
-            elif (pair.target.name, signal) not in maps:
-                yield "its layer did not run on the calibration data"
-            else:
-                alignment = maps[pair.target.name, signal]
-                words = signal.replace("_", " ")
-                yield (alignment.map, alignment) if alignment.rank else f"the {words} at this layer is zero"
+
+def _why_unsolved(key: Key, maps: Mapping[Key, Alignment]) -> str | None:
+    if key not in maps:
+        return NOT_RUN
+    return None if maps[key].rank else f"the {key[1].replace('_', ' ')} at this layer is zero"
 
 
 def _spectrum(alignment: Alignment | None, *widths: int) -> tuple[float, ...] | None:
-    """The singular values, thinned out; None where no map was solved, or by a route that needs none of them."""
+    """Thinned singular values; None where no map was solved, or by a route that does not compute them."""
     values = alignment.singular_values if alignment is not None else None
     return spectrum_of(values, min(widths)) if values is not None else None
 
 
 def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:
-    """R_out^T tau R_in (eq. 8), in float64; of a low-rank tau each factor moves on its own side."""
+    """R_out^T tau R_in (eq. 8), in float64; each factor of a low-rank tau moves on its own side."""
     if isinstance(tau, LowRank):
         B, A = tau.out_factor.double(), tau.in_factor.double()
         return LowRank(_carry(B, R_out, shape[0], 0), _carry(A, R_in, shape[1], 1))
     return _carry(_carry(tau.double(), R_out, shape[0], 0), R_in, shape[1], 1)
 
 
-def _at_home(moved: Entry, tau: Entry) -> Entry:
-    """In float32, on the device where the source's task vector lies."""
-    device = tau.in_factor.device if isinstance(tau, LowRank) else tau.device
+def _to_device(moved: Entry, device: torch.device) -> Entry:
     if isinstance(moved, LowRank):
         return LowRank(moved.out_factor.to(device, torch.float32), moved.in_factor.to(device, torch.float32))
     return moved.to(device, torch.float32)
@@ -143,7 +126,7 @@ def _at_home(moved: Entry, tau: Entry) -> Entry:
 def _carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:
     """Change one axis of tau from source to target coordinates: contract with R, or pad and crop.
 
-    A solved map works where it was solved, so the result may be on another device than tau.
+    The result of a solved map is on the device of the map, which may differ from that of tau.
     """
     if R is None:
         return _resize(tau, axis, width)
@@ -155,12 +138,8 @@ def _carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:
 
 def _resize(tensor: Tensor, axis: int, width: int) -> Tensor:
     """Zero-pad or crop one axis at its end."""
-    have = tensor.shape[axis]
-    if have >= width:
-        return tensor.narrow(axis, 0, width)
-    shape = list(tensor.shape)
-    shape[axis] = width - have
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
+    later = (0, 0) * (tensor.ndim - 1 - axis)
+    return torch.nn.functional.pad(tensor, (*later, 0, width - tensor.shape[axis]))
 
 
 def _pad(pair: LoosePair, tau: Entry) -> Entry:

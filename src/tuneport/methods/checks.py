@@ -1,33 +1,23 @@
-"""The law of `Method`, as a function: authors of outside methods run it on problems of their own.
-
-`check_method(method, problem)` raises AssertionError with the first breach it finds. It needs no test
-framework and looks at nothing but the method's answer.
-"""
+"""The law of `Method` as a function, without a test framework: authors of methods run it on their own problems."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..layers import Layer
-from ..task_vectors.low_rank import LowRank, as_dense
+from ..task_vectors.low_rank import as_dense
 from ..task_vectors.vector import TaskVector
 from .base import Method, Problem, Transfer
 
 
 def check_method(method: Method, problem: Problem) -> Transfer:
-    """Assert that a method keeps its law on one problem, and return its answer.
+    """Raise AssertionError at the first breach of the law of `Method` on one problem; return the answer of the method.
 
-    Entries have the target's names and shapes, float32 and finite; every target tensor of the plan is moved
-    or kept, and kept where `Method.kept` says so; records name layers of the plan with the norms of what was
-    moved; the same problem gives the same bits; a zero task vector gives a zero task vector; the problem is left as
-    it was.
-
-    The statistics of the problem must hold `method.signals`; tensors outside the plan are not looked at. A
-    plan that the method refuses (MethodError from `method.check`) is refused here too.
+    Also, tensors that `Method.kept` names are kept, records name layers of the plan with the norms of the moved
+    matrices, and the problem is not changed. The statistics of the problem must have `method.signals`. A MethodError
+    of `method.check` is passed on.
     """
     signals = method.signals
     named = isinstance(signals, frozenset) and all(isinstance(signal, str) for signal in signals)
@@ -53,7 +43,7 @@ def check_method(method: Method, problem: Problem) -> Transfer:
 
 
 def target_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """The target tensors that a plan speaks of, with the shapes in which they are stored."""
+    """The stored shapes of a plan's target tensors, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for pair in problem.plan.pairs:
         shapes[pair.target.weight] = pair.target.weight_shape
@@ -75,7 +65,6 @@ def _check_complete(answer: Transfer, problem: Problem) -> None:
     for entry in (*problem.plan.kept, *answer.kept):
         assert entry.reason, f"{entry.tensor} is kept without a reason"
     kept = {entry.tensor for entry in (*problem.plan.kept, *answer.kept)}
-    moved = set(answer.task_vector) | kept
     recorded = {record.target for record in answer.records}
     for pair in problem.plan.pairs:
         layer = pair.target
@@ -85,10 +74,8 @@ def _check_complete(answer: Transfer, problem: Problem) -> None:
         assert layer.name not in recorded or layer.weight in answer.task_vector, (
             f"{layer.name} has a record but {layer.weight} is not in the task vector"
         )
-    missing = sorted(set(target_shapes(problem)) - moved)
-    for pair in problem.plan.pairs:  # a fused weight is kept part by part
-        if pair.target.name in kept and pair.target.weight in missing:
-            missing.remove(pair.target.weight)
+    fused = {pair.target.weight for pair in problem.plan.pairs if pair.target.name in kept}  # kept part by part
+    missing = sorted(target_shapes(problem).keys() - answer.task_vector.keys() - kept - fused)
     assert not missing, f"neither in the task vector nor in kept: {', '.join(missing)}"
 
 
@@ -102,11 +89,11 @@ def _check_records(answer: Transfer, problem: Problem) -> None:
         assert record.source == pair.source.name, (
             f"the record of {record.target} names source {record.source}, the plan {pair.source.name}"
         )
-        for which, value, layer, vector in (
-            ("norm_source", record.norm_source, pair.source, problem.task_vector),
-            ("norm_target", record.norm_target, pair.target, answer.task_vector),
+        for which, value, layer, entry in (
+            ("norm_source", record.norm_source, pair.source, problem.task_vector[pair.source.weight]),
+            ("norm_target", record.norm_target, pair.target, answer.task_vector[pair.target.weight]),
         ):
-            norm = _norm(layer, vector)
+            norm = float(layer.matrix(as_dense(entry)).double().norm())
             assert abs(value - norm) <= 1e-4 * norm + 1e-12, (
                 f"{which} of {record.target} is {value:g}, but the layer's norm is {norm:g}"
             )
@@ -122,15 +109,12 @@ def _check_same(one: Transfer, other: Transfer) -> None:
 
 
 def _snapshot(problem: Problem) -> dict[str, Tensor]:
-    """Copies of every tensor of a problem, by where it stands."""
+    """Copies of every tensor of a problem, by a description of it."""
     tensors = {f"task vector of {name}": as_dense(entry) for name, entry in problem.task_vector.items()}
     for (layer, signal), covariance in problem.statistics.covariances.items():
         tensors[f"covariance of {layer} ({signal})"] = covariance.matrix
     for layer, gradient in problem.statistics.weight_gradients.items():
-        tensors[f"weight gradient of {layer}"] = gradient.total
-        tensors[f"votes of {layer}"] = gradient.votes
-        tensors[f"bias gradient of {layer}"] = gradient.bias_total
-        tensors[f"bias votes of {layer}"] = gradient.bias_votes
+        tensors |= {f"weight gradient of {layer}: {name}": tensor for name, tensor in gradient.state()[1].items()}
     for side, weights in (("source", problem.source_weights), ("target", problem.target_weights)):
         tensors |= {f"{side} weight {name}": weight for name, weight in weights.items()}
     for pair in problem.plan.pairs:
@@ -138,7 +122,3 @@ def _snapshot(problem: Problem) -> dict[str, Tensor]:
             if fixed is not None:
                 tensors[f"{side} map of {pair.target.name}"] = fixed
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _norm(layer: Layer, vector: Mapping[str, Tensor | LowRank]) -> float:
-    return float(layer.matrix(as_dense(vector[layer.weight])).double().norm())

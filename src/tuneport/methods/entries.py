@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..errors import MethodError, first_of
 from ..layers import Layer
-from ..pairing import Plan
+from ..pairing import Kept, LayerPair, Plan
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..task_vectors.vector import TaskVector
+from .base import LayerRecord
+
+NOT_RUN = "its layer did not run on the calibration data"
 
 
 def matrix_of(layer: Layer, entry: Entry) -> Entry:
@@ -21,7 +27,7 @@ def matrix_of(layer: Layer, entry: Entry) -> Entry:
 
 
 def spectrum_of(singular_values: Tensor, width: int, points: int = 17) -> tuple[float, ...]:
-    """Singular values of a `width` wide matrix, of which the rest are zero, at evenly spaced places: the largest is 1.
+    """Singular values of a `width` wide matrix, zero-padded, at evenly spaced indices and relative to the largest.
 
     >>> spectrum_of(torch.tensor([4.0, 2.0, 1.0]), 5, points=3)
     (1.0, 0.25, 0.0)
@@ -33,16 +39,31 @@ def spectrum_of(singular_values: Tensor, width: int, points: int = 17) -> tuple[
     return tuple(float(f"{value:.4g}") for value in relative.tolist())
 
 
-def recorded_norm(matrix: Entry) -> float:
-    """The Frobenius norm as records have it: of a dense matrix in its own precision (`low_rank.norm_of`: float64)."""
-    return matrix.norm() if isinstance(matrix, LowRank) else float(matrix.norm())
+def record_of(pair: LayerPair, tau: Entry, moved: Entry, **evidence: Any) -> LayerRecord:
+    """The record of one moved layer; a dense norm is taken in the precision of the matrix."""
+    norms = [entry.norm() if isinstance(entry, LowRank) else float(entry.norm()) for entry in (tau, moved)]
+    rank = moved.rank if isinstance(moved, LowRank) else None
+    names = {"target": pair.target.name, "source": pair.source.name}
+    return LayerRecord(**names, norm_source=norms[0], norm_target=norms[1], rank=rank, **evidence)
+
+
+def keep_layer(layer: Layer, reason: str) -> list[Kept]:
+    """The weight and the bias of a layer as tensors that are kept."""
+    return [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
+
+
+def bias_of(pair: LayerPair, task_vector: Mapping[str, Entry]) -> Tensor | None:
+    """The change of the source layer's bias, if both layers have one."""
+    if pair.target.bias is None or pair.source.bias is None:
+        return None
+    return pair.source.vector(as_dense(task_vector[pair.source.bias]))
 
 
 class Entries:
-    """The target's task vector while it is being made, layer by layer, in float32.
+    """The target's task vector while it is built layer by layer, in float32.
 
-    Layers may share a fused weight and come in any order. Their factors are put together without a product:
-    a block of columns for each, or one for all that have the same input factor.
+    Layers may share a fused weight and come in any order. Their factors are joined without a product: layers with the
+    same input factor share a block of columns, others get one each.
     """
 
     def __init__(self) -> None:
@@ -55,7 +76,7 @@ class Entries:
             held.append((layer, LowRank(matrix.out_factor.float(), matrix.in_factor.float())))
             return
         if isinstance(held, list):  # a weight with a dense part is dense
-            self._entries[layer.weight] = torch.zeros(layer.weight_shape, device=_device_of(matrix))
+            self._entries[layer.weight] = torch.zeros(layer.weight_shape, device=device_of(matrix))
             for part, factors in held:
                 self.put(part, factors)
         self._store(layer, layer.weight, layer.weight_shape, as_dense(matrix))
@@ -73,9 +94,8 @@ class Entries:
 
     def task_vector(self) -> TaskVector:
         """The entries, each with the stored shape of its tensor."""
-        return TaskVector(
-            {name: _joined(entry) if isinstance(entry, list) else entry for name, entry in self._entries.items()}
-        )
+        joined = {name: _join_factors(part) if isinstance(part, list) else part for name, part in self._entries.items()}
+        return TaskVector(joined)
 
     def _store(self, layer: Layer, name: str, shape: tuple[int, ...], values: Tensor) -> None:
         if name not in self._entries:
@@ -85,16 +105,15 @@ class Entries:
         layer.store(values.float(), into)
 
 
-def _joined(parts: list[tuple[Layer, LowRank]]) -> LowRank:
+def _join_factors(parts: list[tuple[Layer, LowRank]]) -> LowRank:
     """The factors of a stored weight from those of its layers."""
     first = parts[0][0]
     inputs: list[Tensor] = []
-    blocks: list[Tensor] = []  # the out_factor of the whole weight that goes with each of the inputs
+    blocks: list[Tensor] = []  # for each input factor, the out_factor of the whole weight
     rows = first.weight_shape[1 if first.transposed else 0]
     for layer, part in parts:
-        index = next((i for i, known in enumerate(inputs) if torch.equal(known, part.in_factor)), None)
-        if index is None:
-            index = len(inputs)
+        index = next((i for i, known in enumerate(inputs) if torch.equal(known, part.in_factor)), len(inputs))
+        if index == len(inputs):
             inputs.append(part.in_factor)
             blocks.append(part.out_factor.new_zeros(rows, part.rank))
         at = 0
@@ -107,7 +126,8 @@ def _joined(parts: list[tuple[Layer, LowRank]]) -> LowRank:
     return LowRank(out, in_.reshape(-1, *first.weight_shape[1:]))
 
 
-def _device_of(entry: Entry) -> torch.device:
+def device_of(entry: Entry) -> torch.device:
+    """The device of a dense entry or of its factors."""
     return entry.out_factor.device if isinstance(entry, LowRank) else entry.device
 
 

@@ -1,8 +1,7 @@
 """GradFix: keep the entries of the task vector whose sign agrees with a descent step of the target.
 
-The target's per-sample gradients vote on each weight's sign; entries that the vote contradicts become zero.
-Coordinates are not changed, so source and target must have the same shapes. A masked matrix is not low-rank:
-low-rank updates come out dense.
+The target's per-sample gradients vote on the sign of each weight; entries that contradict the vote become zero.
+Source and target must have the same shapes. A masked matrix is not low-rank: low-rank updates become dense.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..pairing import Kept, Plan
+from ..pairing import Plan
 from ..task_vectors.low_rank import as_dense
 from ..types import Signal
-from .base import LayerRecord, Method, Problem, Transfer
-from .entries import Entries, check_same_shapes
+from .base import Method, Problem, Transfer
+from .entries import NOT_RUN, Entries, bias_of, check_same_shapes, keep_layer, record_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,7 @@ class GradFix(Method):
     summary: str = ""
 
     by_layer = True
-
-    @property
-    def signals(self) -> frozenset[Signal]:
-        return frozenset({"weight_gradient"})
+    signals = frozenset[Signal]({"weight_gradient"})
 
     def check(self, plan: Plan) -> None:
         check_same_shapes(plan, "gradfix")
@@ -43,32 +39,20 @@ class GradFix(Method):
         for pair in problem.plan.pairs:
             gradient = problem.statistics.weight_gradients.get(pair.target.name)
             if gradient is None:
-                names = [name for name in (pair.target.name, pair.target.bias) if name is not None]
-                kept += [Kept(name, "its layer did not run on the calibration data") for name in names]
+                kept += keep_layer(pair.target, NOT_RUN)
                 continue
-            weight, bias = (
-                (gradient.votes, gradient.bias_votes)
-                if self.vote == "majority"
-                else (gradient.total, gradient.bias_total)
-            )
+            majority = self.vote == "majority"
             tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight]))
-            moved = _masked(tau, weight)
+            moved = _mask(tau, gradient.votes if majority else gradient.total)
             entries.put(pair.target, moved)
-            if pair.target.bias is not None and pair.source.bias is not None:
-                tau_bias = pair.source.vector(as_dense(problem.task_vector[pair.source.bias]))
-                entries.put_bias(pair.target, _masked(tau_bias, bias))
-            records.append(
-                LayerRecord(
-                    target=pair.target.name,
-                    source=pair.source.name,
-                    norm_source=float(tau.norm()),
-                    norm_target=float(moved.norm()),
-                )
-            )
+            bias = bias_of(pair, problem.task_vector)
+            if bias is not None:
+                entries.put_bias(pair.target, _mask(bias, gradient.bias_votes if majority else gradient.bias_total))
+            records.append(record_of(pair, tau, moved))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
 
-def _masked(tau: Tensor, gradient: Tensor) -> Tensor:
+def _mask(tau: Tensor, gradient: Tensor) -> Tensor:
     """tau where its sign equals the sign of minus the gradient, zero elsewhere."""
     agrees = tau.sign() == -gradient.sign().to(device=tau.device, dtype=tau.dtype)
     return torch.where(agrees, tau, 0.0)
