@@ -166,7 +166,8 @@ def test_unknown_commands_and_options_fail() -> None:
 
 
 def test_at_most_four_blocks_are_not_run() -> None:
-    exempt = [(page.name, block.line) for page in PAGES for block in blocks(page) if not block.run]
+    skipped = [(page.name, block) for page in PAGES for block in blocks(page) if not block.run]
+    exempt = [(name, block.line) for name, block in skipped if block.language != "toml"]  # test_tasks reads the task
     assert len(exempt) <= 4, exempt
 
 

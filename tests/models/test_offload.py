@@ -349,7 +349,7 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
     job = prepare_shapes(
         source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16, memory_budget=12 * 10**6
     )
-    one, two = plan_devices(job, RATES, (1, 2))
+    one, two = plan_devices(job, RATES, devices=(1, 2))
     assert one["runs"] == two["runs"] == 1
     assert (one["samples"], two["samples"]) == (16, 8)
     assert one["peak_bytes"] <= 12 * 10**6

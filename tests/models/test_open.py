@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -524,6 +525,8 @@ def test_a_library_with_a_broken_torchvision(tmp_path: Path, monkeypatch: pytest
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "open_clip")]:
+        monkeypatch.delitem(sys.modules, name)  # another test, or an installed transformers, may have imported them
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(TuneportError) as caught:
         open_model("ViT-B-16:laion2b_s34b_b88k")

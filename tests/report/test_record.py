@@ -55,9 +55,9 @@ class TestSchema:
     @pytest.mark.parametrize("options", [{}, {"method": "naive", "data": None}, {"scale": "auto"}, {"shots": 3}])
     def test_transfer_to_a_model(self, zoo: Zoo, tmp_path: Path, valid: Any, options: dict[str, Any]) -> None:
         given = {"data": zoo.data, "samples": None if "shots" in options else 24, **options}
-        data, scale = given.pop("data"), given.pop("scale", 1.0)
-        job = prepare(*zoo.trio("clip_vision"), data, **given)
-        record = port(job, tmp_path / "out", scale=scale)
+        data, scale, method = given.pop("data"), given.pop("scale", 1.0), given.pop("method", "bico")
+        job = prepare(*zoo.trio("clip_vision"), data, signals=method, **given)
+        record = port(job, tmp_path / "out", method=method, scale=scale)
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         assert stored == json.loads(to_json(record))
         valid(stored)

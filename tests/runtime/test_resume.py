@@ -168,7 +168,7 @@ class TestPort:
     @pytest.mark.parametrize("after", [1, 3, 5, 6])
     @pytest.mark.parametrize("scale", [1.0, "auto"])
     def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, after: int, scale: Any) -> None:
-        options = {"scored": scale == "auto"}
+        options = {"signals": METHODS["bico"].signals}
         port(job_of(zoo, **options), tmp_path / "whole", scale=scale)
         seen = 0
 
