@@ -47,6 +47,9 @@ def first_half(count: int) -> int:
 class Samples(ABC):
     """Calibration samples in batches for both models. `len` is the number of samples, 0 where it is not known."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self) or 'an unknown number of'} samples)"
+
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -84,7 +87,7 @@ class Samples(ABC):
         """The largest batch, which stands for the others; None where batches can be read only once."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Drawn(Samples):
     """Samples drawn from a data set, encoded for both models batch by batch."""
 
@@ -177,7 +180,7 @@ class Drawn(Samples):
         return self._paired(Sides(*(side.part(start, stop) for side in sides)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Given(Samples):
     """Batches that the caller gives; they are iterated more than once only where they are a list."""
 
@@ -241,6 +244,10 @@ class Job:
     device: torch.device | None = None  # where the models will run; None: where they are
     placements: Sides[Placement] | None = None  # of both models while they run
     record: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        names = " to ".join(model.name for model in self.models)
+        return f"Job({names}: {self.plan!r}, {self.samples!r}, measures {', '.join(sorted(self.signals)) or 'nothing'})"
 
     @property
     def source(self) -> Model:

@@ -46,6 +46,9 @@ class LayerPair:
     input_map: Tensor | None = None
     output_map: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"LayerPair({self.source.name} -> {self.target.name})"
+
 
 @dataclass(frozen=True)
 class LoosePair:
@@ -77,6 +80,10 @@ class Plan:
     source_blocks: Mapping[str, int] = field(default_factory=dict)
     target_blocks: Mapping[str, int] = field(default_factory=dict)
     target_layers: tuple[Layer, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.pairs)} pairs, {len(self.loose)} loose, {len(self.kept)} kept, {len(self.dropped)} dropped"
+        return f"Plan({counts})"
 
 
 def nearest_block(block: int, source_depth: int, target_depth: int) -> int:

@@ -83,6 +83,9 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    def __repr__(self) -> str:
+        return f"Dataset({self}: {len(self)} {self.kind}s, {len(self.classes)} classes)"
+
     def __str__(self) -> str:
         return self.name if self.split == "all" else f"{self.split} split of {self.name}"
 

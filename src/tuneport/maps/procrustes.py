@@ -45,6 +45,10 @@ class Alignment:
     route: str
     certificate: Certificate
 
+    def __repr__(self) -> str:
+        residual = "" if self.residual is None else f", residual {self.residual:.3g}"
+        return f"Alignment({self.map.shape[0]} x {self.map.shape[1]}, rank {self.rank}{residual}, by {self.route})"
+
     @cached_property
     def matrix(self) -> Tensor:
         """R itself (d_A, d_B), made when first looked at; `map` applies it without."""

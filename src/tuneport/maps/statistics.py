@@ -95,6 +95,10 @@ class Statistics(Generic[S]):
     samples: int = 0
     passes: Mapping[str, int] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        sums = f"{len(self.covariances)} sums, {len(self.weight_gradients)} weight gradients"
+        return f"Statistics({sums}, {self.samples} samples)"
+
     def __contains__(self, key: object) -> bool:
         return key in self.covariances
 

@@ -36,6 +36,9 @@ class Problem:
     target_weights: Mapping[str, Tensor] = field(default_factory=dict)
     memory_budget: int | None = None
 
+    def __repr__(self) -> str:
+        return f"Problem({self.plan!r}, {self.statistics!r}, completion={self.completion!r})"
+
 
 @dataclass(frozen=True)
 class LayerRecord:
@@ -65,6 +68,9 @@ class Transfer:
     task_vector: TaskVector
     records: tuple[LayerRecord, ...]
     kept: tuple[Kept, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Transfer({len(self.records)} layers, {len(self.kept)} kept, {self.task_vector!r})"
 
     @classmethod
     def join(cls, parts: Iterable[Transfer]) -> Transfer:

@@ -104,6 +104,9 @@ class Model:
     library: str | None = None
     offloaded: bool = False
 
+    def __repr__(self) -> str:
+        return f"Model({self.name}: {type(self.module).__name__}, {len(self.layers)} layers)"
+
     @property
     def unreadable(self) -> str:
         """The error text for a model without `encode`."""

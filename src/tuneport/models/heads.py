@@ -59,6 +59,9 @@ class Head:
     class_embeds: Tensor | None = None
     logit_scale: float = 1.0
 
+    def __repr__(self) -> str:
+        return f"Head({self.name}: {len(self.classes)} classes)"
+
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
         """Class scores (N, classes): `scale * cosine(features, class embedding)`, or the module's own logits.
 

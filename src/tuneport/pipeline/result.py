@@ -44,6 +44,10 @@ class Result:
     scale: float
     record: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        moved = f"{len(self.records)} layers moved, {len(self.not_transported)} tensors stay"
+        return f"Result({self.target.name}: {self.record.get('method', 'a transfer')} at scale {self.scale:g}, {moved})"
+
     def tensors(self, scale: float | None = None) -> Mapping[str, Tensor]:
         """The new model's tensors under their names in the files, in the target's dtypes, computed when read."""
         vector = self.task_vector.rename({name: self.target.file_names[name] for name in self.task_vector})
