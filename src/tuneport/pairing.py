@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -49,6 +50,12 @@ class LayerPair:
     def __repr__(self) -> str:
         return f"LayerPair({self.source.name} -> {self.target.name})"
 
+    def wanted(self, signals: Iterable[str]) -> frozenset[str]:
+        """The signals that are measured at this pair: none of a side with a fixed map."""
+        fixed = {"input", "input_gradient"} if self.input_map is not None else set()
+        fixed |= {"output", "output_gradient"} if self.output_map is not None else set()
+        return frozenset(signals) - fixed
+
 
 @dataclass(frozen=True)
 class LoosePair:
@@ -84,6 +91,15 @@ class Plan:
     def __repr__(self) -> str:
         counts = f"{len(self.pairs)} pairs, {len(self.loose)} loose, {len(self.kept)} kept, {len(self.dropped)} dropped"
         return f"Plan({counts})"
+
+    def blocks(self) -> list[list[LayerPair]]:
+        """The pairs of each block of the target, in their order."""
+        return blocks_of(self.pairs)
+
+
+def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+    """Consecutive pairs of one block of the target together."""
+    return [list(group) for _, group in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block))]
 
 
 def nearest_block(block: int, source_depth: int, target_depth: int) -> int:

@@ -24,11 +24,7 @@ from ..pairing import LayerPair
 from ..types import Loss, Progress
 from .batches import PairedBatch, parts_of
 from .signals import (
-    INPUT,
-    INPUT_GRADIENT,
     NEEDS_BACKWARD,
-    OUTPUT,
-    OUTPUT_GRADIENT,
     SIGNALS,
     WEIGHT_GRADIENT,
     Recorder,
@@ -130,9 +126,7 @@ class _Accumulator(Generic[S]):
         self.source_layers: dict[Layer, frozenset[str]] = {}
         self.target_layers: dict[Layer, frozenset[str]] = {}
         for pair in pairs:
-            wanted = signals - ({INPUT, INPUT_GRADIENT} if pair.input_map is not None else set())
-            wanted -= {OUTPUT, OUTPUT_GRADIENT} if pair.output_map is not None else set()
-            self.target_layers[pair.target] = wanted
+            self.target_layers[pair.target] = wanted = pair.wanted(signals)
             paired = wanted - {WEIGHT_GRADIENT}
             self.source_layers[pair.source] = self.source_layers.get(pair.source, frozenset()) | paired
         self._readers = Counter(

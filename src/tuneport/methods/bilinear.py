@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -82,10 +81,7 @@ class BilinearAlignment(Method):
 
     def _solve(self, problem: Problem) -> Iterator[tuple[LayerPair, Mapping[Key, Alignment]]]:
         """Yield all pairs, each with the maps of its block, which are solved at the first pair of the block."""
-        blocks = [
-            list(group)
-            for _, group in groupby(problem.plan.pairs, key=lambda pair: (pair.target.stack, pair.target.block))
-        ]
+        blocks = problem.plan.blocks()
         keys = [[key for pair in block for key in self._keys(pair) if key in problem.statistics] for block in blocks]
         solver = MapSolver(problem.statistics, problem.completion, problem.memory_budget)
         for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):

@@ -20,11 +20,7 @@ from ..layers import Layer
 from ..maps.covariance import CrossCovariance
 from ..measure.batches import PairedBatch, count_samples
 from ..measure.signals import (
-    INPUT,
-    INPUT_GRADIENT,
     NEEDS_BACKWARD,
-    OUTPUT,
-    OUTPUT_GRADIENT,
     WEIGHT_GRADIENT,
     watch,
 )
@@ -154,7 +150,7 @@ def _sums(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, in
     """Every sum once: pair, signal and the two widths. Without `once`, no two layers count as sharing one."""
     for pair in job.plan.pairs:
         source, target = pair.source, pair.target
-        for signal in sorted(_signals(pair, job.signals)):
+        for signal in sorted(pair.wanted(job.signals)):
             if once is not None and (target.name, signal) not in once.matched:
                 continue
             if signal == WEIGHT_GRADIENT:
@@ -163,12 +159,6 @@ def _sums(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, in
                 yield pair, signal, source.in_features, target.in_features
             else:
                 yield pair, signal, source.out_features, target.out_features
-
-
-def _signals(pair: LayerPair, signals: frozenset[str]) -> frozenset[str]:
-    """The signals that are measured at a pair: none of a side whose map is fixed."""
-    signals -= {INPUT, INPUT_GRADIENT} if pair.input_map is not None else set()
-    return signals - ({OUTPUT, OUTPUT_GRADIENT} if pair.output_map is not None else set())
 
 
 def _transport(job: Job, pair: LayerPair) -> int:
@@ -214,7 +204,7 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
     source_layers: dict[Layer, frozenset[str]] = {}
     target_layers: dict[Layer, frozenset[str]] = {}
     for pair in job.plan.pairs:
-        target_layers[pair.target] = found = _signals(pair, job.signals)
+        target_layers[pair.target] = found = pair.wanted(job.signals)
         source_layers[pair.source] = source_layers.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     sides = (
         (job.source.module, batch.source, losses.source, source_layers),

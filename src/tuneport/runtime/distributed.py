@@ -25,7 +25,6 @@ from ..methods import Problem, Transfer
 from ..pairing import Plan
 from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.vector import TaskVector
-from .passes import blocks_of
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
     """The process that solves each layer: whole blocks in turn, since layers of a block share statistics."""
     owners: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for index, pairs in enumerate(blocks_of(plan.pairs)):
+    for index, pairs in enumerate(plan.blocks()):
         for pair in pairs:
             owners[pair.target.name] = weights.setdefault(pair.target.weight, index % here.size)
     return owners

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
 from ..job import Job
 from ..methods import Method, name_of
 from ..models.offload import Placement
-from ..pairing import LayerPair
+from ..pairing import LayerPair, blocks_of
 from ..types import Sides
 
 
@@ -48,7 +47,7 @@ def jobs_of(job: Job, passes: Passes | None) -> list[Job]:
 
 def jobs_by_block(job: Job) -> list[Job]:
     """A job for each block of the target."""
-    return _jobs(job, blocks_of(job.plan.pairs))
+    return _jobs(job, job.plan.blocks())
 
 
 def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
@@ -84,11 +83,6 @@ def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool])
 def units(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     """The smallest possible groups."""
     return [unit for block in blocks_of(pairs) for unit in _by_weight(block)]
-
-
-def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
-    """The pairs of each block of the target, in their order."""
-    return [list(group) for _, group in groupby(pairs, key=lambda p: (p.target.stack, p.target.block))]
 
 
 def _by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
