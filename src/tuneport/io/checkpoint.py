@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch
 from ..errors import CheckpointError, first_of
 from .output import PathLike, sync
 from .sizes import parse_bytes
-from .tensors import UnknownTensorError, describe
+from .tensors import LazyTensors, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-class Checkpoint(Mapping[str, torch.Tensor]):
+class Checkpoint(LazyTensors):
     """A model's weights as a lazy Mapping, sorted by name; made by `open_checkpoint`.
 
     `checkpoint[name]` reads one tensor, on the CPU and in its stored dtype, and caches nothing. A file that vanished
@@ -34,21 +34,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, path: Path, files: Mapping[str, WeightFile], prefix: str = "") -> None:
+        super().__init__(
+            sorted(files),
+            lambda name: files[name].read(prefix + name),
+            lambda name: files[name].specs[prefix + name],
+        )
         self.path = path
-        self._file_of = dict(sorted(files.items()))
+        self.holder = str(path)
+        self._file_of = files
         self._prefix = prefix  # of the names in the files
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._file(name).read(self._prefix + name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self)} tensors in {len(self.files)} files)"
@@ -63,14 +57,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """The metadata of the weight files, merged."""
         return {key: text for file in self._file_of.values() for key, text in file.metadata.items()}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        return self._file(name).specs[self._prefix + name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor, without reading it."""
-        return self._file(name).specs[self._prefix + name].dtype
-
     def without_prefix(self, prefix: str) -> Checkpoint:
         """The same tensors without a prefix that all names share (such as `module.` of distributed training)."""
         if not all(name.startswith(prefix) for name in self):
@@ -78,18 +64,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         files = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
         return Checkpoint(self.path, files, self._prefix + prefix)
 
-    def _file(self, name: str) -> WeightFile:
-        if name not in self._file_of:
-            raise UnknownTensorError(f"{self.path} holds no tensor {name!r}; it holds {first_of(self, 5)}.")
-        return self._file_of[name]
-
 
 def open_checkpoint(path: PathLike) -> Checkpoint:
-    """Open a weight file or a model folder, reading headers only.
-
-    Accepts a `.safetensors` file, a folder with `model.safetensors` or its sharded index, and pickled state
-    dicts (`.bin`, `.pt`, `pytorch_model.bin` and its index) that hold only tensors.
-    """
+    """Open a weight file or a model folder, reading headers only: safetensors, or pickles that hold only tensors."""
     path = Path(path)
     if path.is_dir():
         weights = _weights_in(path)

@@ -34,7 +34,7 @@ def companions(folder: Path, *more: str) -> list[Path]:
         for item in sorted(folder.iterdir())
         if not item.name.startswith(".")
         and (item.name not in OWN_FILES or item.name in more)
-        and not _is_weight(item.name)
+        and not item.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
         and item.is_file()
     ]
     parts = (*folder.glob("heads/[!.]*.safetensors"), *folder.glob(f"{MODULES}/[!.]*"))
@@ -54,7 +54,3 @@ def _inside(file: Path, folder: Path) -> Path:
             "Replace the link by the file."
         )
     return file
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json")

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -67,7 +67,7 @@ def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[P
     """
     _check_path(Path(out), overwrite, folder=False)
     if os.path.lexists(out):
-        _check_inputs_survive(Path(out), [file for given in inputs for file in (given, *_files_in(given))])
+        _check_inputs_survive(Path(out), [file for given in inputs for file in (given, *Path(given).rglob("*"))])
     check_file_name(out)
 
 
@@ -75,10 +75,6 @@ def check_file_name(out: PathLike) -> None:
     """Raise a CheckpointError unless the name ends in .safetensors: under another name it could not be read again."""
     if Path(out).suffix != ".safetensors":
         raise CheckpointError(f"{out} must end in .safetensors, as every weight file that tuneport reads. Add it.")
-
-
-def _files_in(path: PathLike) -> list[Path]:
-    return [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else []
 
 
 def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:
@@ -121,22 +117,20 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
         probe.rmdir()
 
 
-@contextmanager
-def new_folder(out: PathLike, *, overwrite: bool = False, marks: Sequence[str] = (RECORD,)) -> Iterator[Path]:
+def new_folder(
+    out: PathLike, *, overwrite: bool = False, marks: Sequence[str] = (RECORD,)
+) -> AbstractContextManager[Path]:
     """Yield a temporary folder that is renamed to `out` at the end of the block, and removed on an error.
 
     The temporary folder is a hidden sibling of `out`. With `overwrite`, the old folder stays until the rename;
     `marks` as in `check_new_folder`. A full or read-only disk becomes a CheckpointError.
     """
-    with _replacing(Path(out), overwrite, marks, folder=True) as temporary:
-        yield temporary
+    return _replacing(Path(out), overwrite, marks, folder=True)
 
 
-@contextmanager
-def new_file(out: PathLike, *, overwrite: bool = False) -> Iterator[Path]:
+def new_file(out: PathLike, *, overwrite: bool = False) -> AbstractContextManager[Path]:
     """Yield a temporary path, with the suffix of `out`, that is renamed to `out` at the end of the block."""
-    with _replacing(Path(out), overwrite, (), folder=False) as temporary:
-        yield temporary
+    return _replacing(Path(out), overwrite, (), folder=False)
 
 
 @contextmanager

@@ -53,14 +53,19 @@ def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
 class LazyMapping(Mapping[str, T]):
     """A Mapping whose values `read(name)` computes on each access."""
 
+    holder = "the mapping"  # in errors
+
     def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)
         self._read = read
 
-    def __getitem__(self, name: str) -> T:
+    def _known(self, name: str) -> str:
         if name not in self._names:
-            raise UnknownTensorError(unknown_tensors([name], self._names, "the mapping"))
-        return self._read(name)
+            raise UnknownTensorError(unknown_tensors([name], self._names, self.holder))
+        return name
+
+    def __getitem__(self, name: str) -> T:
+        return self._read(self._known(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -83,11 +88,11 @@ class LazyTensors(LazyMapping[torch.Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without computing it."""
-        return self._spec(name).shape
+        return self._spec(self._known(name)).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor, without computing it."""
-        return self._spec(name).dtype
+        return self._spec(self._known(name)).dtype
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

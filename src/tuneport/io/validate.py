@@ -53,7 +53,7 @@ def same_structure(
     """
     tuned, old = (
         {
-            name: spec
+            name: spec.shape
             for name in model
             if not any(fnmatchcase(name, glob) for glob in exclude) and _is_weight(spec := describe(model, name))
         }
@@ -61,9 +61,7 @@ def same_structure(
     )
     tuned_name, base_name = _name_of(finetuned, "the fine-tuned model"), _name_of(base, "the base")
     differing = {
-        name: f"{name} {tuned[name].shape} vs {old[name].shape}"
-        for name in tuned
-        if name in old and tuned[name].shape != old[name].shape
+        name: f"{name} {tuned[name]} vs {old[name]}" for name in tuned if tuned[name] != old.get(name, tuned[name])
     }
     extra = {name: name for name in tuned if name not in base}
     missing = {name: name for name in old if name not in finetuned}
@@ -78,24 +76,19 @@ def same_structure(
         if found
     ]
     if findings:
-        padding = _padding({_vocabularies(tuned[name], old[name]) for name in differing})
+        padding = _padding({(tuned[name], old[name]) for name in differing})
         exclusion = _exclusion_of([*differing, *extra, *missing], {**tuned, **old}, tuned_name, base_name)
         raise CheckpointError(" ".join([*findings, *padding, exclusion]))
 
 
-def _vocabularies(one: TensorSpec, other: TensorSpec) -> tuple[int, int] | None:
-    """The lengths of two tables that look like vocabularies: equal row shapes, at least 256 rows; else None."""
-    similar = len(one.shape) == 2 and one.shape[1:] == other.shape[1:] and min(one.shape[0], other.shape[0]) >= 256
-    return (one.shape[0], other.shape[0]) if similar else None
-
-
-def _padding(lengths: Collection[tuple[int, int] | None]) -> list[str]:
-    """Advice where models differ only in the length of the vocabulary."""
-    found = next(iter(lengths)) if len(lengths) == 1 else None
-    if found is None:
+def _padding(shapes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+    """Advice where models differ only in the length of tables that look like vocabularies (256 rows or more)."""
+    similar = all(len(one) == len(two) == 2 and one[1] == two[1] and min(one[0], two[0]) >= 256 for one, two in shapes)
+    if not similar or len({(one[0], two[0]) for one, two in shapes}) != 1:
         return []
+    ((one, _), (other, _)), *_ = shapes
     return [
-        f"If these are vocabularies of {found[0]} and {found[1]} entries, and one of them is padded, resize one with "
+        f"If these are vocabularies of {one} and {other} entries, and one of them is padded, resize one with "
         "resize_token_embeddings."
     ]
 

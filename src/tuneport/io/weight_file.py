@@ -55,11 +55,13 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp = _stamp(path)
-        with self._readable():
-            handle: Any = safe_open(str(path), framework="pt")
-            self.metadata: dict[str, str] = dict(handle.metadata() or {})
-            self.specs = {name: self._spec(name, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
-            self._offsets = _offsets(path)
+        with self._readable(), path.open("rb") as file:
+            safe_open(str(path), framework="pt")  # checks the header
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.specs = {name: self._spec(name, entry) for name, entry in header.items()}
+        self._offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor from disk."""
@@ -73,11 +75,10 @@ class SafetensorsFile:
                 raise OSError(f"{name} is cut off")
         return content.view(dtype).reshape(shape)
 
-    def _spec(self, name: str, header: Any) -> TensorSpec:
-        code = str(header.get_dtype())
-        if code not in _DTYPES:
-            raise CheckpointError(f"{self.path} stores {name} as {code}; known are {', '.join(_DTYPES)}.")
-        return TensorSpec(tuple(header.get_shape()), _DTYPES[code])
+    def _spec(self, name: str, entry: Mapping[str, Any]) -> TensorSpec:
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{self.path} stores {name} as {entry['dtype']}; known are {', '.join(_DTYPES)}.")
+        return TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -148,14 +149,6 @@ class PickleFile:
 
 
 WeightFile = SafetensorsFile | PickleFile
-
-
-def _offsets(path: Path) -> dict[str, int]:
-    """The offset of each tensor in a safetensors file, whose header safe_open has checked."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _check_unchanged(path: Path, stamp: tuple[int, int, int]) -> None:
