@@ -142,7 +142,7 @@ def test_between_checks_structure() -> None:
 def test_between_refuses_quantised_weights(dtype: torch.dtype) -> None:
     model = {"w": torch.ones(2, 2).to(dtype), "norm": torch.ones(2)}
     assert error_of(CheckpointError, lambda: TaskVector.between(model, model)) == (
-        f"1 of 2 tensors are quantised: w ({dtype}). Give the models in float32, bfloat16 or float16."
+        f"1 of 2 tensors of the model are quantised: w ({dtype}). Give the model in float32, bfloat16 or float16."
     )
     assert list(TaskVector.between(model, model, exclude=["w"])) == ["norm"]
 

@@ -59,13 +59,15 @@ class LazyMapping(Mapping[str, T]):
         self._names = dict.fromkeys(names)
         self._read = read
 
-    def _known(self, name: str) -> str:
-        if name not in self._names:
-            raise UnknownTensorError(unknown_tensors([name], self._names, self.holder))
-        return name
+    def check_known(self, *names: str) -> None:
+        """Raise an UnknownTensorError with the names that are not in the mapping."""
+        unknown = [name for name in names if name not in self._names]
+        if unknown:
+            raise UnknownTensorError(unknown_tensors(unknown, self._names, self.holder))
 
     def __getitem__(self, name: str) -> T:
-        return self._read(self._known(name))
+        self.check_known(name)
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -86,13 +88,18 @@ class LazyTensors(LazyMapping[torch.Tensor]):
         super().__init__(names, read)
         self._spec = spec
 
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, without computing it."""
+        self.check_known(name)
+        return self._spec(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without computing it."""
-        return self._spec(self._known(name)).shape
+        return self.spec(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor, without computing it."""
-        return self._spec(self._known(name)).dtype
+        return self.spec(name).dtype
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

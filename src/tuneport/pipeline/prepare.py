@@ -224,6 +224,7 @@ def _ask(
         task, place = split_reference(data)  # "TASK:PATH": only PATH is passed on
         if not Path(place).exists():
             raise DataError(f"no data at {place}: no such file or folder.")
+        data = place if task is None else data
     question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name)
     gradients = bool(NEEDS_BACKWARD & signals)
     if signals and isinstance(data, (str, Path, Dataset)):

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, first_of
 from ..io.checkpoint import open_checkpoint, read_json, write_checkpoint
-from ..io.tensors import describe
-from ..io.validate import check_finite
+from ..io.validate import check_finite, check_unquantised
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -79,11 +78,7 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
             f"{adapter.name} was initialised by {start}, which changes the base weights. Save it again with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         )
-    quantised = [name for name in adapter.tensors if describe(adapter.tensors, name).dtype.itemsize < 2]
-    if quantised:
-        raise CheckpointError(
-            f"{len(quantised)} tensors of {adapter.name} are quantised: {first_of(quantised)}. Save it in float32."
-        )
+    check_unquantised(adapter.tensors, adapter.tensors)
     check_finite(adapter.tensors)
     return adapter
 
@@ -104,9 +99,8 @@ def _live_adapter(module: nn.Module) -> Adapter:
 
     configs: Any = module.peft_config
     active: Any = getattr(module, "active_adapter", None)
-    names = [active() if callable(active) else active] if active is not None else list(configs)
-    if isinstance(names[0], (list, tuple)):
-        names = list(names[0])
+    active = active() if callable(active) else active
+    names = [active] if isinstance(active, str) else list(active or configs)
     if len(names) != 1:
         raise TuneportError(f"{type(module).__name__} has {len(names)} active adapters; set one with set_adapter.")
     state = get_peft_model_state_dict(module, adapter_name=names[0], save_embedding_layers=False)

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,32 +46,66 @@ def task_vector_of(
     the weights that are stored as (in, out), by default inferred from shapes and `fan_in_fan_out`.
     Raises one CheckpointError with everything that does not fit.
     """
-    parts = _checked(adapter, base, _Names(base, other_names or {}), transposed)
+    find = partial(_find, base, other_names or {})
+    loras, whole, wrong = _sorted_keys(adapter, find)
+    is_transposed = _transposition(adapter, loras, base, transposed)
+    biases: dict[str, tuple[str, float]] = {}  # key and scaling
+    for weight, lora in list(loras.items()):
+        if _INNER in lora.keys.get("A", "") and "B" in lora.keys:
+            if all(bool(adapter.tensors[lora.keys[side]].any()) for side in "AB"):
+                wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
+            del loras[weight]
+            continue
+        try:
+            loras[weight] = lora = _checked(adapter, lora, describe(base, weight).shape, is_transposed(weight))
+        except CheckpointError as error:
+            wrong.append(f"{lora.path} ({error})")
+            del loras[weight]
+            continue
+        if "B.bias" in lora.keys:
+            bias = find(f"{lora.path}.bias")
+            if bias is None or describe(base, bias).shape != describe(adapter.tensors, lora.keys["B.bias"]).shape:
+                wrong.append(f"{lora.path} (the base layer has no such bias)")
+            else:
+                biases[bias] = (lora.keys["B.bias"], lora.scaling)
+    wrong += _whole_misfits(adapter, base, whole, loras)
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
+            f"Its base is {adapter.config.get('base_model_name_or_path') or 'not named in its configuration'}."
+        )
+    return _as_vector(adapter, base, loras, biases, {name: key for name, key in whole.items() if name not in loras})
+
+
+def _as_vector(
+    adapter: Adapter,
+    base: Mapping[str, Tensor],
+    loras: Mapping[str, _Lora],
+    biases: Mapping[str, tuple[str, float]],
+    whole: Mapping[str, str],
+) -> TaskVector:
+    """The task vector of the checked parts of an adapter, by names of the base."""
 
     def wide(name: str) -> torch.dtype:
         return torch.promote_types(describe(base, name).dtype, torch.float32)
 
-    def change(name: str) -> Entry:
-        return _read(adapter.tensors, parts.factors[name], base, name)
-
     def spec(name: str) -> EntrySpec:
-        found = parts.factors[name]
-        return EntrySpec(describe(base, name).shape, torch.float32, None if "magnitude" in found.keys else found.rank)
+        rank = None if "magnitude" in loras[name].keys else loras[name].rank
+        return EntrySpec(describe(base, name).shape, torch.float32, rank)
 
     def difference(name: str) -> Tensor:
-        return adapter.tensors[parts.whole[name]].to(wide(name)) - base[name].detach().cpu().to(wide(name))
+        return adapter.tensors[whole[name]].to(wide(name)) - base[name].detach().cpu().to(wide(name))
 
     def bias_of(name: str) -> Tensor:
-        key, scaling = parts.biases[name]
+        key, scaling = biases[name]
         return adapter.tensors[key].to(wide(name)) * scaling
 
     def dense(name: str) -> EntrySpec:
         return EntrySpec(describe(base, name).shape, wide(name))
 
-    whole = [name for name in parts.whole if name not in parts.factors]
-    total = TaskVector(LazyMapping(parts.factors, change), spec)
-    if parts.biases:
-        total = total + TaskVector(LazyMapping(parts.biases, bias_of), dense)
+    total = TaskVector(LazyMapping(loras, lambda name: _read(adapter.tensors, loras[name], base, name)), spec)
+    if biases:
+        total = total + TaskVector(LazyMapping(biases, bias_of), dense)
     if whole:
         total = total + TaskVector(LazyMapping(whole, difference), dense)
     return total + _lone_biases(total, base)
@@ -88,91 +123,43 @@ def _lone_biases(vector: TaskVector, base: Mapping[str, Tensor]) -> TaskVector:
     return TaskVector(unchanged)
 
 
-class _Factors(NamedTuple):
-    """How to compute the change of one weight: keys of its factors, scaling, rank, and whether it is (in, out)."""
-
-    keys: Mapping[str, str]
-    scaling: float
-    rank: int
-    transposed: bool
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Contents of an adapter, by names of the base: factors, added biases (key, scaling) and whole tensors (key)."""
-
-    factors: dict[str, _Factors]
-    biases: dict[str, tuple[str, float]]
-    whole: dict[str, str]
-
-
-def _checked(adapter: Adapter, base: Mapping[str, Tensor], names: _Names, transposed: Collection[str] | None) -> _Parts:
-    """The parts of an adapter, checked against the base."""
-    loras, whole, wrong = _sorted_keys(adapter, names)
-    is_transposed = _transposition(adapter, loras, base, transposed)
-    parts = _Parts({}, {}, whole)
-    for weight, lora in loras.items():
-        if _INNER in lora.keys.get("A", "") and "B" in lora.keys:
-            if all(bool(adapter.tensors[lora.keys[side]].any()) for side in "AB"):
-                wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
-            continue
-        found = _factors(adapter, lora, describe(base, weight).shape, is_transposed(weight))
-        if isinstance(found, str):
-            wrong.append(f"{lora.path} ({found})")
-            continue
-        parts.factors[weight] = found
-        if "B.bias" in lora.keys:
-            bias = names.find(f"{lora.path}.bias")
-            if bias is None or describe(base, bias).shape != describe(adapter.tensors, lora.keys["B.bias"]).shape:
-                wrong.append(f"{lora.path} (the base layer has no such bias)")
-            else:
-                parts.biases[bias] = (lora.keys["B.bias"], found.scaling)
-    wrong += _whole_misfits(adapter, base, parts)
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
-            f"Its base is {adapter.config.get('base_model_name_or_path') or 'not named in its configuration'}."
-        )
-    return parts
-
-
-def _whole_misfits(adapter: Adapter, base: Mapping[str, Tensor], parts: _Parts) -> list[str]:
-    """Whole tensors of another shape, and stored base weights of factors that differ from the base."""
+def _whole_misfits(
+    adapter: Adapter, base: Mapping[str, Tensor], whole: Mapping[str, str], loras: Collection[str]
+) -> list[str]:
+    """Whole tensors of another shape, and stored base weights of LoRAs that differ from the base."""
     wrong = []
-    for name, key in parts.whole.items():
+    for name, key in whole.items():
         given, expected = describe(adapter.tensors, key).shape, describe(base, name).shape
         if given != expected:
             wrong.append(f"{key} {given} vs {expected}")
-        elif name in parts.factors and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
+        elif name in loras and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
             wrong.append(f"{key} (differs from the base's weight: the adapter was trained on another base)")
     return wrong
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Lora:
-    """One LoRA: the path of its module, and the keys of its tensors by side (A, B, magnitude, B.bias)."""
+    """One LoRA: the path of its module, the keys of its tensors by side (A, B, magnitude, B.bias), and how to use them.
+
+    `transposed` says that the weight is stored as (in, out).
+    """
 
     path: str
     keys: dict[str, str] = field(default_factory=dict)
+    scaling: float = 1.0
+    rank: int = 0
+    transposed: bool = False
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of a base's tensors, and further names that map to them."""
-
-    base: Mapping[str, Tensor]
-    other: Mapping[str, str]
-
-    def find(self, *candidates: str) -> str | None:
-        """The base's name of the first candidate that it has; None if it has none of them."""
-        for name in candidates:
-            known = name if name in self.base else self.other.get(name)
-            if known is not None and known in self.base:
-                return known
-        return None
+def _find(base: Collection[str], others: Mapping[str, str], *candidates: str) -> str | None:
+    """The base's name of the first candidate that it has under this or another name; None if it has none of them."""
+    names = (name if name in base else others.get(name) for name in candidates)
+    return next((name for name in names if name is not None and name in base), None)
 
 
-def _sorted_keys(adapter: Adapter, names: _Names) -> tuple[dict[str, _Lora], dict[str, str], list[str]]:
+def _sorted_keys(
+    adapter: Adapter, find: Callable[..., str | None]
+) -> tuple[dict[str, _Lora], dict[str, str], list[str]]:
     """The adapter's keys: LoRAs by weight, whole tensors by name, and keys that the base has no tensor for."""
     loras: dict[str, _Lora] = {}
     whole: dict[str, str] = {}
@@ -183,10 +170,9 @@ def _sorted_keys(adapter: Adapter, names: _Names) -> tuple[dict[str, _Lora], dic
             continue
         found = _FACTOR.fullmatch(plain)
         path = re.sub(r"\.(base_layer|modules_to_save)(?=\.|$)", "", found["module"] if found else plain)
-        name = names.find(f"{path}.weight", f"{path}.in_proj_weight") if found else names.find(path)
+        name = find(f"{path}.weight", f"{path}.in_proj_weight") if found else find(path)
         if name is None:
-            missing = f"{path} (no such module, or its weight is tied to another)" if found else key
-            wrong.append(missing)
+            wrong.append(f"{path} (no such module, or its weight is tied to another)" if found else key)
         elif found:
             side = found["side"].replace("magnitude_vector", "magnitude")
             side += ".bias" if found["last"] == "bias" else ""
@@ -217,34 +203,35 @@ def _transposition(
     return lambda weight: seen.get(weight, square if len(describe(base, weight).shape) == 2 else False)
 
 
-def _factors(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: bool | None) -> _Factors | str:
-    """How to read one LoRA, or an error text."""
+def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: bool | None) -> _Lora:
+    """A LoRA with its rank and scaling, or a CheckpointError if it does not fit a weight of this shape."""
     embedded = "embedding_A" in lora.keys or "embedding_B" in lora.keys
     kind = "embedding_" if embedded else ""
     if f"{kind}A" not in lora.keys or f"{kind}B" not in lora.keys:
-        return "one of its two factors is missing"
+        raise CheckpointError("one of its two factors is missing")
     if embedded and "magnitude" in lora.keys:
-        return "DoRA on an embedding: merge it into its base"
+        raise CheckpointError("DoRA on an embedding: merge it into its base")
     A, B = (describe(adapter.tensors, lora.keys[f"{kind}{side}"]).shape for side in "AB")
     try:
         rank = int(_patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
         alpha = float(_patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
     except (TypeError, ValueError, OverflowError, LookupError, re.error) as error:
-        return f"its rank or alpha in {CONFIG} cannot be read: {error}"
+        raise CheckpointError(f"its rank or alpha in {CONFIG} cannot be read: {error}") from error
     if not math.isfinite(alpha):
-        return f"its alpha in {CONFIG} is {alpha}"
+        raise CheckpointError(f"its alpha in {CONFIG} is {alpha}")
     if len(A) < 2 or len(B) < 2 or A[0] != rank or B[1] != rank or rank < 1:
-        return f"factors {A} and {B}, but its configuration has rank {rank}"
+        raise CheckpointError(f"factors {A} and {B}, but its configuration has rank {rank}")
     if transposed is None and not embedded:
-        return "a square weight: the files do not say whether it is stored transposed; use a live model"
+        raise CheckpointError("a square weight: the files do not say whether it is stored transposed; use a live model")
     scaling = alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
     flipped = embedded or bool(transposed)
     product = (B[0], *A[1:])
     if (product[::-1] if flipped else product) != shape or set(B[2:]) - {1}:
-        return f"the product of factors {A} and {B} is not {shape}"
+        raise CheckpointError(f"the product of factors {A} and {B} is not {shape}")
     if "magnitude" in lora.keys and math.prod(describe(adapter.tensors, lora.keys["magnitude"]).shape) != B[0]:
-        return f"its magnitudes do not fit factors {A} and {B}"
-    return _Factors({side.removeprefix(kind): key for side, key in lora.keys.items()}, scaling, rank, flipped)
+        raise CheckpointError(f"its magnitudes do not fit factors {A} and {B}")
+    keys = {side.removeprefix(kind): key for side, key in lora.keys.items()}
+    return _Lora(lora.path, keys, scaling, rank, flipped)
 
 
 def _patterned(config: Mapping[str, Any], patterns: str, default: str, path: str, otherwise: int) -> Any:
@@ -254,17 +241,17 @@ def _patterned(config: Mapping[str, Any], patterns: str, default: str, path: str
     return config.get(default, otherwise) if key is None else table[key]
 
 
-def _read(tensors: Mapping[str, Tensor], factors: _Factors, base: Mapping[str, Tensor], name: str) -> Entry:
+def _read(tensors: Mapping[str, Tensor], lora: _Lora, base: Mapping[str, Tensor], name: str) -> Entry:
     """The change of one weight: `scaling * B A`, or with DoRA `m / |W + scaling B A| * (W + scaling B A) - W`."""
-    A, B = tensors[factors.keys["A"]].float(), tensors[factors.keys["B"]].float().flatten(1) * factors.scaling
-    entry = LowRank(A.T.contiguous(), B.T.contiguous()) if factors.transposed else LowRank(B, A)
-    if "magnitude" not in factors.keys:
+    A, B = tensors[lora.keys["A"]].float(), tensors[lora.keys["B"]].float().flatten(1) * lora.scaling
+    entry = LowRank(A.T.contiguous(), B.T.contiguous()) if lora.transposed else LowRank(B, A)
+    if "magnitude" not in lora.keys:
         return entry
     weight = base[name].detach().cpu().float()
     moved = weight + entry.dense()
-    rows = moved.T if factors.transposed else moved.flatten(1)
-    magnitude = tensors[factors.keys["magnitude"]].float().flatten()
+    rows = moved.T if lora.transposed else moved.flatten(1)
+    magnitude = tensors[lora.keys["magnitude"]].float().flatten()
     factor = (magnitude / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1)
-    scaled = (factor * rows).T if factors.transposed else (factor * rows).reshape(weight.shape)
+    scaled = (factor * rows).T if lora.transposed else (factor * rows).reshape(weight.shape)
     change: Tensor = scaled - weight
     return change

@@ -68,38 +68,33 @@ def pack(
     held = {name: place for name, place in places.items() if not isinstance(place, str)}
     biases = {name: place for name, place in held.items() if place.kind == "bias"}
     weights = {name: place for name, place in held.items() if name not in biases}
-    low = _low_rank(vector, weights, rank, energy)
+    entries = ((place, vector[name]) for name, place in weights.items())
+    low = [
+        (place, *truncate(entry, rank, energy))
+        for place, entry in entries
+        if not isinstance(entry, LowRank) or entry.rank > 0
+    ]
     if not low:
-        raise TuneportError(
-            f'no update can be written as a LoRA: {_reasons(kept) or "only biases changed"}. Use `kind="model"`.'
-        )
+        reasons = first_of(f"{name} ({reason})" for name, reason in kept.items()) or "only biases changed"
+        raise TuneportError(f'no update can be written as a LoRA: {reasons}. Use `kind="model"`.')
     tensors: dict[str, Tensor] = {}
     for place, factors, _ in low:
         tensors |= _factor_tensors(place, factors * scale)
         owner: Any = module.get_submodule(place.target)
         if isinstance(owner, nn.MultiheadAttention):  # peft also adapts its output projection: by zeros
-            tensors |= _zero_factors(f"{place.path}.base_layer.out_proj", owner.out_proj.weight, factors.rank)
+            inner = f"{place.path}.base_layer.out_proj"
+            width = owner.embed_dim
+            zeros = LowRank(torch.zeros(width, factors.rank), torch.zeros(factors.rank, width))
+            tensors |= _factor_tensors(_Place(inner, inner, "linear"), zeros)
     ranks = {place.target: factors.rank for place, factors, _ in low}
     for name, place in biases.items():
-        key = _bias_key(name, place, place.target in ranks)
-        tensors[key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
+        key = _bias_key(name, place.target) if place.target in ranks else name
+        tensors[PREFIX + key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
     transposed = any(place.kind == "transposed" for place, _, _ in low)
     trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
     config = _config(module, ranks, about or {}, fan_in_fan_out=transposed, bias=trained)
     records = tuple(AdaptedModule(place.path, factors.rank, lost) for place, factors, lost in low)
     return Packed(Adapter("adapter", config, tensors), records, kept)
-
-
-def _low_rank(
-    vector: TaskVector, places: Mapping[str, _Place], rank: int | None, energy: float | None
-) -> list[tuple[_Place, LowRank, float]]:
-    """The factors of every changed weight, and the share of its energy that truncation lost."""
-    found = []
-    for name, place in places.items():
-        entry = vector[name]
-        if not isinstance(entry, LowRank) or entry.rank > 0:
-            found.append((place, *truncate(entry, rank, energy)))
-    return found
 
 
 def _config(
@@ -163,10 +158,8 @@ def _place(module: nn.Module, name: str) -> _Place | str:
     owner = module.get_submodule(path)
     above = path.rpartition(".")[0]
     in_attention = bool(above) and isinstance(module.get_submodule(above), nn.MultiheadAttention)
-    if isinstance(owner, nn.MultiheadAttention) and last == "in_proj_weight":
-        return _Place(path, path, "linear")
-    if isinstance(owner, nn.MultiheadAttention) and last == "in_proj_bias":
-        return _Place(path, path, "bias")
+    if isinstance(owner, nn.MultiheadAttention) and last in ("in_proj_weight", "in_proj_bias"):
+        return _Place(path, path, "linear" if last == "in_proj_weight" else "bias")
     if last == "bias" and _adapts(owner):
         return _Place(above if in_attention else path, path, "bias")
     if last != "weight" or not _adapts(owner):
@@ -192,26 +185,17 @@ def _factor_tensors(place: _Place, low: LowRank) -> dict[str, Tensor]:
     B, A = low.out_factor.float(), low.in_factor.float()
     if place.kind in ("transposed", "embedding"):
         B, A = A.T, B.T
-    if place.kind == "embedding":
-        return {f"{PREFIX}{place.path}.lora_embedding_{side}": t.contiguous() for side, t in (("A", A), ("B", B))}
     if place.kind == "convolution":
         B = B[:, :, None, None]
-    return {f"{PREFIX}{place.path}.lora_{side}.weight": t.contiguous() for side, t in (("A", A), ("B", B))}
+    key = f"{PREFIX}{place.path}." + ("lora_embedding_{}" if place.kind == "embedding" else "lora_{}.weight")
+    return {key.format("A"): A.contiguous(), key.format("B"): B.contiguous()}
 
 
-def _bias_key(name: str, place: _Place, adapted: bool) -> str:
-    """The name of a bias in the adapted model: peft puts a base layer inside each adapted module."""
+def _bias_key(name: str, target: str) -> str:
+    """The name of a bias of an adapted module: peft puts a base layer inside each adapted module."""
     path, _, last = name.rpartition(".")
-    if not adapted:
-        return f"{PREFIX}{name}"
-    inner = path.removeprefix(place.target)  # of an attention module, its output projection
-    return f"{PREFIX}{place.target}.base_layer{inner}{'.base_layer' if inner else ''}.{last}"
-
-
-def _zero_factors(path: str, weight: Tensor, rank: int) -> dict[str, Tensor]:
-    """Factors of zeros, in peft's layout."""
-    rows, columns = weight.shape
-    return _factor_tensors(_Place(path, path, "linear"), LowRank(torch.zeros(rows, rank), torch.zeros(rank, columns)))
+    inner = path.removeprefix(target)  # of an attention module, its output projection
+    return f"{target}.base_layer{inner}{'.base_layer' if inner else ''}.{last}"
 
 
 def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
@@ -221,7 +205,3 @@ def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
     if any(name.endswith(endings) for name, _ in module.named_modules() if name not in chosen):
         return "|".join(re.escape(path) for path in paths)
     return list(paths)
-
-
-def _reasons(kept: Mapping[str, str]) -> str:
-    return first_of(f"{name} ({reason})" for name, reason in kept.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -19,17 +19,8 @@ import torch
 from ..errors import CheckpointError, TuneportError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.output import PathLike, check_file_name, new_file
-from ..io.tensors import (
-    LazyMapping,
-    LazyTensors,
-    TensorSpec,
-    UnknownTensorError,
-    all_finite,
-    describe,
-    pieces,
-    unknown_tensors,
-)
-from ..io.validate import is_quantised, same_structure
+from ..io.tensors import LazyMapping, LazyTensors, TensorSpec, all_finite, describe, pieces, unknown_tensors
+from ..io.validate import check_unquantised, is_quantised, same_structure
 from ..io.weight_file import write_safetensors
 from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
 
@@ -46,7 +37,7 @@ class EntrySpec(NamedTuple):
     rank: int | None = None
 
 
-class TaskVector(Mapping[str, Entry]):
+class TaskVector(LazyMapping[Entry]):
     """The difference `finetuned - base`, tensor by tensor, with arithmetic.
 
     >>> base, finetuned = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 2.0])}
@@ -57,8 +48,10 @@ class TaskVector(Mapping[str, Entry]):
     Nothing is cached: an entry of `a + b` is computed on each access. `materialise` computes all entries.
     """
 
+    holder = "the task vector"
+
     def __init__(self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None) -> None:
-        self._entries = entries
+        super().__init__(entries, entries.__getitem__)
         self._describe = describe
 
     @classmethod
@@ -74,18 +67,14 @@ class TaskVector(Mapping[str, Entry]):
         Integer buffers are left out; quantised weights are refused, since their codes cannot be subtracted.
         """
         same_structure(base, finetuned, exclude)
-        kept = [name for name in base if not any(fnmatchcase(name, pattern) for pattern in exclude)]
-        specs = {name: [describe(side, name).dtype for side in (base, finetuned)] for name in kept if name in finetuned}
-        quantised = [f"{name} ({dtypes[0]})" for name, dtypes in specs.items() if any(map(is_quantised, dtypes))]
-        if quantised:
-            raise CheckpointError(
-                f"{len(quantised)} of {len(kept)} tensors are quantised: {first_of(quantised)}. "
-                "Give the models in float32, bfloat16 or float16."
-            )
+        shared = [name for name in base if name in finetuned and not any(fnmatchcase(name, glob) for glob in exclude)]
+        for model in (base, finetuned):
+            check_unquantised(model, shared)
+        specs = {name: (describe(base, name), describe(finetuned, name)) for name in shared}
         dtypes = {
-            name: torch.promote_types(torch.promote_types(one, other), torch.float32)
-            for name, (one, other) in specs.items()
-            if one.is_floating_point or one.is_complex
+            name: torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float32)
+            for name, (old, new) in specs.items()
+            if old.dtype.is_floating_point or old.dtype.is_complex
         }
 
         def difference(name: str) -> torch.Tensor:
@@ -94,28 +83,15 @@ class TaskVector(Mapping[str, Entry]):
                 difference.sub_(piece.to(difference))
             return changed
 
-        return cls(LazyMapping(dtypes, difference), lambda name: EntrySpec(describe(base, name).shape, dtypes[name]))
-
-    def __getitem__(self, name: str) -> Entry:
-        if name not in self._entries:
-            raise UnknownTensorError(unknown_tensors([name], self, "the task vector"))
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return cls(LazyMapping(dtypes, difference), lambda name: EntrySpec(specs[name][0].shape, dtypes[name]))
 
     def __repr__(self) -> str:
         return f"TaskVector({len(self)} tensors)"
 
     def spec(self, name: str) -> EntrySpec:
         """Return shape, dtype and rank of an entry, without computing it where possible."""
-        if self._describe is not None and name in self._entries:
+        self.check_known(name)
+        if self._describe is not None:
             return self._describe(name)
         entry = self[name]
         return EntrySpec(tuple(entry.shape), entry.dtype, entry.rank if isinstance(entry, LowRank) else None)
@@ -146,7 +122,7 @@ class TaskVector(Mapping[str, Entry]):
     def __add__(self, other: TaskVector) -> TaskVector:
         if not isinstance(other, TaskVector):
             return NotImplemented
-        shared = [name for name in self if name in other]
+        shared = dict.fromkeys(name for name in self if name in other)
         differing = [
             f"{name} {self.shape(name)} vs {other.shape(name)}"
             for name in shared
@@ -159,12 +135,12 @@ class TaskVector(Mapping[str, Entry]):
             )
 
         def total(name: str) -> Entry:
-            if name in self and name in other:
+            if name in shared:
                 return add_entries(self[name], other[name])
             return self[name] if name in self else other[name]
 
         def spec(name: str) -> EntrySpec:
-            if name not in self or name not in other:
+            if name not in shared:
                 return self.spec(name) if name in self else other.spec(name)
             one, two = self.spec(name), other.spec(name)
             rank = None if one.rank is None or two.rank is None else one.rank + two.rank
@@ -189,7 +165,7 @@ class TaskVector(Mapping[str, Entry]):
 
     def rename(self, names: Mapping[str, str]) -> TaskVector:
         """Return the same entries under new names; names that are not in the mapping stay."""
-        self._check_known(names)
+        self.check_known(*names)
         old_of = {names.get(name, name): name for name in self}
         if len(old_of) < len(self):
             clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
@@ -199,7 +175,7 @@ class TaskVector(Mapping[str, Entry]):
     def subset(self, names: Iterable[str]) -> TaskVector:
         """Return the entries with these names, in this order."""
         chosen = list(names)
-        self._check_known(chosen)
+        self.check_known(*chosen)
         return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
     def materialise(self) -> TaskVector:
@@ -244,11 +220,6 @@ class TaskVector(Mapping[str, Entry]):
             return result
 
         return LazyTensors(base, changed, lambda name: describe(base, name))
-
-    def _check_known(self, names: Iterable[str]) -> None:
-        unknown = [name for name in names if name not in self]
-        if unknown:
-            raise UnknownTensorError(unknown_tensors(unknown, self, "the task vector"))
 
 
 def save_task_vector(
