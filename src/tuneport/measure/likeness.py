@@ -157,18 +157,11 @@ def _cosine_of(sums: Mapping[Key, TokenAgreement] | None, key: Key) -> float:
 
 
 def output_similarity(
-    model: Model,
-    reference: Model,
-    data: Dataset,
-    *,
-    signal: str = OUTPUT,
-    batch_size: int = 32,
-    progress: Progress | None = None,
+    model: Model, reference: Model, data: Dataset, *, batch_size: int = 32
 ) -> tuple[LayerSimilarity, ...]:
     """CKA and cosine of every layer's outputs to those of a reference of the same architecture.
 
-    The paper asks this of a ported target against the fine-tuned target. One forward pass of both models over
-    the data; `signal="input"` compares inputs instead.
+    The paper compares a ported target with the fine-tuned target. Both models run forward once over the data.
     """
     pairs = _same_layers(model, reference)
     return layer_similarity(
@@ -178,19 +171,13 @@ def output_similarity(
         _batches(model, data, batch_size),
         source_loss=forward_only(reference),
         target_loss=forward_only(model),
-        signals=(signal,),
+        signals=(OUTPUT,),
         aligned=False,
-        progress=progress,
     )
 
 
 def activation_drift(
-    base: Model,
-    checkpoints: Iterable[tuple[int, nn.Module]],
-    data: Dataset,
-    *,
-    batch_size: int = 32,
-    progress: Progress | None = None,
+    base: Model, checkpoints: Iterable[tuple[int, nn.Module]], data: Dataset, *, batch_size: int = 32
 ) -> tuple[Drift, ...]:
     """How layer inputs move along a fine-tuning trajectory: for each (step, module), each layer.
 
@@ -209,7 +196,6 @@ def activation_drift(
             signals=(INPUT,),
             source_loss=forward_only(base),
             target_loss=forward_only(tuned),
-            progress=progress,
             make_sum=lambda _pair, _signal, source, target, _device: TokenAgreement(source, target),
         ).covariances
         for pair in pairs:
