@@ -212,11 +212,11 @@ def test_conv1d_is_transposed_and_fused_only_when_told() -> None:
     assert plain.rows is None
     assert (plain.in_features, plain.out_features) == (16, 48)
     fused = {weight: {"q": ((0, 16),), "k": ((16, 32),), "v": ((32, 48),)}}
-    told = [layer for layer in find_layers(model, fused=fused) if layer.weight == weight]
-    assert [(layer.role, layer.name) for layer in told] == [(part, f"{weight}[{part}]") for part in "qkv"]
+    split = [layer for layer in find_layers(model, fused=fused) if layer.weight == weight]
+    assert [(layer.role, layer.name) for layer in split] == [(part, f"{weight}[{part}]") for part in "qkv"]
     stored = dict(model.named_parameters())[weight]
-    assert torch.equal(told[1].matrix(stored), stored[:, 16:32].T)
-    assert torch.equal(told[1].vector(torch.arange(48)), torch.arange(16, 32))
+    assert torch.equal(split[1].matrix(stored), stored[:, 16:32].T)
+    assert torch.equal(split[1].vector(torch.arange(48)), torch.arange(16, 32))
 
 
 def test_multihead_attention_is_four_layers() -> None:
@@ -238,8 +238,8 @@ def test_a_fused_projection_is_three_layers() -> None:
     odd = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"qkv": nn.Linear(4, 10)})])})
     assert [layer.rows for layer in find_layers(odd)] == [None]
     ranges = {"q": ((0, 6),), "k": ((6, 8),), "v": ((8, 10),)}
-    told = find_layers(odd, fused={"blocks.0.qkv.weight": ranges})
-    assert [layer.out_features for layer in told] == [6, 2, 2]
+    split = find_layers(odd, fused={"blocks.0.qkv.weight": ranges})
+    assert [layer.out_features for layer in split] == [6, 2, 2]
 
 
 def test_bare_matrices_are_layers_when_named() -> None:

@@ -27,9 +27,9 @@ from tuneport.pairing import (
 
 
 def plan_for(source: nn.Module, target: nn.Module, **options) -> Plan:
-    ours, theirs = find_layers(source, matrices=MATRICES), find_layers(target, matrices=MATRICES)
-    loose = {"source_loose": find_loose(source, ours), "target_loose": find_loose(target, theirs)}
-    return pair_layers(ours, theirs, **loose, **options)
+    source_side, target_side = find_layers(source, matrices=MATRICES), find_layers(target, matrices=MATRICES)
+    loose = {"source_loose": find_loose(source, source_side), "target_loose": find_loose(target, target_side)}
+    return pair_layers(source_side, target_side, **loose, **options)
 
 
 def layer(role: str, block: int | None = 0, stack: str = "blocks", **options) -> Layer:

@@ -214,16 +214,16 @@ def _patch_map(source: Layer, target: Layer) -> Tensor | None:
 
 def _pair_stacks(source: Sequence[Layer], target: Sequence[Layer]) -> dict[str, str]:
     """Target stack -> source stack: by name, or one to one in order where the counts agree."""
-    ours = list(dict.fromkeys(layer.stack for layer in source if layer.block is not None))
-    theirs = list(dict.fromkeys(layer.stack for layer in target if layer.block is not None))
-    if len(ours) == len(theirs):
-        same = set(ours) == set(theirs)
-        return {stack: stack if same else ours[i] for i, stack in enumerate(theirs)}
-    named = {stack: stack for stack in theirs if stack in ours}
-    if theirs and not named:
+    source_stacks = list(dict.fromkeys(layer.stack for layer in source if layer.block is not None))
+    target_stacks = list(dict.fromkeys(layer.stack for layer in target if layer.block is not None))
+    if len(source_stacks) == len(target_stacks):
+        same = set(source_stacks) == set(target_stacks)
+        return {stack: stack if same else source_stacks[i] for i, stack in enumerate(target_stacks)}
+    named = {stack: stack for stack in target_stacks if stack in source_stacks}
+    if target_stacks and not named:
         raise PairingError(
-            f"the source has block stacks {ours or 'none'} and the target {theirs}: name one stack on each side, "
-            "or pass pairs=[...]."
+            f"the source has block stacks {source_stacks or 'none'} and the target {target_stacks}: name one stack on "
+            "each side, or pass pairs=[...]."
         )
     return named
 
@@ -243,15 +243,15 @@ def _check_roles(
     known = {layer.role for layer in source}
     if unknown := sorted(set(roles) - known):
         raise PairingError(f"roles names {first_of(unknown)}, but the source has only {first_of(sorted(known), 30)}.")
-    for theirs, ours in stacks.items():
-        wanted = list(dict.fromkeys(layer.role for layer in source if layer.stack == ours))
-        there = list(dict.fromkeys(layer.role for layer in target if layer.stack == theirs))
+    for target_stack, source_stack in stacks.items():
+        wanted = list(dict.fromkeys(layer.role for layer in source if layer.stack == source_stack))
+        there = list(dict.fromkeys(layer.role for layer in target if layer.stack == target_stack))
         missing = [role for role in wanted if _renamed(role, roles) not in (None, *there)]
         if missing:
             spare = [role for role in there if role not in wanted]
             guess = ", ".join(f'"{role}": "{other}"' for role, other in zip(missing, spare, strict=False))
             raise PairingError(
-                f"source blocks {ours} have roles {', '.join(wanted)}; target blocks {theirs} have "
+                f"source blocks {source_stack} have roles {', '.join(wanted)}; target blocks {target_stack} have "
                 f"{', '.join(there)} and no {', '.join(missing)}. Pass roles={{{guess or f'{missing[0]!r}: None'}}} "
                 "or see docs/add-a-family.md."
             )

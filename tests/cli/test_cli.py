@@ -217,8 +217,8 @@ class TestTransfer:
         assert again.code == 0, again.err
         assert again.json["out"] == str(tau)
         assert run("apply", tau, zoo["vit-target"], "-o", place / "applied").code == 0
-        ours, theirs = (load_file(place / name / "model.safetensors") for name in ("model", "applied"))
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        first, second = (load_file(place / name / "model.safetensors") for name in ("model", "applied"))
+        assert all(torch.equal(first[name], second[name]) for name in first)
         assert sorted(file.name for file in place.iterdir()) == ["applied", "model", "tau.safetensors"]
 
     def test_a_task_vector_file_as_the_fine_tune(self, run: Run, zoo: Zoo, place: Path) -> None:
@@ -305,9 +305,9 @@ class TestExtractAndApply:
         done = run("apply", tau, base, "-o", place / "again", "--json")
         assert done.code == 0
         assert done.json == {"out": str(place / "again"), "tensors": 40, "scale": 1.0}
-        ours, theirs = load_file(place / "again" / "model.safetensors"), load_file(tuned / "model.safetensors")
-        for name in theirs:
-            torch.testing.assert_close(ours[name], theirs[name], atol=1e-7, rtol=2e-7)
+        first, second = load_file(place / "again" / "model.safetensors"), load_file(tuned / "model.safetensors")
+        for name in second:
+            torch.testing.assert_close(first[name], second[name], atol=1e-7, rtol=2e-7)
         assert run("apply", tau, base, "-o", place / "none", "--scale", "0").code == 0
         untouched = load_file(place / "none" / "model.safetensors")
         assert all(
@@ -386,7 +386,7 @@ class TestExtractAndApply:
 
     @pytest.mark.parametrize("name", ["tau", "tau.tv", "tau.safetensors.bak"])
     def test_a_name_by_which_the_file_would_not_be_known(self, run: Run, zoo: Zoo, place: Path, name: str) -> None:
-        line = f"{place / name} does not end in .safetensors"
+        line = f"{place / name} must end in .safetensors"
         assert_refused(run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / name), 1, line)
         assert_refused(run("transfer", *options(zoo), "--as", "task-vector", "--out", place / name), 1, line)
         assert list(place.iterdir()) == []
@@ -729,8 +729,8 @@ class TestResume:
         assert done.err == "note: continuing from saved statistics\n"
         assert done.json["passes"]["forward"] == 6
         assert sorted(file.name for file in place.iterdir()) == ["out", "whole"]
-        ours, theirs = ((place / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
-        assert ours == theirs
+        first, second = ((place / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
+        assert first == second
         again = run(*command, "--resume", "--json")
         assert again.json == done.json
         assert again.err == f"note: {place / 'out'} was complete already\n"

@@ -39,8 +39,8 @@ BF16 = torch.bfloat16
 
 
 def cosine(one: TaskVector, other: TaskVector) -> float:
-    ours, theirs = (torch.cat([v.dense(name).double().flatten() for name in sorted(one)]) for v in (one, other))
-    return float(F.cosine_similarity(ours, theirs, dim=0))
+    first, second = (torch.cat([v.dense(name).double().flatten() for name in sorted(one)]) for v in (one, other))
+    return float(F.cosine_similarity(first, second, dim=0))
 
 
 @pytest.mark.usefixtures("half_units")
@@ -53,8 +53,8 @@ class TestEveryFamily:
         data = read_data(zoo.data, "test")
         images = model.inputs(model.encode(list(data.inputs[:2])))
         assert images["pixel_values"].dtype == BF16
-        ours, theirs = features(model, data), features(exact, data)
-        assert float((ours - theirs).norm() / theirs.norm()) < 0.1
+        first, second = features(model, data), features(exact, data)
+        assert float((first - second).norm() / second.norm()) < 0.1
         head = choose_head(model, None, empty_dataset("animals", data.classes))
         with torch.no_grad():
             assert head.scores(model, model.module, images).dtype == torch.float32

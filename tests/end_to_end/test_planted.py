@@ -105,8 +105,10 @@ def test_a_clip_twin_answers_like_the_finetuned_source() -> None:
     with torch.no_grad():
         wanted, before = logits(moved, images, classes), logits(source, images, classes)
         assert float((logits(target, images, heads[id(target)]) - before).abs().max()) < 1e-4
-    theirs = find_layers(target)
-    plan = pair_layers(layers, theirs, source_loose=find_loose(source, layers), target_loose=find_loose(target, theirs))
+    target_layers = find_layers(target)
+    plan = pair_layers(
+        layers, target_layers, source_loose=find_loose(source, layers), target_loose=find_loose(target, target_layers)
+    )
     method = METHODS["bico"]
     statistics = measure_pairs(
         source, target, plan.pairs, batches(256), signals=method.signals, source_loss=loss, target_loss=loss

@@ -49,8 +49,13 @@ def tower(seed: int) -> Any:
 
 
 def pose(source: nn.Module, tuned: nn.Module, target: nn.Module) -> Problem:
-    ours, theirs = (find_layers(model, heads=HEADS) for model in (source, target))
-    plan = pair_layers(ours, theirs, source_loose=find_loose(source, ours), target_loose=find_loose(target, theirs))
+    source_side, target_side = (find_layers(model, heads=HEADS) for model in (source, target))
+    plan = pair_layers(
+        source_side,
+        target_side,
+        source_loose=find_loose(source, source_side),
+        target_loose=find_loose(target, target_side),
+    )
     vector = TaskVector.between(dict(source.named_parameters()), dict(tuned.named_parameters()))
     weights = (dict(model.named_parameters()) for model in (source, target))
     return Problem(plan, vector, Statistics(), "svd", *weights)
@@ -114,8 +119,8 @@ def plain_matching(source: nn.Module, target: nn.Module, seed: int) -> dict[tupl
     matrices: list[tuple[tuple[str, int] | None, tuple[str, int] | None, np.ndarray, np.ndarray]] = []
 
     def add(name: str, rows: tuple[str, int] | None, columns: tuple[str, int] | None) -> None:
-        ours, theirs = (side[f"{name}.weight"].reshape(len(side[f"{name}.weight"]), -1) for side in (a, b))
-        matrices.append((rows, columns, ours, theirs))
+        source_side, target_side = (side[f"{name}.weight"].reshape(len(side[f"{name}.weight"]), -1) for side in (a, b))
+        matrices.append((rows, columns, source_side, target_side))
 
     add("vision_model.embeddings.patch_embedding", ("stream", 0), None)
     for i in range(DEPTH):
@@ -127,8 +132,8 @@ def plain_matching(source: nn.Module, target: nn.Module, seed: int) -> dict[tupl
         add(f"{stem}.mlp.fc2", ("stream", i + 1), ("hidden", i))
     add("visual_projection", None, ("stream", DEPTH))
     spaces: dict[tuple[str, int], int] = {}
-    for rows, columns, ours, _ in matrices:
-        for space, size in ((rows, ours.shape[0]), (columns, ours.shape[1])):
+    for rows, columns, source_side, _ in matrices:
+        for space, size in ((rows, source_side.shape[0]), (columns, source_side.shape[1])):
             if space is not None:
                 spaces.setdefault(space, size)
     eye = np.eye(WIDTH)
@@ -140,10 +145,10 @@ def plain_matching(source: nn.Module, target: nn.Module, seed: int) -> dict[tupl
     partner = {}
     for i in range(DEPTH):
         cost = np.zeros((HEADS, HEADS))
-        for rows, columns, ours, theirs in matrices:
+        for rows, columns, source_side, target_side in matrices:
             if ("heads", i) not in (rows, columns):
                 continue
-            x, y = (w if rows == ("heads", i) else w.T for w in (ours, theirs))
+            x, y = (w if rows == ("heads", i) else w.T for w in (source_side, target_side))
             for h in range(HEADS):
                 for g in range(HEADS):
                     one = np.linalg.svd(y[h * size : (h + 1) * size], compute_uv=False)
@@ -157,11 +162,11 @@ def plain_matching(source: nn.Module, target: nn.Module, seed: int) -> dict[tupl
         for index in random.permutation(len(names)):
             space = names[index]
             gain = np.zeros((spaces[space], spaces[space]))
-            for rows, columns, ours, theirs in matrices:
+            for rows, columns, source_side, target_side in matrices:
                 if rows == space:
-                    gain += theirs @ (ours if columns is None else ours[:, found[columns]]).T
+                    gain += target_side @ (source_side if columns is None else source_side[:, found[columns]]).T
                 if columns == space:
-                    gain += theirs.T @ (ours if rows is None else ours[found[rows]])
+                    gain += target_side.T @ (source_side if rows is None else source_side[found[rows]])
             if space[0] == "heads":
                 new = np.zeros(WIDTH, dtype=np.int64)
                 for h, g in enumerate(partner[space[1]]):

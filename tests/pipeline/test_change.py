@@ -25,11 +25,11 @@ class TestTaskVectors:
         base, tuned = zoo[f"{family}-base"], zoo[f"{family}-tuned"]
         save_task_vector(tmp_path / "tau.safetensors", extract(base, tuned))
         apply(load_task_vector(tmp_path / "tau.safetensors"), base, tmp_path / "again")
-        ours, theirs = load_file(tmp_path / "again" / "model.safetensors"), load_file(tuned / "model.safetensors")
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
+        first, second = load_file(tmp_path / "again" / "model.safetensors"), load_file(tuned / "model.safetensors")
+        assert first.keys() == second.keys()
+        for name in second:
             # (b - a) + a is b up to one rounding of the difference
-            torch.testing.assert_close(ours[name], theirs[name], atol=1e-7, rtol=2e-7)
+            torch.testing.assert_close(first[name], second[name], atol=1e-7, rtol=2e-7)
         assert (tmp_path / "again" / "preprocessor_config.json").is_file()
         torch.testing.assert_close(
             outputs_at(load(tmp_path / "again"), 16), outputs_at(load(tuned), 16), atol=1e-5, rtol=1e-5
@@ -41,9 +41,9 @@ class TestTaskVectors:
         for folder in folders:
             edit_weights(folder, lambda t: t.update({name: (x * 1024).round() / 1024 for name, x in t.items()}))
         apply(extract(*folders), folders[0], tmp_path / "again")
-        ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folders[1]))
-        assert ours.keys() == theirs.keys() != set()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        first, second = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folders[1]))
+        assert first.keys() == second.keys() != set()
+        assert all(torch.equal(first[name], second[name]) for name in second)
 
     @pytest.mark.parametrize("form", ["file", "vector", "module", "model"])
     def test_the_fine_tune_may_come_in_any_form(self, zoo: Zoo, tmp_path: Path, form: str) -> None:

@@ -118,9 +118,9 @@ class TestLabels:
         trio = zoo.trio("clip_vision")
         found = prepare(*trio, zoo.data, samples=20, labels="source")
         assert isinstance(found.samples, Drawn)
-        theirs = found.samples.dataset
-        drawn = prepare(*trio, theirs, samples=len(theirs)).record["data"]["indices"]
-        in_order = theirs.subset(np.argsort(drawn))  # drawn in the order of `found`, so that the bits are the same
+        relabelled = found.samples.dataset
+        drawn = prepare(*trio, relabelled, samples=len(relabelled)).record["data"]["indices"]
+        in_order = relabelled.subset(np.argsort(drawn))  # drawn in the order of `found`, so that the bits are the same
         given = transfer(*trio, in_order, samples=len(in_order))
         asked = transfer(*trio, zoo.data, samples=20, labels="source")
         assert set(given.task_vector) == set(asked.task_vector)
@@ -151,14 +151,14 @@ class TestHeads:
 
 class TestAgreement:
     def test_goes_by_names_of_classes(self) -> None:
-        ours = Dataset(inputs=list("abcd"), labels=np.array([0, 1, 1, 0]), classes=CLASSES)
+        labelled = Dataset(inputs=list("abcd"), labels=np.array([0, 1, 1, 0]), classes=CLASSES)
         known = Dataset(inputs=list("abcd"), labels=np.array([1, 0, 1, 1]), classes=CLASSES[::-1])
-        assert agreement(ours, known) == 0.75
+        assert agreement(labelled, known) == 0.75
 
     def test_is_unknown_without_labels_or_with_other_classes(self) -> None:
-        ours = Dataset(inputs=["a"], labels=np.array([0]), classes=CLASSES)
-        assert agreement(ours, replace(ours, labels=None)) is None
-        assert agreement(ours, replace(ours, classes=("horse", "cow"))) is None
+        labelled = Dataset(inputs=["a"], labels=np.array([0]), classes=CLASSES)
+        assert agreement(labelled, replace(labelled, labels=None)) is None
+        assert agreement(labelled, replace(labelled, classes=("horse", "cow"))) is None
 
 
 class TestRefused:

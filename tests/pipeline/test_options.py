@@ -12,7 +12,7 @@ import pytest
 
 import tuneport
 from tuneport import TuneportError, cli
-from tuneport.cli.transfer import plan as plan_command
+from tuneport.cli.plan import plan as plan_command
 from tuneport.cli.transfer import transfer as transfer_command
 from tuneport.pipeline.prepare import DEFAULTS, Options
 from tuneport.types import OutputKind, ScaleRule

@@ -1,4 +1,4 @@
-"""What a transfer leaves alone when told to, and the reasons that it gives."""
+"""Excluded tensors, and the reasons that a transfer gives for what stays."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tuneport.task_vectors.vector import load_task_vector
 
 @pytest.fixture(scope="module")
 def laden(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders with more beside the weights than a transfer should carry over."""
+    """Folders with more files next to the weights than a transfer should copy."""
     root = tmp_path_factory.mktemp("trio")
     trio = [Path(shutil.copytree(path, root / path.name)) for path in zoo.trio("clip")]
     target = trio[2]
@@ -53,7 +53,7 @@ def saved(laden: list[Path], zoo: Zoo, tmp_path_factory: pytest.TempPathFactory)
 
 class TestSaved:
     def test_companions_come_along_and_other_weights_do_not(self, laden: list[Path], saved: Path) -> None:
-        ours = {"README.md", "tuneport.json", "report.html", "model.safetensors"}
+        written = {"README.md", "tuneport.json", "report.html", "model.safetensors"}
         companions = {
             "config.json",
             "preprocessor_config.json",
@@ -65,7 +65,7 @@ class TestSaved:
             "2_Dense/model.safetensors",
         }
         found = {str(file.relative_to(saved)) for file in saved.rglob("*") if file.is_file()}
-        assert found == ours | companions
+        assert found == written | companions
         for name in companions:
             assert (saved / name).read_bytes() == (laden[2] / name).read_bytes()
 
@@ -181,9 +181,9 @@ class TestSaved:
         result.save(tmp_path / "model")
         result.save(tmp_path / "tau.safetensors", kind="task-vector")
         apply(load_task_vector(tmp_path / "tau.safetensors"), zoo["vit-target"], tmp_path / "applied")
-        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "applied"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "applied"))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
     def test_scale(self, zoo: Zoo) -> None:
         result = cross(zoo, "vit", "vit", scale=0.5)

@@ -101,8 +101,8 @@ def test_safe_goes_beyond_the_smallest_scale_on_evidence_only(above: float, aske
     def by(gain: float, rule: ScaleRule = "safe", held_out: bool = True) -> float:
         losses = {0.0: wide + 4, 0.25: wide + 3.9 + 0.9 * wide, above: wide + 3.9 - gain + 0.9 * wide + wide.flip(0)}
         found = {scale: Score(float(values.mean()), losses=values) for scale, values in losses.items()}
-        told = {"candidates": (0.0, 0.25, above), "held_out": held_out, "rule": rule}
-        return choose_scale(found.__getitem__, samples=50, **told).scale
+        given = {"candidates": (0.0, 0.25, above), "held_out": held_out, "rule": rule}
+        return choose_scale(found.__getitem__, samples=50, **given).scale
 
     assert by((asked - 0.1) * error) == 0.25  # itself chosen without evidence: its loss need only be lower
     assert by((asked + 0.1) * error) == above

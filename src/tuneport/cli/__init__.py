@@ -20,13 +20,14 @@ from .. import __version__
 from ..errors import TuneportError
 from .bench import bench
 from .models import apply, evaluate, extract, finetune
+from .plan import compare, plan
 from .terminal import fail, say, tell
 from .tour import demo, methods, samplers
-from .transfer import compare, plan, transfer
+from .transfer import transfer
 
 
 class Commands(TyperGroup):
-    """All commands. An interrupt is told here: outside, typer has already turned it into an exit without a word."""
+    """All commands. An interrupt is reported here: outside, typer has already turned it into a silent exit."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -125,9 +125,7 @@ def finetune(
     learning_rate: Annotated[float, typer.Option(help="The highest, after the warm-up.")] = 1e-5,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 0.1,
     warmup: Annotated[int | None, typer.Option(help="Steps of rising rate: 200, or a tenth if fewer.", min=0)] = None,
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Also keep the model every so many steps; 0: never.", min=0)
-    ] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Also keep the model every N steps; 0: never.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the order of samples.", min=0, max=2**63 - 1)] = 0,
     device: Device = "auto",
     overwrite: Overwrite = False,
@@ -151,6 +149,6 @@ def finetune(
         emit_json(record)
         return
     found = record.get("validation_accuracy")
-    told = "" if found is None else f", {found:.2f} % of the validation split right"
-    say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{told}")
+    accuracy = "" if found is None else f", {found:.2f} % of the validation split right"
+    say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{accuracy}")
     say(f"written to {out}" + (f", {len(record['checkpoints'])} checkpoints in it" if checkpoint_every else ""))

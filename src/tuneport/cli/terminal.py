@@ -30,7 +30,7 @@ def emit_json(content: Any) -> None:
 
 
 def show(rows: Iterable[Sequence[str]], *columns: str, title: str | None = None, fold: bool = False) -> None:
-    """A table on stdout; where there is no room, cells are cut, or go on in the next line if they `fold`."""
+    """A table on stdout; cells that are too long are cut, or folded with `fold`."""
     table = Table(title=None if title is None else _plain(title, "table.title"))
     for column in columns:
         table.add_column(_plain(column), overflow="fold" if fold else "ellipsis")
@@ -118,7 +118,7 @@ def _plain(text: str, style: str = "") -> Text:
 
 @contextmanager
 def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that a callback advances by so many samples."""
+    """A bar on stderr; the callback advances it by a number of samples."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as bar:
         task = bar.add_task(words, total=total or None)

@@ -1,15 +1,13 @@
-"""From an old base to a new one: transfer, plan, compare.
+"""From an old base to a new one: `tuneport transfer`.
 
-`transfer` and `plan` hand the same options to one function (`_prepare`), so that a plan shows the very transfer. All
-that can be refused is refused before a model runs.
+`transfer` and `plan` hand the same options to `prepare_job`, so that a plan shows the very transfer. All that can be
+refused is refused before a model runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import TuneportError
 from ..types import OutputKind
@@ -46,7 +44,7 @@ from .options import (
     Target,
     TrustRemoteCode,
 )
-from .terminal import emit_json, note, progress, say, show, show_list
+from .terminal import emit_json, note, progress, say, show_list
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
@@ -104,7 +102,7 @@ def transfer(
         "completion": completion,
         "exclude": exclude or (),
         "max_tokens": max_tokens,
-        "memory_budget": _bytes(memory_budget),
+        "memory_budget": parse_budget(memory_budget),
         "batch_size": batch_size,
         "device": device,
         "dtype": dtype,
@@ -181,12 +179,12 @@ class _Run:
             data = self.inputs[3]
             test = read_test_split(data) if self.evaluate else None
             job = self._job(strength)
-            _print_notes(job)
+            print_notes(job)
             if output.kind == "adapter":
                 check_adapter(job, get_method(self.method), output.rank, output.energy)
             if test is not None:
                 check_test_split(test, job.heads.target if job.heads is not None else None)
-            verdict = _compared(job, self.method).record() if self.compare else None
+            verdict = compare_models(job, self.method).record() if self.compare else None
             passes = None
             if job.memory_budget is not None:
                 passes = plan_passes(job, job.memory_budget, method=self.method)
@@ -213,7 +211,7 @@ class _Run:
 
         signals = get_method(self.method).signals
         scored = isinstance(strength, str) or self.compare or self.evaluate
-        return _prepare(self.inputs, self.method, signals | SCORED if scored else signals, self.options)
+        return prepare_job(self.inputs, self.method, signals | SCORED if scored else signals, self.options)
 
     def _ported(
         self,
@@ -255,185 +253,14 @@ def _note_passes(passes: Passes) -> None:
         note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
 
 
-def plan(
-    source: Source,
-    target: Target,
-    finetuned: Annotated[
-        str | None, typer.Option(help="The fine-tuned old base, an adapter of it, or a task-vector file.")
-    ] = None,
-    data: Data = None,
-    method: MethodName = "bico",
-    samples: Samples = None,
-    shots: Shots = None,
-    sampler: SamplerName = "random",
-    seed: Seed = 0,
-    head: HeadName = None,
-    labels: LabelsName = "data",
-    loss: LossName = None,
-    completion: CompletionName = "svd",
-    exclude: Exclude = None,
-    max_tokens: MaxTokens = None,
-    memory_budget: MemoryBudget = None,
-    batch_size: BatchSize = 32,
-    device: Device = "auto",
-    dtype: DtypeName = "float32",
-    shapes_only: Annotated[
-        bool,
-        typer.Option("--shapes-only", help="Read config.json only, no weights and no data: text models of any size."),
-    ] = False,
-    length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
-) -> None:
-    """Show what a transfer would do, without doing it: the pairing, what stays and why, the expected cost."""
-    from ..pipeline.outlook import expected
-    from ..pipeline.prepare import signals_of
-
-    options: Options = {
-        "samples": samples,
-        "shots": shots,
-        "sampler": sampler,
-        "seed": seed,
-        "head": head,
-        "labels": labels,
-        "loss": loss,
-        "completion": completion,
-        "exclude": exclude or (),
-        "max_tokens": max_tokens,
-        "memory_budget": _bytes(memory_budget),
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-    }
-    if shapes_only:
-        _plan_shapes(source, target, method, length, options, json)
-        return
-    if finetuned is None:
-        raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
-    job = _prepare((source, finetuned, target, data), method, signals_of(method), options)
-    _print_notes(job)
-    outlook = expected(job, method)
-    if json:
-        emit_json(outlook)
-    else:
-        _print_plan(outlook)
-
-
-def _print_plan(outlook: dict[str, Any]) -> None:
-    from ..io.sizes import format_bytes
-
-    layers = outlook["layers"]
-    rows = [(row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"])) for row in layers]
-    title = f"{outlook['method']}: {len(layers)} layers"
-    show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
-    _print_kept(outlook)
-    cost = outlook["expected"]
-    say(
-        f"expected: {format_bytes(cost['statistics_bytes'])} of statistics, "
-        f"{cost['flops'] / 1e9:.3g} GFLOP of model passes, "
-        f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
-    )
-    paper = cost["cost"]["paper"]
-    say(
-        f"the paper's estimate: {paper['passes'] / 1e9:.3g} GFLOP of model passes, "
-        f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
-        f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
-    )
-    if "groups" in cost:
-        runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
-        say(f"within the memory budget: {runs} over the calibration data, peak {format_bytes(cost['peak_bytes'])}")
-        if cost["fetched_bytes"]:
-            say(
-                f"the models are larger: {format_bytes(cost['home_bytes'])} stay in {cost['home']}, and "
-                f"{format_bytes(cost['fetched_bytes'])} of weights come from there, block by block"
-            )
-
-
-def _plan_shapes(source: str, target: str, method: str, length: int, options: Options, json: bool) -> None:
-    """Plans for several devices."""
-    from ..models.open import pick_device, pick_dtype
-    from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes
-    from ..runtime.speed import probe
-
-    job = prepare_shapes(
-        source,
-        target,
-        method=method,
-        samples=options["samples"] or 100,
-        length=length,
-        batch_size=options["batch_size"],
-        max_tokens=options["max_tokens"],
-        memory_budget=options["memory_budget"],
-        device="cuda" if options["device"] == "auto" else options["device"],
-        dtype=options["dtype"],
-    )
-    rates = probe(pick_device("auto"), pick_dtype(options["dtype"]), options["batch_size"] * length)
-    lines = plan_devices(job, rates, method=method)
-    if json:
-        emit_json({"options": job.record["options"], "rates": vars(rates), "plans": lines})
-        return
-    show(
-        map(describe_line, lines),
-        *COLUMNS,
-        title=f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens",
-    )
-    say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
-
-
-def compare(
-    source: Annotated[str, typer.Argument(help="The old base model.")],
-    target: Annotated[str, typer.Argument(help="The new base model.")],
-    data: Annotated[str, typer.Option(help="Labelled calibration data; the training split is read.")],
-    finetuned: Annotated[
-        str | None,
-        typer.Option(help="The fine-tuned old base: its transfer is tried in memory. No verdict without it."),
-    ] = None,
-    method: MethodName = "bico",
-    samples: Samples = None,
-    seed: Seed = 0,
-    head: HeadName = None,
-    batch_size: BatchSize = 32,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
-) -> None:
-    """How alike two models are, layer by layer, and whether a transfer is likely to help. Writes nothing."""
-    from ..pipeline import preflight
-
-    job = preflight.prepare_pair(
-        source,
-        target,
-        data,
-        finetuned=finetuned,
-        method=method,
-        samples=samples,
-        seed=seed,
-        head=head,
-        batch_size=batch_size,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    found = _compared(job, method, trial=finetuned is not None)
-    means = preflight.summary(found.similarity)
-    if json:
-        about = {"source": source, "target": target, "samples": len(job.samples), "summary": means}
-        emit_json({**about, **found.record()})
-        return
-    show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS)
-    say(f"verdict: {found.verdict.verdict}")
-    for reason in found.verdict.reasons:
-        say(f"- {reason}")
-
-
-def _compared(job: Job, method: str, *, trial: bool = True) -> Preflight:
+def compare_models(job: Job, method: str, *, trial: bool = True) -> Preflight:
     from ..pipeline import preflight
 
     with progress("comparing", 0) as advance:
         return preflight.compare(job, method, trial=trial, progress=advance)
 
 
-def _prepare(
+def prepare_job(
     inputs: tuple[str, str, str, str | None], method: str, signals: frozenset[Signal], options: Options
 ) -> Job:
     """The job of a transfer or a plan, which its method can serve."""
@@ -445,7 +272,7 @@ def _prepare(
     return job
 
 
-def _print_notes(job: Job) -> None:
+def print_notes(job: Job) -> None:
     from ..report.summary import label_words
 
     if words := label_words(job.record):
@@ -454,7 +281,7 @@ def _print_notes(job: Job) -> None:
         note(text)
 
 
-def _bytes(budget: str | None) -> int | None:
+def parse_budget(budget: str | None) -> int | None:
     from ..io.sizes import parse_bytes
 
     return None if budget is None else parse_bytes(budget)
@@ -464,15 +291,11 @@ def _print_summary(record: dict[str, Any]) -> None:
     from ..report.summary import summary_rows
 
     show_list(summary_rows(record), "dim")
-    _print_kept(record)
+    print_kept(record)
 
 
-def _print_kept(record: dict[str, Any]) -> None:
+def print_kept(record: dict[str, Any]) -> None:
     from ..report.summary import kept_rows
 
     for reason, count in kept_rows(record):
         say(f"  kept {count}: {reason}")
-
-
-def _by(shape: list[int]) -> str:
-    return " x ".join(str(size) for size in shape)

@@ -127,7 +127,7 @@ def _finetuned(model: Model, head: Head, data: Dataset, words: str, report: Stag
 
 
 def _save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
-    """A folder beside the base's: the same files, other weights."""
+    """Write a folder with the files of the base and other weights."""
     from safetensors.torch import save_file
 
     folder.mkdir()

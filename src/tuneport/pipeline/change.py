@@ -142,14 +142,14 @@ def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under the names in the base's files."""
     base, finetuned = local(base), local(finetuned)
-    ours = open_stored(base).tensors
+    base_tensors = open_stored(base).tensors
     if is_adapter(finetuned):
-        vector = _extract_adapter(base, ours, open_adapter(finetuned), exclude)
+        vector = _extract_adapter(base, base_tensors, open_adapter(finetuned), exclude)
     else:
-        theirs = _under_names_of(ours, open_stored(finetuned).tensors)
-        vector = TaskVector.between(ours, theirs, exclude)
-        check_finite(theirs, list(vector))
-        check_finite(ours, list(vector))
+        tuned_tensors = _under_names_of(base_tensors, open_stored(finetuned).tensors)
+        vector = TaskVector.between(base_tensors, tuned_tensors, exclude)
+        check_finite(tuned_tensors, list(vector))
+        check_finite(base_tensors, list(vector))
     check_changes(vector, vector, exclude, "extract")
     return vector
 

@@ -71,19 +71,19 @@ def _paired(
         )
         return replace(layer, bias=None) if without else layer
 
-    ours = [
+    source_layers = [
         included(layer, source)
         for layer in source.layers
         if layer.weight in vector and not source.matches(layer.weight, exclude)
     ]
-    theirs = [included(layer, target) for layer in target.layers if not target.matches(layer.weight, exclude)]
+    target_layers = [included(layer, target) for layer in target.layers if not target.matches(layer.weight, exclude)]
 
     def loose(model: Model) -> list[LooseTensor]:
         return [part for part in (*model.loose, *model.vocabulary_head) if not model.matches(part.name, exclude)]
 
     return pair_layers(
-        ours,
-        theirs,
+        source_layers,
+        target_layers,
         source_loose=[part for part in loose(source) if part.name in vector],
         target_loose=loose(target),
         roles=roles,
@@ -120,26 +120,28 @@ def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
 
 def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
     """The target's head, where it scores other tokens; without both tokenizers, the number of tokens has to do."""
-    ours, theirs = source.vocabulary_head, target.vocabulary_head
-    if not ours or not theirs:
+    source_head, target_head = source.vocabulary_head, target.vocabulary_head
+    if not source_head or not target_head:
         return []
-    if ours[0].shape[0] == theirs[0].shape[0] and (
+    if source_head[0].shape[0] == target_head[0].shape[0] and (
         source.reader is None or target.reader is None or source.reader.same_tokens(target.reader)
     ):
         return []
     return [
-        Kept(part.name, "head over another vocabulary than the source's: the target keeps its own") for part in theirs
+        Kept(part.name, "head over another vocabulary than the source's: the target keeps its own")
+        for part in target_head
     ]
 
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     """Class logits of one label set are one space: the map only puts the classes in the target's order."""
-    ours, theirs = source.classes, target.classes
-    if not ours or sorted(ours) != sorted(theirs) or len(set(ours)) != len(ours):
+    source_classes, target_classes = source.classes, target.classes
+    distinct = len(set(source_classes)) == len(source_classes)
+    if not source_classes or sorted(source_classes) != sorted(target_classes) or not distinct:
         return {}
-    matrix = torch.zeros(len(ours), len(theirs), dtype=torch.float64)
-    for index, name in enumerate(ours):
-        matrix[index, theirs.index(name)] = 1.0
+    matrix = torch.zeros(len(source_classes), len(target_classes), dtype=torch.float64)
+    for index, name in enumerate(source_classes):
+        matrix[index, target_classes.index(name)] = 1.0
     return {"classifier": matrix}
 
 

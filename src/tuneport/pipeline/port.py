@@ -102,7 +102,7 @@ def port(
 
 
 def _check_place(job: Job, out: Path, kind: OutputKind, overwrite: bool) -> None:
-    """Refuse an output that must not be replaced, or has no room on the disk."""
+    """Refuse an output that must not be replaced, or does not fit on the disk."""
     if kind == "model":
         size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
         check_new_folder(out, overwrite, needed_bytes=size)

@@ -1,4 +1,4 @@
-"""Before any weight is written: how alike two models are, what a trial on held-out samples says, a plain verdict.
+"""Before any weight is written: similarity of two models, a trial on held-out samples, and a verdict.
 
 The trial is a transfer in memory, by cross-fitting: the calibration samples are cut into folds, the maps for each
 fold come from the others, and the target is scored on the fold with and without the update. Every sample is
@@ -172,7 +172,7 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:
-    """The verdict: from the trial where there is one; likeness is told, and decides nothing.
+    """The verdict: from the trial where there is one; likeness is reported and decides nothing.
 
     >>> judge(Trial(100, 2.0, 1.8, 0.9, 40.0, 46.0, 8, 2)).verdict
     'likely to help'
@@ -183,8 +183,8 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
     """
     likeness = tuple(_likeness(tuple(similarity)))
     if trial is None:
-        told = "no fine-tune was given to try: likeness of the bases alone has not predicted gains"
-        return Verdict(UNCERTAIN, (told, *likeness))
+        reason = "no fine-tune was given to try: likeness of the bases alone has not predicted gains"
+        return Verdict(UNCERTAIN, (reason, *likeness))
     falls = f"the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
     if trial.gain is None or trial.lean is None:
         word = UNLIKELY if trial.loss_falls < 0.5 else UNCERTAIN
@@ -258,9 +258,9 @@ def similarity_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
 def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
     for signal, means in summary(similarity).items():
         held_out = means.get("cosine_held_out")
-        told = f", cosine {held_out:.2f} on held-out samples after alignment" if held_out is not None else ""
+        after = f", cosine {held_out:.2f} on held-out samples after alignment" if held_out is not None else ""
         if "cka" in means:
-            yield f"{signal.replace('_', ' ')}s: CKA {means['cka']:.2f}{told} (means over layers)"
+            yield f"{signal.replace('_', ' ')}s: CKA {means['cka']:.2f}{after} (means over layers)"
 
 
 def _folds(job: Job) -> list[slice]:

@@ -1,6 +1,6 @@
 """From what a user gives to a checked Job: models, task vector, plan, samples, losses.
 
-Every error in the input is found here, before the first forward pass, and told in one line.
+Every error in the input is found here, before the first forward pass, and reported in one line.
 """
 
 from __future__ import annotations

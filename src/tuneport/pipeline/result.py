@@ -1,7 +1,7 @@
 """A finished transfer, and what it can become: a live module, a model folder, a LoRA adapter, a task-vector file.
 
 The target is never changed: `apply` works on a copy, and a model's tensors are computed one by one as they are written.
-A folder appears when it is complete, with the run record, the model card and the report beside the weights.
+A folder appears when it is complete, with the run record, the model card and the report next to the weights.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from ..task_vectors.vector import TaskVector
 from ..types import ScaleRule
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
-SHARPEST = 20.0  # the head's sharpness is fitted from one in so many to so many times its own
+SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 RULES: dict[
     ScaleRule, tuple[float, float]
 ] = {  # standard errors by which a larger scale must be better: up to 1, beyond 1
