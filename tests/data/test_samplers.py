@@ -122,15 +122,10 @@ def test_single_class() -> None:
         draw(data, "single_class", samples=31)
 
 
-def test_draw_checks_its_request() -> None:
-    labels, generator = torch.tensor([0, 1, 1]), torch.Generator()
-    with raises("asked for 4 of 3 samples; expected 1 to 3."):
-        SAMPLERS["random"].draw(labels, 4, generator)
-    with raises("needs features of the pre-trained model; none were given."):
-        SAMPLERS["centroid_far"].draw(labels, 1, generator)
-    for features in (torch.zeros(2, 5), torch.zeros(3), torch.full((3, 2), torch.nan)):
-        with raises(f"features of shape {tuple(features.shape)} for 3 samples; expected (3, width), all finite."):
-            SAMPLERS["centroid_near"].draw(labels, 1, generator, features)
+@pytest.mark.parametrize("features", [torch.zeros(2, 5), torch.zeros(3), torch.full((3, 2), torch.nan)])
+def test_features_must_be_finite_and_fit_the_samples(features: torch.Tensor) -> None:
+    with raises(f"features of shape {tuple(features.shape)} for 3 samples; expected (3, width), all finite."):
+        select(labelled([0, 1, 1]), samples=1, sampler="centroid_near", features=lambda _: features)
 
 
 def test_select_takes_100_samples_by_default() -> None:

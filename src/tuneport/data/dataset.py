@@ -189,7 +189,7 @@ def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     if dataset.classes == head:
         return dataset
     unknown = [name for name in dataset.classes if name not in head]
-    places = [head.index(name) for name in dataset.classes] if not unknown else _positions(dataset.classes)
+    places = [head.index(name) for name in dataset.classes] if not unknown else as_numbers(dataset.classes)
     if unknown and not (places and max(places) < len(head)):
         raise DataError(
             f"{len(unknown)} of {len(dataset.classes)} classes of {dataset.name} are unknown to the head: "
@@ -203,7 +203,7 @@ def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     return replace(dataset, labels=np.array(places, dtype=np.int64)[dataset.labels], classes=head)
 
 
-def _positions(names: Sequence[str]) -> list[int]:
+def as_numbers(names: Sequence[str]) -> list[int]:
     """The names as numbers, or nothing if they are not distinct numbers."""
     numbers = [int(name) for name in names if name.isdecimal() and len(name) < 20]
     return numbers if len(set(numbers)) == len(names) else []

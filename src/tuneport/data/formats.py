@@ -10,21 +10,14 @@ import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, brief, first_of, unknown_name
 from ..types import Split
-from .dataset import (
-    SPLIT_NAMES,
-    Dataset,
-    LazySequence,
-    choose_split,
-    dataset_name,
-    reading,
-)
+from .dataset import SPLIT_NAMES, Dataset, LazySequence, choose_split, dataset_name, reading
 from .images import IMAGE_SUFFIXES, check_images, open_array, open_file
 from .tables import has_label_column, is_table, read_table
 
@@ -74,14 +67,14 @@ def _read_folder(path: Path, split: Split) -> Dataset:
     splits = {f.name: f for f in _sub_folders(path) if f.name.lower() in _ANY_SPLIT and _sub_folders(f)}
     found = choose_split(list(splits), split, path)
     files = {
-        name: {child.name: images for child in _sub_folders(root) if (images := _images_under(child))}
+        name: {child.name: images for child in _sub_folders(root) if (images := images_under(child))}
         for name, root in (splits or {"all": path}).items()
     }
     classes = tuple(sorted({name for by_class in files.values() for name in by_class}))
     by_class = files[found or "all"]
     paths = [file for name in sorted(by_class) for file in by_class[name]]
     labels = [classes.index(name) for name in sorted(by_class) for _ in by_class[name]]
-    flat = [] if classes else [file for file in _images_under(path) if file.parent == path]
+    flat = [] if classes else [file for file in images_under(path) if file.parent == path]
     if not paths and not flat:
         where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
         raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
@@ -95,13 +88,10 @@ def _read_folder(path: Path, split: Split) -> Dataset:
     )
 
 
-def _images_under(folder: Path) -> list[Path]:
+def images_under(folder: Path) -> list[Path]:
+    """The image files in a folder and its sub-folders, without hidden ones."""
     found = (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
-    return sorted(file for file in found if not _hidden(file.relative_to(folder)))
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 
 
 def _sub_folders(folder: Path) -> list[Path]:
@@ -133,16 +123,8 @@ def _read_npz(path: Path, split: Split) -> Dataset:
     )
 
 
-class _Arrays(NamedTuple):
-    """The arrays of an archive: the split's name in it, its images, the labels of all splits by key, class names."""
-
-    split: str | None
-    images: NDArray[Any]
-    labels: dict[str, NDArray[Any]]
-    classes: NDArray[Any] | None
-
-
-def _unpack(path: Path, split: Split) -> _Arrays:
+def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[str, NDArray[Any]], NDArray[Any] | None]:
+    """Of an archive: the split's name in it, its images, the labels of all splits by key, the class names."""
     try:
         with zipfile.ZipFile(path) as packed:
             unpacked = sum(member.file_size for member in packed.infolist())
@@ -156,10 +138,9 @@ def _unpack(path: Path, split: Split) -> _Arrays:
                     f"{path} has arrays {first_of(archive.files) or 'none'}; "
                     "expected x_train, y_train, x_test, y_test, or x, y (and classes)."
                 )
-            images = archive[x]
             keys = [key for key in archive.files if key[:1] == "y" and f"x{key[1:]}" in archive.files]
             labels = {key: archive[key] for key in keys}
-            return _Arrays(found, images, labels, archive["classes"] if "classes" in archive.files else None)
+            return found, archive[x], labels, archive.get("classes")
     except DataError:
         raise
     except Exception as error:  # errors of zipfile, zlib and NumPy share no base class

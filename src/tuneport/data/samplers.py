@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -29,8 +30,8 @@ SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tens
 class Sampler:
     """A sampling strategy of the paper's study.
 
-    `rule(labels, count, generator, features)` returns the indices; `draw` checks the request first.
-    A `balanced` sampler takes equally many samples of every class, as far as a class has them.
+    `rule(labels, count, generator, features)` returns the indices of `count` distinct samples, in the order of the
+    draw. A `balanced` sampler takes equally many samples of every class, as far as a class has them.
     """
 
     description: str
@@ -38,26 +39,6 @@ class Sampler:
     needs_labels: bool = True
     needs_features: bool = False
     balanced: bool = False
-
-    def draw(self, labels: Tensor, count: int, generator: Generator, features: Tensor | None = None) -> Tensor:
-        """Indices of `count` distinct samples, in the order of the draw.
-
-        >>> labels = torch.tensor([0, 0, 0, 0, 1, 1])
-        >>> chosen = SAMPLERS["class_balanced"].draw(labels, 4, torch.Generator().manual_seed(0))
-        >>> sorted(labels[chosen].tolist())
-        [0, 0, 1, 1]
-        """
-        if not 0 < count <= len(labels):
-            raise DataError(f"asked for {count} of {len(labels)} samples; expected 1 to {len(labels)}.")
-        if self.needs_features:
-            if features is None:
-                raise DataError("this sampler needs features of the pre-trained model; none were given.")
-            if features.ndim != 2 or len(features) != len(labels) or not bool(features.isfinite().all()):
-                raise DataError(
-                    f"features of shape {tuple(features.shape)} for {len(labels)} samples; "
-                    f"expected ({len(labels)}, width), all finite."
-                )
-        return self.rule(labels.cpu(), count, generator, features)
 
 
 def _shuffled(size: int, generator: Generator) -> Tensor:
@@ -80,7 +61,7 @@ def _class_balanced(labels: Tensor, count: int, generator: Generator, _: Tensor 
 
 
 def _by_distance(labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float) -> Tensor:
-    assert features is not None  # Sampler.draw has checked
+    assert features is not None  # `select` has checked
     present = _present(labels)
     groups = []
     for label in present[_shuffled(len(present), generator)]:
@@ -89,14 +70,6 @@ def _by_distance(labels: Tensor, count: int, generator: Generator, features: Ten
         distance = (points - points.mean(dim=0)).norm(dim=1)
         groups.append(members[torch.argsort(sign * distance, stable=True)])
     return _round_robin(groups)[:count]
-
-
-def _centroid_near(labels: Tensor, count: int, generator: Generator, features: Tensor | None) -> Tensor:
-    return _by_distance(labels, count, generator, features, 1.0)
-
-
-def _centroid_far(labels: Tensor, count: int, generator: Generator, features: Tensor | None) -> Tensor:
-    return _by_distance(labels, count, generator, features, -1.0)
 
 
 def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
@@ -135,13 +108,13 @@ SAMPLERS: dict[str, Sampler] = {
     "class_balanced": Sampler("at random, equally many of every class", _class_balanced, balanced=True),
     "centroid_near": Sampler(
         "the most typical of every class: nearest to its mean feature",
-        _centroid_near,
+        partial(_by_distance, sign=1.0),
         needs_features=True,
         balanced=True,
     ),
     "centroid_far": Sampler(
         "the least typical of every class: farthest from its mean feature",
-        _centroid_far,
+        partial(_by_distance, sign=-1.0),
         needs_features=True,
         balanced=True,
     ),
@@ -185,25 +158,27 @@ def select(
             f"{dataset} has no labels; expected a label per sample for {need}. Use `samples` and the sampler random."
         )
     if shots is None:
-        count = _check_samples(dataset, DEFAULT_SAMPLES if samples is None else samples)
+        count = DEFAULT_SAMPLES if samples is None else samples
+        if count <= 0:
+            raise DataError(f"asked for {count} samples; expected at least 1 in `samples`.")
+        if count > len(dataset):
+            raise DataError(f"asked for {count} samples but {dataset} has {len(dataset)}; lower `samples`.")
     else:
         count = _check_shots(dataset, shots, sampler)
         chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
-    if chosen.needs_features and features is None:
-        raise DataError(f"sampler '{sampler}' needs features of the pre-trained model. Pass `features`.")
-    labels = np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
-    generator = torch.Generator().manual_seed(seed)
-    points = features(dataset) if features is not None and chosen.needs_features else None
-    indices: NDArray[np.int64] = chosen.draw(torch.as_tensor(labels), count, generator, points).numpy()
+    points = None
+    if chosen.needs_features:
+        if features is None:
+            raise DataError(f"sampler '{sampler}' needs features of the pre-trained model. Pass `features`.")
+        points = features(dataset)
+        if points.ndim != 2 or len(points) != len(dataset) or not bool(points.isfinite().all()):
+            raise DataError(
+                f"features of shape {tuple(points.shape)} for {len(dataset)} samples; "
+                f"expected ({len(dataset)}, width), all finite."
+            )
+    labels = torch.zeros(len(dataset), dtype=torch.int64) if dataset.labels is None else torch.as_tensor(dataset.labels)
+    indices: NDArray[np.int64] = chosen.rule(labels, count, torch.Generator().manual_seed(seed), points).numpy()
     return indices
-
-
-def _check_samples(dataset: Dataset, samples: int) -> int:
-    if samples <= 0:
-        raise DataError(f"asked for {samples} samples; expected at least 1 in `samples`.")
-    if samples > len(dataset):
-        raise DataError(f"asked for {samples} samples but {dataset} has {len(dataset)}; lower `samples`.")
-    return samples
 
 
 def _check_shots(dataset: Dataset, shots: int, sampler: str) -> int:

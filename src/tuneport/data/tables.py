@@ -78,16 +78,12 @@ class _Table:
 
 
 def _columns(path: Path) -> _Table:
-    with reading(path):
-        return _read_saved(path) if path.is_dir() else _read_file(path)
-
-
-def _read_file(path: Path) -> _Table:
     name = path.name.lower().removesuffix(".gz")
-    if name.endswith(".parquet"):
-        return _read_parquet(path)
+    if path.is_dir() or name.endswith(".parquet"):
+        return _read_arrow(path)
     opened = gzip.open if path.name.lower().endswith(".gz") else open
     with (
+        reading(path),
         opened(path, "rb") as packed,
         io.TextIOWrapper(io.BufferedReader(_Limited(packed, path)), encoding="utf-8-sig", newline="") as file,
     ):
@@ -143,63 +139,38 @@ def _delimited_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[s
         raise DataError(f"line {reader.line_num} of {path} is malformed: {brief(error)}.") from error
 
 
-def _read_parquet(path: Path) -> _Table:
-    parquet = _optional("pyarrow.parquet", path)
+def _read_arrow(path: Path) -> _Table:
+    """A Parquet file, or a dataset saved by HF `datasets` with its splits concatenated."""
+    name = "datasets" if path.is_dir() else "pyarrow.parquet"
     try:
-        table = parquet.ParquetFile(path).read()
-    except Exception as error:  # pyarrow's errors share no base class short of this one
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+        module: Any = importlib.import_module(name)
+    except ImportError as error:
+        needed = f"{name.partition('.')[0]}, which is not installed. Run: pip install tuneport[data]"
+        raise DataError(f"reading {path} needs {needed}") from error
     columns: dict[str, Sequence[Any]] = {}
-    for name in table.column_names:
-        plain = name in _PLAIN_COLUMNS or (name == "image" and str(table[name].type).endswith("string"))
-        cells = partial(_arrow_cell, table[name])
-        columns[name] = table[name].to_pylist() if plain else LazySequence(np.arange(len(table)), cells)
-    try:  # files from the HF hub name their classes in the schema
-        notes = json.loads((table.schema.metadata or {})[b"huggingface"])
+    try:
+        loaded = module.load_from_disk(str(path)) if path.is_dir() else module.ParquetFile(path).read()
+        parts = dict(loaded) if isinstance(loaded, Mapping) else {}
+        if path.is_dir():
+            loaded = (module.concatenate_datasets(list(parts.values())) if parts else loaded).with_format("arrow")[:]
+        for name in loaded.column_names:
+            plain = name in _PLAIN_COLUMNS or (name == "image" and str(loaded[name].type).endswith("string"))
+            lazy = LazySequence(np.arange(len(loaded)), partial(_cell, loaded[name]))
+            columns[name] = loaded[name].to_pylist() if plain else lazy
+    except Exception as error:  # errors of pyarrow, fsspec and json share no base class
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+    if parts:
+        columns["split"] = [name for name, part in parts.items() for _ in range(len(part))]
+    try:  # HF `datasets` names the classes in the schema
+        notes = json.loads((loaded.schema.metadata or {})[b"huggingface"])
         known = notes["info"]["features"]["label"]["names"]
     except (KeyError, TypeError, ValueError):
         return _Table(columns)
     return _Table(columns, tuple(map(str, known)))
 
 
-def _arrow_cell(column: Any, index: int) -> Any:
+def _cell(column: Any, index: int) -> Any:
     return column[index].as_py()
-
-
-def _read_saved(path: Path) -> _Table:
-    """A dataset saved by HF `datasets`, with its splits concatenated."""
-    datasets = _optional("datasets", path)
-    try:
-        loaded = datasets.load_from_disk(str(path))
-        parts = dict(loaded) if isinstance(loaded, Mapping) else {}
-        rows = (datasets.concatenate_datasets(list(parts.values())) if parts else loaded).with_format(None)
-        if isinstance(rows.features.get("image"), datasets.Image):
-            rows = rows.cast_column("image", datasets.Image(decode=False))
-        columns: dict[str, Sequence[Any]] = {}
-        for name in rows.column_names:
-            cells = rows.select_columns([name])
-            plain = name in _PLAIN_COLUMNS or getattr(rows.features[name], "dtype", "") == "string"
-            lazy = LazySequence(np.arange(len(rows)), partial(_saved_cell, cells, name))
-            columns[name] = cells[:][name] if plain else lazy
-    except Exception as error:  # the library raises what pyarrow, fsspec and json raise
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
-    if parts:
-        columns["split"] = [name for name, part in parts.items() for _ in range(len(part))]
-    names = getattr(rows.features.get("label"), "names", None)
-    return _Table(columns, tuple(names) if names else None)
-
-
-def _saved_cell(rows: Any, column: str, index: int) -> Any:
-    return rows[index][column]
-
-
-def _optional(module: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        hint = "Run: pip install tuneport[data]"
-        raise DataError(f"reading {path} needs {package}, which is not installed. {hint}") from error
 
 
 def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
@@ -212,8 +183,7 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
         raise DataError(f"{path} has columns {first_of(columns)}; expected {_COLUMNS}.")
     splits = [str(name or "").lower() for name in columns.get("split", [""] * size)]
     found = choose_split(sorted(set(splits)), split, path, also)
-    chosen = [row for row, name in enumerate(splits) if found in (None, name)]
-    rows = np.array(chosen, dtype=np.int64)
+    rows = np.array([row for row, name in enumerate(splits) if found in (None, name)], dtype=np.int64)
     labels, classes = _read_labels(columns.get("label", [None] * size), table.classes, rows, path)
     images = keys == ("image",)
     inputs: Any = _images(columns["image"], rows, path) if images else _texts(columns, keys, rows, path)

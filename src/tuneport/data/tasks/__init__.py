@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
 from ...types import Split
 from ..dataset import Dataset
 from ..formats import read_plain
-from .base import Layout, Task, TaskSplit, plain_name
+from .base import Layout, Task
 from .layouts import READERS
-
-if TYPE_CHECKING:
-    TASKS: dict[str, Task]
-
-
-def __getattr__(name: str) -> dict[str, Task]:
-    """`TASKS`, the registry of tasks by name, which is read when it is first used."""
-    if name == "TASKS":
-        return _known_tasks()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@cache
-def _known_tasks() -> dict[str, Task]:
-    return read_tasks(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
 
 def read_tasks(content: str) -> dict[str, Task]:
@@ -48,13 +32,14 @@ def read_tasks(content: str) -> dict[str, Task]:
     return tasks
 
 
+TASKS = read_tasks(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
+
+
 def get_task(name: str) -> Task:
     """The task of that name, or an error that lists the known tasks."""
-    tasks = _known_tasks()
-    found = tasks.get(name.lower())
-    if found is None:
-        raise DataError(unknown_name("task", name, tasks))
-    return found
+    if name.lower() not in TASKS:
+        raise DataError(unknown_name("task", name, TASKS))
+    return TASKS[name.lower()]
 
 
 def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
@@ -79,16 +64,3 @@ def read_data(reference: str | Path, split: Split, *, labelled: bool = True) -> 
     if task is None:
         return read_plain(place, split, labelled=labelled)
     return task.read(place, split, labelled=labelled)
-
-
-__all__ = [
-    "TASKS",
-    "Layout",
-    "Task",
-    "TaskSplit",
-    "get_task",
-    "plain_name",
-    "read_data",
-    "read_tasks",
-    "split_reference",
-]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...errors import DataError
 from ...types import Split
-from ..dataset import Dataset, Kind, reading
+from ..dataset import Dataset, Kind, as_numbers, reading
 from ..formats import read_plain
 
 TaskSplit = Literal["train", "validation", "test"]
@@ -114,8 +114,8 @@ class Task:
             return data
         own = {plain_name(name): index for index, name in enumerate(self.classes)}
         places = [own.get(plain_name(name), -1) for name in data.classes]
-        numbers = [int(name) for name in data.classes if name.isdecimal() and len(name) < 10]
-        if min(places, default=-1) < 0 and len(set(numbers)) == len(data.classes):
+        numbers = as_numbers(data.classes)
+        if min(places, default=-1) < 0 and numbers:
             places = [number if number < len(self.classes) else -1 for number in numbers]
         if min(places, default=-1) < 0 or len(set(places)) != len(places):
             return data  # other classes keep their names

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,7 @@ import numpy as np
 from ...errors import DataError
 from ...types import Split
 from ..dataset import TABLE_SUFFIXES, Dataset, of_images
-from ..formats import read_plain
-from ..images import IMAGE_SUFFIXES
+from ..formats import images_under, read_plain
 from ..tables import read_columns
 from .base import Task, TaskReader, plain_name
 from .files import find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
@@ -43,7 +42,7 @@ def _resisc45_lists(task: Task, place: Path, split: Split) -> Dataset | None:
     """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in it or its parent."""
     home = place / "NWPU-RESISC45" if (place / "NWPU-RESISC45").is_dir() else place
     lists = [folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent)]
-    found = next((file for file in lists if file.is_file()), None)
+    found = _first(lists)
     if found is None:
         return None
     files = [Path(line).name for line in read_lines(found)]
@@ -63,7 +62,7 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
     if split == "test":
         names = ("GT-final_test.csv", "GT-final_test.test.csv")
         tables = [folder / name for folder in (place, place.parent, test) for name in names]
-        found = next((file for file in tables if file.is_file()), None)
+        found = _first(tables)
         if found is None:
             raise DataError(f"{place} has no GT-final_test.csv, which holds the classes of its test images.")
         rows = read_rows(found, ";")
@@ -115,7 +114,7 @@ def _mnist(task: Task, place: Path, split: Split) -> Dataset | None:
     for word, dimensions in (("images", 3), ("labels", 1)):
         names = (f"{part}-{word}-idx{dimensions}-ubyte", f"{part}-{word}.idx{dimensions}-ubyte")
         files = [place / f"{name}{packed}" for name in names for packed in ("", ".gz")]
-        found.append(next((file for file in files if file.is_file()), None))
+        found.append(_first(files))
     images, labels = found
     if images is None or labels is None:
         return None
@@ -140,11 +139,10 @@ def _cars(task: Task, place: Path, split: Split) -> Dataset | None:
     kit, meta = place / "devkit", place / "devkit" / "cars_meta.mat"
     if not meta.is_file():
         return None
-    names = [
-        str(name).strip().replace("/", " ") for name in np.atleast_1d(read_mat(meta, "class_names")["class_names"])
-    ]
+    classes = np.atleast_1d(read_mat(meta, "class_names")["class_names"])
+    names = [str(name).strip().replace("/", " ") for name in classes]
     title = "cars_test_annos_withlabels.mat" if split == "test" else "cars_train_annos.mat"
-    found = next((file for file in (place / title, kit / title) if file.is_file()), None)
+    found = _first((place / title, kit / title))
     if found is None:
         raise DataError(f"{place} has no {title}, which holds the classes of its {split} images.")
     notes = np.atleast_1d(read_mat(found, "annotations")["annotations"])
@@ -164,7 +162,7 @@ def _sun397(task: Task, place: Path, split: Split) -> Dataset | None:
     if listed.is_file():
         folders = [line.strip("/") for line in read_lines(listed)]
     else:
-        folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in _images(letter)})
+        folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in images_under(letter)})
     classes = [scene_name(folder) for folder in folders]
     lists = [listed] if listed.is_file() else []
     partition = place / ("Testing_01.txt" if split == "test" else "Training_01.txt")
@@ -173,9 +171,9 @@ def _sun397(task: Task, place: Path, split: Split) -> Dataset | None:
         labels = _labels([file.rpartition("/")[0] for file in files], folders, partition)
         paths = [place / file for file in files]
         return of_images(paths, labels, classes, name=task.name, split=split, files=[*lists, partition])
-    found = [(file, index) for index, folder in enumerate(folders) for file in _images(place / folder, deep=False)]
-    paths, labels = [file for file, _ in found], [index for _, index in found]
-    return of_images(paths, labels, classes, name=task.name, files=lists)
+    by_class = [[file for file in images_under(place / name) if file.parent == place / name] for name in folders]
+    labels = [index for index, files in enumerate(by_class) for _ in files]
+    return of_images([file for files in by_class for file in files], labels, classes, name=task.name, files=lists)
 
 
 def _labels(folders: Sequence[str], known: Sequence[str], place: Path) -> list[int]:
@@ -187,9 +185,8 @@ def _labels(folders: Sequence[str], known: Sequence[str], place: Path) -> list[i
     return [numbers[folder] for folder in folders]
 
 
-def _images(folder: Path, *, deep: bool = True) -> list[Path]:
-    found = folder.rglob("*") if deep else folder.glob("*")
-    return sorted(file for file in found if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+def _first(files: Iterable[Path]) -> Path | None:
+    return next(filter(Path.is_file, files), None)
 
 
 def scene_name(folder: str) -> str:
