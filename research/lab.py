@@ -30,7 +30,7 @@ from torch import Tensor
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.measure.accuracy import encoded
+from tuneport.measure.accuracy import encode_batches
 from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import RULES, SCALES, Scaled, Score, choose_on_halves, choose_scale
@@ -108,7 +108,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
         if test is None:
             drawn = align_labels(read_data(data, "test"), job.heads.target.classes)
             some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
-            test = list(encoded(job.target, drawn.subset(some), 100))
+            test = list(encode_batches(job.target, drawn.subset(some), 100))
         started = time.process_time()
         sides = job.halves()
         parts = (measure_job(sides[0]), measure_job(sides[1]))

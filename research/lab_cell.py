@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.measure.accuracy import encoded
+from tuneport.measure.accuracy import encode_batches
 from tuneport.measure.capture import measure_pairs
 from tuneport.methods.entries import matrix_of
 from tuneport.models.heads import Head, choose_head
@@ -112,7 +112,7 @@ class Bench(nn.Module):
         places, cell, _, _, device, tested = self.given
         test = align_labels(read_data(places.data(cell.split(":")[2]), "test"), self.head.classes)
         some = test.subset(np.sort(np.random.default_rng(0).permutation(len(test))[:tested]))
-        return [(batch, labels.to(device)) for batch, labels in encoded(self.job.target, some, 250)]
+        return [(batch, labels.to(device)) for batch, labels in encode_batches(self.job.target, some, 250)]
 
     @cached_property
     def unlabelled(self) -> list[Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 import tuneport
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
-from tuneport.measure.accuracy import encoded
+from tuneport.measure.accuracy import encode_batches
 from tuneport.task_vectors.low_rank import as_dense
 from tuneport.task_vectors.vector import TaskVector
 
@@ -44,7 +44,7 @@ def run_cell(places: Places, cell: str, options: Any) -> Row:
     assert job.heads is not None
     test = align_labels(read_data(data, "test"), job.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(test))[: options.test])
-    batches = list(encoded(job.target, test.subset(some), 100))
+    batches = list(encode_batches(job.target, test.subset(some), 100))
     ways = {"direct": dense(direct.task_vector), "detour": dense(detour.task_vector)}
     ways["mean"] = {name: (ways["direct"][name] + ways["detour"][name]) / 2 for name in ways["direct"]}
     one, two = (torch.cat([way[name].flatten() for name in way]) for way in (ways["direct"], ways["detour"]))

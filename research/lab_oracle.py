@@ -27,7 +27,7 @@ from torch import Tensor
 from tuneport import TaskVector
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
-from tuneport.measure.accuracy import encoded
+from tuneport.measure.accuracy import encode_batches
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import run
@@ -69,7 +69,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
     blocks = 1 + max(int(found[1]) for name in bico if (found := re.search(r"layers\.(\d+)\.", name)))
     test = align_labels(read_data(places.data(task), "test"), job.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(test))[:count])
-    batches = list(encoded(job.target, test.subset(some), 100))
+    batches = list(encode_batches(job.target, test.subset(some), 100))
 
     def where(inside: Callable[[str], bool]) -> dict[str, Tensor]:
         return {name: linear[name] if inside(name) else bico[name] for name in bico}

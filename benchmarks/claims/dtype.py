@@ -33,7 +33,7 @@ from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
 from tuneport.maps import covariance
-from tuneport.measure.accuracy import encoded
+from tuneport.measure.accuracy import encode_batches
 from tuneport.methods import METHODS
 from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import prepare
@@ -135,7 +135,7 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     assert judge.heads is not None
     drawn = align_labels(read_data(data, "test"), judge.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
-    test = list(encoded(judge.target, drawn.subset(some), 100))
+    test = list(encode_batches(judge.target, drawn.subset(some), 100))
     about = {"cell": cell, "samples": options.samples, "seed": seed, "test": len(some)}
     rows.append({**about, "dtype": "own", "accuracy": accuracy(judge, TaskVector({}), test)})
     for dtype, job in jobs.items():

@@ -33,7 +33,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import TASKS
 from tuneport.job import Job
 from tuneport.maps.statistics import Statistics
-from tuneport.measure.accuracy import features
+from tuneport.measure.accuracy import compute_features
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
@@ -86,7 +86,7 @@ class Judge:
         return self._zero_shot(found, self.test), self._probe(self._features(module, samples), samples, found)
 
     def _features(self, module: nn.Module, data: Dataset) -> Tensor:
-        return features(self.model.with_module(module), data, batch_size=256)
+        return compute_features(self.model.with_module(module), data, batch_size=256)
 
     def _zero_shot(self, found: Tensor, data: Dataset) -> float:
         assert self.head.class_embeds is not None

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.samples import labelled, raises
-from tuneport.data.dataset import UNLABELLED, Dataset
+from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import SAMPLERS, select
-from tuneport.measure.accuracy import batches
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
 
@@ -192,21 +191,3 @@ def test_features_are_computed_only_when_needed() -> None:
         raise AssertionError(data)
 
     select(labelled([0, 1]), samples=1, features=refuse)
-
-
-def test_batches() -> None:
-    data = Dataset(list("abcde"), np.array([0, 1, 2, 1, 0]), ("x", "y", "z"))
-    got = list(batches(data, np.array([4, 2, 0]), 2))
-    assert [inputs for inputs, _ in got] == [["e", "c"], ["a"]]
-    assert [labels.tolist() for _, labels in got] == [[0, 2], [0]]
-    assert got[0][1].dtype == torch.int64
-
-
-def test_batches_of_unlabelled_data() -> None:
-    ((inputs, labels),) = batches(Dataset(list("ab"), None, ()), [1, 0], 8)
-    assert (inputs, labels.tolist()) == (["b", "a"], [UNLABELLED, UNLABELLED])
-
-
-def test_batches_check_before_they_start() -> None:
-    with raises("asked for batches of 0; expected at least 1."):
-        batches(labelled([0, 1]), [0], 0)

@@ -26,7 +26,7 @@ from builders.toy import batches
 from tuneport.cli import app
 from tuneport.data.tasks import read_data
 from tuneport.layers import find_layers
-from tuneport.measure.accuracy import features
+from tuneport.measure.accuracy import compute_features
 from tuneport.models import open as opening
 from tuneport.models.heads import choose_head
 from tuneport.models.open import DTYPES, UNITS, has_units, open_model
@@ -53,7 +53,7 @@ class TestEveryFamily:
         data = read_data(zoo.data, "test")
         images = model.inputs(model.encode(list(data.inputs[:2])))
         assert images["pixel_values"].dtype == BF16
-        first, second = features(model, data), features(exact, data)
+        first, second = compute_features(model, data), compute_features(exact, data)
         assert float((first - second).norm() / second.norm()) < 0.1
         head = choose_head(model, None, empty_dataset("animals", data.classes))
         with torch.no_grad():

@@ -230,7 +230,7 @@ class TestLabelWords:
         data = Dataset(
             inputs=["the cat", "a dog", "rain {falls} softly"], labels=np.array([0, 0, 1]), classes=head.classes
         )
-        vectors = torch.nn.functional.normalize(accuracy.features(model, data), dim=-1)
+        vectors = torch.nn.functional.normalize(accuracy.compute_features(model, data), dim=-1)
         assert head.classes == ("pets", "weather")
         assert head.class_embeds is not None
         assert torch.allclose(head.class_embeds[1], vectors[2], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Evaluation: accuracies against a hand computation, and data that cannot be scored."""
+"""Accuracies against direct computations, and data that cannot be scored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from torch.nn import functional as F
 
 from builders import toy
 from builders.folders import CLASSES, HEAD_CLASSES, Zoo, load
-from tuneport.data.dataset import Dataset
+from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure.accuracy import check_protocol, features, linear_probe, perplexity, zero_shot
+from tuneport.measure.accuracy import (
+    check_protocol,
+    compute_features,
+    encode_batches,
+    linear_probe,
+    perplexity,
+    zero_shot,
+)
 from tuneport.models.base import Model, describe_any
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 
 
 def pixels(data: Dataset) -> torch.Tensor:
-    """The images as the small models of the zoo want them, by hand."""
+    """The images as inputs of the small models of the zoo, without their processor."""
     images = torch.tensor(np.stack([np.asarray(image) for image in data.inputs])).permute(0, 3, 1, 2) / 255
     mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.5, 0.5, 0.25])
     return (images - mean[:, None, None]) / std[:, None, None]
@@ -50,7 +57,7 @@ def points_model(width: int = 2) -> Model:
 
 
 def points(count: int, classes: int, seed: int, names: tuple[str, ...] | None = None) -> Dataset:
-    """Classes apart from each other along the first axis."""
+    """Classes that are separated along the first axis."""
     random = np.random.default_rng(seed)
     labels = np.arange(count) % classes
     inputs = random.normal(size=(count, 2)) * 0.1 + np.stack([labels, np.zeros(count)], 1)
@@ -58,7 +65,7 @@ def points(count: int, classes: int, seed: int, names: tuple[str, ...] | None = 
 
 
 class TestZeroShot:
-    def test_by_hand(self, zoo: Zoo) -> None:
+    def test_against_a_direct_computation(self, zoo: Zoo) -> None:
         model, test = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "test")
         head = choose_head(model, None, test)
         with torch.no_grad():
@@ -69,10 +76,10 @@ class TestZeroShot:
         right = sum(guess == CLASSES[label] for guess, label in zip(guesses, test.labels, strict=True))
         result = zero_shot(model, head, test)
         assert result.accuracy == pytest.approx(100 * right / 30)
-        assert 0 < right < 30, "the classes of head and data are in another order: a mix-up would show"
+        assert 0 < right < 30, "head and data order the classes differently, so that a mix-up would show"
         assert (result.samples, result.protocol) == (30, "zero-shot")
 
-    def test_the_models_own_classifier(self, zoo: Zoo) -> None:
+    def test_classifier_of_the_model(self, zoo: Zoo) -> None:
         model, test = open_model(zoo["vit-base"]), read_plain(zoo.data, "test")
         with torch.no_grad():
             guesses = load(zoo["vit-base"])(pixels(test)).logits.argmax(-1).numpy()
@@ -94,12 +101,12 @@ class TestZeroShot:
         assert zero_shot(points_model(), Head("h", ("0", "1"), embeds), shifted).accuracy == 100.0
         assert zero_shot(points_model(), Head("h", ("1", "0"), embeds), shifted).accuracy == 0.0
 
-    def test_classes_that_the_head_lacks(self) -> None:
+    def test_classes_that_the_head_lacks_are_refused(self) -> None:
         data = points(6, 2, seed=0, names=("cat", "gnu"))
         with pytest.raises(DataError, match="1 of 2 classes of points are unknown to the head: gnu"):
             zero_shot(points_model(), Head("h", ("cat", "dog"), torch.eye(2)), data)
 
-    def test_no_labels(self) -> None:
+    def test_data_without_labels_are_refused(self) -> None:
         data = Dataset([np.zeros(2)], None, (), name="points", kind="image")
         with pytest.raises(DataError, match="points has no labels"):
             zero_shot(points_model(), Head("h", ("cat", "dog"), torch.eye(2)), data)
@@ -107,7 +114,7 @@ class TestZeroShot:
 
 class TestLinearProbe:
     @pytest.mark.parametrize("classes", [2, 3])
-    def test_separable_features_are_all_right(self, classes: int) -> None:
+    def test_separable_classes_reach_100_percent(self, classes: int) -> None:
         result = linear_probe(points_model(), points(60, classes, seed=0), points(30, classes, seed=1))
         assert (result.accuracy, result.samples, result.protocol) == (100.0, 30, "linear-probe")
 
@@ -129,13 +136,13 @@ class TestLinearProbe:
         assert linear_probe(model, train, test, progress=done.append).accuracy == pytest.approx(expected)
         assert sum(done) == 90
 
-    def test_one_class_teaches_nothing(self) -> None:
+    def test_a_single_class_is_refused(self) -> None:
         train = points(10, 2, seed=0).subset([0, 2, 4])
         with pytest.raises(DataError, match="at least two classes; points shows one"):
             linear_probe(points_model(), train, points(4, 2, seed=1))
 
     @pytest.mark.parametrize("side", ["train", "test"])
-    def test_no_labels(self, side: str) -> None:
+    def test_data_without_labels_are_refused(self, side: str) -> None:
         data: dict[str, Any] = {"train": points(10, 2, seed=0), "test": points(10, 2, seed=1)}
         data[side] = Dataset(data[side].inputs, None, (), name="bare", kind="image")
         with pytest.raises(DataError, match="a linear probe needs labels: bare has none"):
@@ -146,12 +153,30 @@ def test_features_keep_the_order_of_the_samples(zoo: Zoo) -> None:
     model, test = open_model(zoo["vit-base"]), read_plain(zoo.data, "test")
     with torch.no_grad():
         expected = load(zoo["vit-base"]).vit(pixels(test)).last_hidden_state[:, 0]
-    found = features(model, test, batch_size=8)
+    found = compute_features(model, test, batch_size=8)
     assert found.shape == (30, 16)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_texts_for_an_image_model(zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("labelled", [True, False])
+def test_batches_are_encoded_in_order(labelled: bool) -> None:
+    data = points(5, 2, seed=0)
+    done: list[int] = []
+    given = data if labelled else replace(data, labels=None)
+    found = list(encode_batches(points_model(), given, 2, done.append))
+    assert [len(labels) for _, labels in found] == done == [2, 2, 1]
+    assert torch.equal(torch.cat([batch["input"] for batch, _ in found]), torch.tensor(np.stack(data.inputs)).float())
+    labels = torch.cat([labels for _, labels in found])
+    assert labels.tolist() == ([0, 1, 0, 1, 0] if labelled else [UNLABELLED] * 5)
+    assert labels.dtype == torch.int64
+
+
+def test_batches_without_samples_are_refused() -> None:
+    with pytest.raises(DataError, match=r"asked for batches of 0; expected at least 1\."):
+        next(encode_batches(points_model(), points(4, 2, seed=0), 0))
+
+
+def test_an_image_model_refuses_texts(zoo: Zoo, tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "a", "label": "cat"}\n{"text": "b", "label": "dog"}\n')
     data = read_plain(path, "test")
@@ -162,7 +187,7 @@ def test_texts_for_an_image_model(zoo: Zoo, tmp_path: Path) -> None:
             attempt()
 
 
-def test_nothing_to_score() -> None:
+def test_empty_data_are_refused() -> None:
     model, some = points_model(), points(6, 2, 0)
     none = some.subset([])
     head = Head("points", some.classes, torch.eye(2), 1.0)
@@ -175,10 +200,10 @@ def test_nothing_to_score() -> None:
             score()
 
 
-def test_a_module_that_no_family_knows() -> None:
+def test_a_module_of_no_known_family_is_refused() -> None:
     model = describe_any(toy.ToyViT())
     with pytest.raises(TuneportError, match="ToyViT gives no features"):
-        features(model, points(4, 2, seed=0))
+        compute_features(model, points(4, 2, seed=0))
     with pytest.raises(TuneportError, match="ToyViT cannot read raw samples"):
         zero_shot(model, Head("h", ("0", "1"), torch.eye(2)), points(4, 2, seed=0))
 

@@ -1,4 +1,4 @@
-"""Batches of any nest of tensors: counted, and divided alike for both models."""
+"""Batches of any nest of tensors are counted and divided."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tuneport.errors import CaptureError
-from tuneport.measure.batches import PairedBatch, count_samples, part_of, parts_of
+from tuneport.measure.batches import PairedBatch, count_samples, slice_batch, split_batch
 
 
 class Named(NamedTuple):
@@ -33,9 +33,9 @@ def test_samples_are_counted_in_any_nest() -> None:
         count_samples(["text"])
 
 
-def test_a_part_has_the_nest_of_the_whole() -> None:
+def test_a_slice_has_the_nest_of_the_batch() -> None:
     x = torch.arange(10).reshape(5, 2)
-    part = part_of({"named": Named(x, 3), "list": [x, torch.tensor(1.0)], "other": torch.zeros(4)}, 5, 1, 3)
+    part = slice_batch({"named": Named(x, 3), "list": [x, torch.tensor(1.0)], "other": torch.zeros(4)}, 5, 1, 3)
     assert isinstance(part["named"], Named)
     assert part["named"].label == 3
     assert torch.equal(part["named"].pixels, x[1:3])
@@ -53,8 +53,8 @@ def test_a_part_has_the_nest_of_the_whole() -> None:
         (PairedBatch(torch.zeros(10, 1), torch.zeros(10, 2), size=5, rows=10), [5]),
     ],
 )
-def test_a_batch_is_divided_where_that_is_sound(batch: PairedBatch, sizes: list[int]) -> None:
-    parts = list(parts_of(batch, 2))
+def test_batches_with_a_match_or_with_several_rows_stay_whole(batch: PairedBatch, sizes: list[int]) -> None:
+    parts = list(split_batch(batch, 2))
     assert [size for _, size in parts] == sizes
     assert sum(len(part.target) for part, _ in parts) == len(batch.target)
-    assert [size for _, size in parts_of(batch, None)] == [sum(sizes)]
+    assert [size for _, size in split_batch(batch, None)] == [sum(sizes)]

@@ -1,4 +1,4 @@
-"""Statistics against stored signals: what is measured, how often models run, and what is left behind."""
+"""Statistics against stored signals; the number of passes; models and memory are restored."""
 
 from __future__ import annotations
 
@@ -67,18 +67,20 @@ def test_statistics_equal_the_product_of_stored_signals(case: str) -> None:
     found = measured(source, target, [batch[:2], batch[2:]], kinds, pairs=pairs)
     whole = measured(source, target, [batch], kinds, pairs=pairs)
     assert (found.samples, whole.samples) == (3, 3)
-    ours = watch(source, layers_of(source), batch, squares, SIGNALS)
-    theirs = watch(target, layers_of(target), batch, squares, SIGNALS)
+    source_signals = watch(source, layers_of(source), batch, squares, SIGNALS)
+    target_signals = watch(target, layers_of(target), batch, squares, SIGNALS)
     assert set(found) == {(pair.target.name, kind) for pair in pairs for kind in kinds[:4]}
     for key in found:
-        expected = sum(a.flatten(0, 1).T @ b.flatten(0, 1) for a, b in zip(ours[key], theirs[key], strict=True))
+        expected = sum(
+            a.flatten(0, 1).T @ b.flatten(0, 1) for a, b in zip(source_signals[key], target_signals[key], strict=True)
+        )
         assert relative(found.covariances[key].matrix, expected) < 1e-10, key
         assert relative(whole.covariances[key].matrix, expected) < 1e-10, key
         assert float(found.covariances[key].source_energy) == pytest.approx(
-            sum(float(a.pow(2).sum()) for a in ours[key])
+            sum(float(a.pow(2).sum()) for a in source_signals[key])
         )
     for name, gradient in found.weight_gradients.items():
-        x, g = theirs[name, INPUT], theirs[name, OUTPUT_GRADIENT]
+        x, g = target_signals[name, INPUT], target_signals[name, OUTPUT_GRADIENT]
         per_call = [torch.einsum("nto,nti->noi", b, a) for a, b in zip(x, g, strict=True)]
         assert relative(gradient.total, sum(one.sum(0) for one in per_call)) < 1e-10
 
@@ -99,7 +101,7 @@ def test_queries_keys_and_values_share_one_covariance() -> None:
 
 
 class Count:
-    """Counts forward and backward passes through a model by plain hooks."""
+    """Counts forward and backward passes through a model with hooks."""
 
     def __init__(self, model: nn.Module, last: nn.Module) -> None:
         self.forward = self.backward = 0
@@ -168,8 +170,8 @@ def test_progress_and_paired_batches() -> None:
     assert found.covariances["classifier.weight", INPUT].tokens == 20
 
 
-def test_a_batch_may_bring_its_own_match() -> None:
-    """Padding never enters the sums: a match that drops the last token of each sample."""
+def test_a_batch_may_have_its_own_match() -> None:
+    """A match that drops the last token of each sample keeps it out of the sums."""
     model, batch = CASES["linear"]()
     data = [PairedBatch(batch, batch, match=lambda a, b: (a[:, :-1].flatten(0, 1), b[:, :-1].flatten(0, 1)))]
     found = measured(model, copy.deepcopy(model), data)
@@ -177,7 +179,7 @@ def test_a_batch_may_bring_its_own_match() -> None:
     assert relative(found.covariances["fc.weight", INPUT].matrix, short.T @ short) < 1e-6
 
 
-def test_pairs_with_fixed_maps_are_not_measured_there() -> None:
+def test_sides_with_fixed_maps_are_not_measured() -> None:
     source, target = ToyViT(), ToyViT(seed=1)
     found = measured(source, target, batches(8), pairs=plan(source, target).pairs, source_loss=loss, target_loss=loss)
     assert ("patch_embedding.weight", INPUT) not in found
@@ -186,7 +188,7 @@ def test_pairs_with_fixed_maps_are_not_measured_there() -> None:
     assert ("classifier.weight", OUTPUT_GRADIENT) not in found
 
 
-# --- models come back as they went in
+# --- models are restored
 
 
 def state(model: nn.Module) -> list:
@@ -203,7 +205,7 @@ def state(model: nn.Module) -> list:
 
 @pytest.mark.parametrize("fails", [None, "source", "target", "backward"])
 @pytest.mark.parametrize("fast", [True, False])
-def test_models_and_torch_are_left_as_they_were(fails: str | None, fast: bool) -> None:
+def test_models_and_torch_settings_are_restored(fails: str | None, fast: bool) -> None:
     models = {name: attention(batch_first=True)()[0] for name in ("source", "target")}
     for model in models.values():
         model.train()
@@ -251,7 +253,7 @@ def test_models_and_torch_are_left_as_they_were(fails: str | None, fast: bool) -
         assert all(torch.equal(model.state_dict()[key], value) for key, value in before[name][1].items())
 
 
-def test_gradients_that_were_there_stay() -> None:
+def test_existing_gradients_are_kept() -> None:
     model, batch = CASES["linear"]()
     model.fc.weight.grad = torch.ones_like(model.fc.weight)
     measured(model, model, [batch])
@@ -309,10 +311,10 @@ def test_changes_in_place_do_not_reach_the_signals(changing: Callable, pure: Cal
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found[key], expected[key], strict=True)), key
 
 
-# --- odd runs, named
+# --- errors
 
 
-def test_nan_is_named_with_layer_and_batch() -> None:
+def test_error_for_nan_names_layer_and_batch() -> None:
     model, batch = CASES["two linears"]()
     target = copy.deepcopy(model)
     with torch.no_grad():
@@ -335,7 +337,7 @@ def test_layers_that_never_run_are_absent() -> None:
 
 
 @pytest.mark.parametrize("more", ["source", "target"])
-def test_layers_that_run_unequally_often_are_an_error(more: str) -> None:
+def test_pairs_with_different_numbers_of_calls_are_refused(more: str) -> None:
     once = Called(lambda m, x: m.a(x), a=nn.Linear(4, 4))
     twice = Called(lambda m, x: m.a(m.a(x)), a=nn.Linear(4, 4))
     source, target = (twice, once) if more == "source" else (once, twice)
@@ -345,7 +347,7 @@ def test_layers_that_run_unequally_often_are_an_error(more: str) -> None:
         measured(source, target, [torch.randn(3, 5, 4)])
 
 
-def test_layers_that_stop_sharing_their_input_are_an_error() -> None:
+def test_layers_that_stop_sharing_their_input_are_refused() -> None:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         return model.q(x) + model.k(x if len(x) == 3 else x * 2)
 
@@ -355,7 +357,7 @@ def test_layers_that_stop_sharing_their_input_are_an_error() -> None:
         measured(source, target, [torch.randn(3, 5, 4), torch.randn(2, 5, 4)])
 
 
-def test_wrong_requests_are_named() -> None:
+def test_bad_arguments_are_refused() -> None:
     model, batch = CASES["linear"]()
     with pytest.raises(CaptureError, match=r"unknown signals activation; known: input, output, output_gradient, inp"):
         measured(model, model, [batch], ("activation",))
@@ -382,7 +384,7 @@ def test_batches_may_be_nested(wrap: Callable) -> None:
     assert measured(model, model, [wrap(batch)], source_loss=inner, target_loss=inner).samples == 3
 
 
-def test_nothing_of_a_batch_outlives_its_measurement() -> None:
+def test_signals_of_a_batch_are_freed() -> None:
     source, target = ToyViT(), ToyViT(seed=1)
     seen: list[weakref.ref] = []
 
@@ -425,11 +427,11 @@ def test_nothing_of_a_batch_outlives_its_measurement() -> None:
     assert len(seen) == 2 * 2 * 2 * 13
     assert alive == [0, 0]
     assert found.samples == 16
-    assert copies == [0, 0]  # nor does a copy of a signal wait for the next batch
+    assert copies == [0, 0]  # copies of signals are freed before the next batch
     assert signals_alive() == before
 
 
-def test_half_precision_models_are_summed_in_double_from_exact_products() -> None:
+def test_signals_in_half_precision_are_multiplied_exactly_and_summed_in_double() -> None:
     model, batch = CASES["two linears"]()
     model, batch = model.bfloat16(), batch.bfloat16()
     found = measured(model, copy.deepcopy(model), [batch], BICO)
@@ -440,7 +442,7 @@ def test_half_precision_models_are_summed_in_double_from_exact_products() -> Non
     assert relative(covariance.matrix, exact.T @ exact) < 1e-7  # sums over a batch are float32
 
 
-def test_limited_covariances_are_those_of_the_drawn_tokens() -> None:
+def test_limited_covariances_sum_the_drawn_tokens() -> None:
     # in float64: passes in batches of another size differ by its rounding, 1e-16, far below the 1e-7 of assert_close
     source, target, limit = ToyViT().double(), ToyViT().double(), TokenLimit(20, 12, seed=1)
     pairs = plan(source, target).pairs
@@ -461,17 +463,15 @@ def test_limited_covariances_are_those_of_the_drawn_tokens() -> None:
     pair = next(pair for pair in pairs if pair.target.role == "fc1")
     [batch] = given(12)
     sides = ((source, pair.source), (target, pair.target))
-    ours, theirs = (
-        watch(model, [layer], batch, loss, [INPUT])[layer.name, INPUT][0].flatten(0, 1) for model, layer in sides
-    )
-    rows = limit.rows(0, 12, len(ours))
+    x, y = (watch(model, [layer], batch, loss, [INPUT])[layer.name, INPUT][0].flatten(0, 1) for model, layer in sides)
+    rows = limit.rows(0, 12, len(x))
     assert rows is not None
-    expected = ours[rows].T @ theirs[rows]
+    expected = x[rows].T @ y[rows]
     torch.testing.assert_close(whole.covariances[pair.target.name, INPUT].matrix, expected)
 
 
 @pytest.mark.parametrize("limit", [None, TokenLimit(60, 24)])
-def test_a_batch_in_parts_gives_the_sums_of_the_whole(limit: TokenLimit | None) -> None:
+def test_a_batch_in_parts_has_the_sums_of_the_whole(limit: TokenLimit | None) -> None:
     source, target = ToyViT().double(), ToyViT(width=16, seed=1).double()
     given = [(images.double(), labels) for images, labels in batches(24, batch=12)]
     pairs, steps = plan(source, target).pairs, []
@@ -492,7 +492,7 @@ def test_a_batch_in_parts_gives_the_sums_of_the_whole(limit: TokenLimit | None) 
     )
     assert steps == [12, 12, 5, 5, 2, 5, 5, 2]
     assert parts.samples == whole.samples == 24
-    assert parts.passes == whole.passes  # of batches, for --resume
+    assert parts.passes == whole.passes  # they count batches, for resume
     for key, one in whole.covariances.items():
         assert parts.covariances[key].tokens == one.tokens
         assert torch.allclose(parts.covariances[key].matrix, one.matrix, rtol=1e-9, atol=1e-12)
@@ -500,7 +500,7 @@ def test_a_batch_in_parts_gives_the_sums_of_the_whole(limit: TokenLimit | None) 
         assert torch.allclose(parts.weight_gradients[name].total, one.total, rtol=1e-9, atol=1e-12)
 
 
-def test_a_batch_with_its_own_match_is_divided_only_where_it_says_how() -> None:
+def test_a_batch_with_its_own_match_is_divided_by_its_part_function() -> None:
     source, target = ToyViT(), ToyViT(width=16, seed=1)
     images, labels = batches(12, batch=12)[0]
     sizes: list[int] = []

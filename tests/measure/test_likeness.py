@@ -1,4 +1,4 @@
-"""Likeness of two models: against NumPy written from the definitions, on rotated twins, along a trajectory."""
+"""Similarity of two models against NumPy code of the definitions, for rotated twins, and along a fine-tuning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from builders import toy
 from builders.folders import Zoo
 from tuneport.data.formats import read_plain
 from tuneport.errors import TuneportError
-from tuneport.measure.likeness import activation_drift, by_block, layer_similarity, output_similarity
+from tuneport.measure.likeness import average_by_block, compare_layers, compare_outputs, measure_drift
 from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
 from tuneport.measure.similarity import Similarity, TokenAgreement, cka, token_cosine
 from tuneport.models.open import open_model
@@ -100,7 +100,7 @@ class TestAgainstNumpy:
 class TestProperties:
     @given(sizes, st.floats(1e-3, 1e3), st.booleans())
     @settings(deadline=None, max_examples=60)
-    def test_rotation_scale_and_offset_do_not_matter(
+    def test_cka_is_invariant_to_rotation_scale_and_offset(
         self, size: tuple[int, int, int, int], scale: float, debiased: bool
     ) -> None:
         seed, tokens, *widths = size
@@ -125,20 +125,20 @@ class TestProperties:
         assert streamed.cosine == pytest.approx(token_cosine(X, Y), abs=1e-12, nan_ok=True)
         torch.testing.assert_close(streamed.matrix, X.T @ Y)
 
-    def test_few_tokens_flatter_the_plain_estimate_only(self) -> None:
+    def test_few_tokens_bias_only_the_plain_estimate(self) -> None:
         generator = torch.Generator().manual_seed(0)
         X, Y = (torch.randn(40, 200, generator=generator) for _ in range(2))
         assert cka(X, Y) > 0.7
         assert abs(cka(X, Y, debiased=True)) < 0.05
 
-    def test_what_the_data_leave_open_is_nan(self) -> None:
+    def test_undetermined_numbers_are_nan(self) -> None:
         X, Y = draw(0, 3, 2, 2)
         assert math.isnan(cka(torch.ones(5, 2), torch.randn(5, 3)))
-        assert math.isnan(cka(X, Y, debiased=True))  # three tokens are too few for it
+        assert math.isnan(cka(X, Y, debiased=True))  # it needs four tokens
         assert math.isnan(token_cosine(X, torch.randn(3, 4)))
         assert math.isnan(Similarity(2, 3).cka())
 
-    def test_tokens_without_direction_do_not_count(self) -> None:
+    def test_zero_tokens_are_left_out(self) -> None:
         X = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
         Y = torch.tensor([[2.0, 0.0], [5.0, 5.0], [0.0, 0.0]])
         agreement = TokenAgreement(2, 2)
@@ -147,7 +147,7 @@ class TestProperties:
 
 
 def compare(source: toy.ToyViT, target: toy.ToyViT, **options: object) -> dict:
-    found = layer_similarity(
+    found = compare_layers(
         source,
         target,
         toy.plan(source, target).pairs,
@@ -161,11 +161,11 @@ def compare(source: toy.ToyViT, target: toy.ToyViT, **options: object) -> dict:
 
 
 class TestModels:
-    def test_a_rotated_twin_is_alike_only_after_alignment(self) -> None:
+    def test_cosine_of_a_rotated_twin_is_one_only_after_alignment(self) -> None:
         source = toy.ToyViT(seed=1).double()
         target = toy.twin(source, heads=2, head_width=4, hidden=20).double()
         double = [(images.double(), labels) for images, labels in toy.batches(96)]
-        found = layer_similarity(
+        found = compare_layers(
             source, target, toy.plan(source, target).pairs, double, source_loss=toy.loss, target_loss=toy.loss
         )
         inside = [item for item in found if item.block is not None]
@@ -176,7 +176,7 @@ class TestModels:
             assert item.cosine_before < 0.9
             assert item.residual == pytest.approx(0.0, abs=1e-3)
 
-    def test_numbers_are_those_of_the_raw_signals(self) -> None:
+    def test_numbers_equal_those_of_the_raw_signals(self) -> None:
         source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2, width=16)
         pairs = toy.plan(source, target).pairs
         found = compare(source, target)
@@ -216,27 +216,27 @@ class TestModels:
             assert math.isnan(item.cosine_after)
             assert item.rank is None
 
-    def test_batches_that_are_read_once_are_refused(self) -> None:
+    def test_iterators_are_refused(self) -> None:
         source = toy.ToyViT()
         with pytest.raises(TuneportError, match="reads its batches twice"):
-            layer_similarity(source, source, [], iter(toy.batches()), source_loss=toy.loss, target_loss=toy.loss)
+            compare_layers(source, source, [], iter(toy.batches()), source_loss=toy.loss, target_loss=toy.loss)
 
 
 class TestReference:
-    def test_a_model_is_like_itself(self, zoo: Zoo) -> None:
+    def test_a_model_has_similarity_one_to_itself(self, zoo: Zoo) -> None:
         model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
-        same = output_similarity(model, model, data)
+        same = compare_outputs(model, model, data)
         assert len(same) == len(model.layers)
         assert all(item.cosine_before == pytest.approx(1.0) and item.cka == pytest.approx(1.0) for item in same)
         tuned = open_model(zoo["clip_vision-tuned"])
-        other = output_similarity(tuned, model, data)
+        other = compare_outputs(tuned, model, data)
         assert all(item.cosine_before < 1 - 1e-6 for item in other)
-        assert set(by_block(other, "cosine_before")) == {0, 1}
+        assert set(average_by_block(other, "cosine_before")) == {0, 1}
 
     def test_other_architectures_are_refused(self, zoo: Zoo) -> None:
         data = read_plain(zoo.data, "train")
         with pytest.raises(TuneportError, match="differ in architecture"):
-            output_similarity(open_model(zoo["vit-base"]), open_model(zoo["vit-target"]), data)
+            compare_outputs(open_model(zoo["vit-base"]), open_model(zoo["vit-target"]), data)
 
     def test_drift(self, zoo: Zoo) -> None:
         base, tuned = open_model(zoo["vit-base"]), open_model(zoo["vit-tuned"])
@@ -245,20 +245,20 @@ class TestReference:
         with torch.no_grad():
             for name, parameter in halfway.named_parameters():
                 parameter.add_(0.5 * (dict(tuned.module.named_parameters())[name] - parameter))
-        found = activation_drift(base, [(0, base.module), (50, halfway), (100, tuned.module)], data, batch_size=7)
+        found = measure_drift(base, [(0, base.module), (50, halfway), (100, tuned.module)], data, batch_size=7)
         at = {step: [item for item in found if item.step == step] for step in (0, 50, 100)}
         assert all(len(items) == len(base.layers) for items in at.values())
         assert all(abs(item.direction) < 1e-9 and item.magnitude == 0 for item in at[0])
-        middle, end = (by_block(at[step], "direction") for step in (50, 100))
+        middle, end = (average_by_block(at[step], "direction") for step in (50, 100))
         assert all(0 < middle[block] < end[block] for block in end)
 
         layer = next(layer for layer in base.layers if layer.block == 1 and layer.role == "fc1")
         inputs = base.encode(data.inputs)
-        ours, theirs = (
+        signals = [
             watch(m.module, [layer], inputs, lambda module, batch: module(**batch).logits.sum(), (INPUT,))
             for m in (base, tuned)
-        )
-        x, y = (side[layer.name, INPUT][0].flatten(0, 1).double().numpy() for side in (ours, theirs))
+        ]
+        x, y = (side[layer.name, INPUT][0].flatten(0, 1).double().numpy() for side in signals)
         norms = np.linalg.norm(x, axis=1), np.linalg.norm(y, axis=1)
         item = next(item for item in at[100] if item.layer == layer.name)
         assert item.direction == pytest.approx((1 - (x * y).sum(1) / norms[0] / norms[1]).mean(), abs=1e-6)

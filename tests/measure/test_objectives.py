@@ -1,4 +1,4 @@
-"""Losses on texts against straightforward computations, how one is chosen, and their way through the command line."""
+"""Losses on texts against direct computations, their choice, and their use on the command line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure import accuracy
-from tuneport.measure.objectives import OBJECTIVES, batch_for, load_loss, objective_of
+from tuneport.measure.objectives import OBJECTIVES, batch_for, choose_objective, load_loss
 from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
 from tuneport.models.heads import Head, choose_head
@@ -71,11 +71,11 @@ def value(name: str, model: Model, samples: Dataset, head: Any = None) -> float:
         return float(objective.loss(model, head)(model.module, batch))
 
 
-# --- losses against transformers' own
+# --- losses against those of transformers
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_causal_is_the_loss_of_transformers_times_the_tokens(models: dict[str, Model], family: str) -> None:
+def test_causal_loss_is_that_of_transformers_times_the_tokens(models: dict[str, Model], family: str) -> None:
     model, total = models[family], 0.0
     for text in SENTENCES[:4]:
         ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
@@ -84,8 +84,8 @@ def test_causal_is_the_loss_of_transformers_times_the_tokens(models: dict[str, M
     assert value("causal", model, data(SENTENCES[:4])) == pytest.approx(total, rel=1e-5)
 
 
-def test_causal_with_a_target_leaves_the_prompt_out(models: dict[str, Model]) -> None:
-    """Only tokens that reach beyond the prompt are to be predicted; the glue is one blank."""
+def test_causal_loss_with_a_target_leaves_out_the_prompt(models: dict[str, Model]) -> None:
+    """Only tokens beyond the prompt are predicted; one blank joins prompt and target."""
     model = models["llama"]
     prompts, targets = ["the cat sat", "a small dog barked at "], ["on the mat", "the tall man in the garden"]
     total = 0.0
@@ -103,7 +103,7 @@ def test_causal_with_a_target_leaves_the_prompt_out(models: dict[str, Model]) ->
     assert kept == targets
 
 
-def test_seq2seq_is_the_loss_of_transformers_times_the_tokens(models: dict[str, Model]) -> None:
+def test_seq2seq_loss_is_that_of_transformers_times_the_tokens(models: dict[str, Model]) -> None:
     model, total = models["t5"], 0.0
     texts, targets = list(SENTENCES[:3]), ["yes", "the garden", "no one"]
     for text, target in zip(texts, targets, strict=True):
@@ -114,7 +114,7 @@ def test_seq2seq_is_the_loss_of_transformers_times_the_tokens(models: dict[str, 
 
 
 @pytest.mark.parametrize(("name", "family"), [("causal", "llama"), ("seq2seq", "t5")])
-def test_words_for_labels_are_targets(models: dict[str, Model], name: str, family: str) -> None:
+def test_label_texts_are_targets(models: dict[str, Model], name: str, family: str) -> None:
     texts, labels = list(SENTENCES[:3]), np.array([1, 0, 1])
     labelled = Dataset(inputs=texts, labels=labels, classes=("no", "yes"))
     described = Dataset(inputs=texts, labels=labels, classes=("0", "1"), label_texts=("no", "yes"))
@@ -123,7 +123,7 @@ def test_words_for_labels_are_targets(models: dict[str, Model], name: str, famil
     assert value(name, models[family], described) == wanted
 
 
-def test_contrastive_by_hand(models: dict[str, Model]) -> None:
+def test_contrastive_loss_against_a_direct_computation(models: dict[str, Model]) -> None:
     model = models["bert"]
     pairs = [(SENTENCES[2 * i], SENTENCES[2 * i + 1]) for i in range(4)]
 
@@ -138,7 +138,7 @@ def test_contrastive_by_hand(models: dict[str, Model]) -> None:
     assert value("contrastive", model, data(pairs)) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_classification_by_hand(models: dict[str, Model]) -> None:
+def test_classification_loss_against_a_direct_computation(models: dict[str, Model]) -> None:
     model = models["bert"]
     labels = np.array([3, 0, 7])
     samples = Dataset(inputs=list(SENTENCES[:3]), labels=labels, classes=tuple(map(str, range(LABELS))))
@@ -152,8 +152,8 @@ def test_classification_by_hand(models: dict[str, Model]) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "seq2seq", "classification"])
-def test_no_loss_depends_on_the_company_of_a_sample(models: dict[str, Model], name: str) -> None:
-    """A short text beside a long one is padded: its loss is the same as alone."""
+def test_padding_does_not_change_the_loss(models: dict[str, Model], name: str) -> None:
+    """A short text is padded in a batch with a long one; its loss stays the same."""
     model = models[{"causal": "gpt2", "seq2seq": "t5", "classification": "bert"}[name]]
     head = Head("classifier", model.classes) if name == "classification" else None
     samples = Dataset(
@@ -173,23 +173,23 @@ class TestChoice:
     def test_by_data_and_models(self, models: dict[str, Model], zoo: Zoo) -> None:
         text, pairs = data(["a"]), data([("a", "b")])
         labelled = Dataset(inputs=["a"], labels=np.array([0]), classes=("x",))
-        bert = open_model(zoo["vit-base"])  # any model with a classifier of its own
-        assert objective_of(text, [models["llama"]] * 2).name == "causal"
-        assert objective_of(labelled, [models["gpt2"]] * 2).name == "causal"
-        assert objective_of(labelled, [models["t5"]] * 2).name == "seq2seq"
-        assert objective_of(labelled, [models["bert"]] * 2).name == "classification"
-        assert objective_of(pairs, [models["bert"]] * 2).name == "classification"  # both have classifiers
-        assert objective_of(labelled, [bert, models["bert"]]).name == "classification"
-        assert objective_of(pairs, [models["bert"]] * 2, "contrastive").name == "contrastive"
+        bert = open_model(zoo["vit-base"])  # any model with a classifier
+        assert choose_objective(text, [models["llama"]] * 2).name == "causal"
+        assert choose_objective(labelled, [models["gpt2"]] * 2).name == "causal"
+        assert choose_objective(labelled, [models["t5"]] * 2).name == "seq2seq"
+        assert choose_objective(labelled, [models["bert"]] * 2).name == "classification"
+        assert choose_objective(pairs, [models["bert"]] * 2).name == "classification"  # both have classifiers
+        assert choose_objective(labelled, [bert, models["bert"]]).name == "classification"
+        assert choose_objective(pairs, [models["bert"]] * 2, "contrastive").name == "contrastive"
 
-    def test_pairs_without_labels_and_classifiers_are_contrasted(self, tmp_path: Path) -> None:
+    def test_default_for_pairs_without_labels_and_classifiers_is_contrastive(self, tmp_path: Path) -> None:
         module = make("bert").bert
         sentence = open_model(write(tmp_path / "bare", module, bert_tokenizer()))
-        assert objective_of(data([("a", "b")]), [sentence] * 2).name == "contrastive"
+        assert choose_objective(data([("a", "b")]), [sentence] * 2).name == "contrastive"
         labelled = Dataset(inputs=[("a", "b")], labels=np.array([0]), classes=("x",))
-        assert objective_of(labelled, [sentence] * 2).name == "classification"
+        assert choose_objective(labelled, [sentence] * 2).name == "classification"
 
-    def test_what_does_not_fit_is_said(self, models: dict[str, Model]) -> None:
+    def test_unsuitable_data_and_models_are_refused(self, models: dict[str, Model]) -> None:
         text, pairs = data(["a"]), data([("a", "b")])
         cases: list[tuple[Dataset, list[Model], str | None, str]] = [
             (text, [models["llama"], models["t5"]], None, "one model is causal and the other an encoder-decoder"),
@@ -201,11 +201,11 @@ class TestChoice:
         ]
         for samples, pair, name, message in cases:
             with pytest.raises(TuneportError, match=message) as caught:
-                objective_of(samples, pair, name)
+                choose_objective(samples, pair, name)
             assert "\n" not in str(caught.value)
 
 
-# --- a loss of one's own
+# --- custom losses
 
 
 OWN = """
@@ -239,7 +239,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 @pytest.mark.usefixtures("own")
-def test_bad_names_of_losses(name: str, message: str) -> None:
+def test_bad_names_of_losses_are_refused(name: str, message: str) -> None:
     before = list(sys.path)
     with pytest.raises(TuneportError, match=message) as caught:
         load_loss(name)
@@ -252,7 +252,7 @@ def test_bad_names_of_losses(name: str, message: str) -> None:
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Classifiers, and the same without their heads, which differ in tokenizer too."""
+    """Classifiers, and the same models without heads and with different tokenizers."""
     root = tmp_path_factory.mktemp("encoders")
     source, target = make("bert"), make("bert", LARGE, vocab_size=320)
     moved = finetuned(describe_module(source))
@@ -281,7 +281,7 @@ def arguments(paths: dict[str, Path], bare: bool, out: Path, *more: str) -> list
     return ["transfer", *given, "--out", str(out), "--samples", "16", "--json", *more]
 
 
-def test_an_own_loss_through_the_command_line(own: str, encoders: dict[str, Path], tmp_path: Path) -> None:
+def test_custom_loss_on_the_command_line(own: str, encoders: dict[str, Path], tmp_path: Path) -> None:
     command = arguments(encoders, False, tmp_path / "out", "--data", str(encoders["labels"]), "--batch-size", "6")
     done = CliRunner().invoke(app, [*command, "--loss", f"{own}:loss"])
     assert done.exit_code == 0, done.output
@@ -305,7 +305,9 @@ def test_an_own_loss_through_the_command_line(own: str, encoders: dict[str, Path
     ],
 )
 @pytest.mark.usefixtures("own")
-def test_bad_losses_end_in_one_line(encoders: dict[str, Path], tmp_path: Path, loss: str, message: str) -> None:
+def test_bad_losses_are_reported_in_one_line(
+    encoders: dict[str, Path], tmp_path: Path, loss: str, message: str
+) -> None:
     command = arguments(encoders, False, tmp_path / "out", "--data", str(encoders["labels"]), "--loss", loss)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
@@ -315,14 +317,14 @@ def test_bad_losses_end_in_one_line(encoders: dict[str, Path], tmp_path: Path, l
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_loss_is_named_also_where_the_method_needs_none(encoders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_bad_loss_is_refused_even_if_the_method_needs_none(encoders: dict[str, Path], tmp_path: Path) -> None:
     command = arguments(encoders, False, tmp_path / "out", "--method", "naive", "--loss", "casual")
     done = CliRunner().invoke(app, command)
     assert "unknown loss 'casual'" in str(done.exception)
 
 
-def test_contrastive_pairs_through_a_whole_transfer(encoders: dict[str, Path], tmp_path: Path) -> None:
-    """Sentence encoders of other widths, depths and tokenizers; the result loads and reads texts."""
+def test_transfer_with_contrastive_pairs(encoders: dict[str, Path], tmp_path: Path) -> None:
+    """Sentence encoders with different widths, depths and tokenizers; the result loads and encodes texts."""
     done = CliRunner().invoke(app, arguments(encoders, True, tmp_path / "out", "--data", str(encoders["pairs"])))
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
@@ -333,11 +335,12 @@ def test_contrastive_pairs_through_a_whole_transfer(encoders: dict[str, Path], t
     assert "encoder.layer.2.attention.self.query.weight" in roles
     before, after = (open_model(path) for path in (encoders["bare-target"], tmp_path / "out"))
     vectors = [
-        accuracy.features(model, read_plain(encoders["pairs"], "test", labelled=False)) for model in (before, after)
+        accuracy.compute_features(model, read_plain(encoders["pairs"], "test", labelled=False))
+        for model in (before, after)
     ]
     assert torch.isfinite(vectors[1]).all()
     assert not torch.allclose(*vectors)
-    # pairs are two sequences each: every one of the 32 rows is seen
+    # a pair is two sequences: all 32 rows are used
     ranks = [layer["rank_in"] for layer in record["layers"] if layer["target"].endswith("query.weight")]
     assert min(ranks) == SMALL.width
 
@@ -347,7 +350,7 @@ def test_contrastive_pairs_through_a_whole_transfer(encoders: dict[str, Path], t
 
 class TestPerplexity:
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
-    def test_one_sample_is_that_of_transformers(self, models: dict[str, Model], family: str) -> None:
+    def test_perplexity_of_one_sample_is_that_of_transformers(self, models: dict[str, Model], family: str) -> None:
         model = models[family]
         ids = torch.tensor([model.reader.tokenizer(SENTENCES[0])["input_ids"]])
         with torch.no_grad():
@@ -358,7 +361,7 @@ class TestPerplexity:
         right = (out.logits[0, :-1].argmax(-1) == ids[0, 1:]).float().mean()
         assert found.accuracy == pytest.approx(100 * float(right))
 
-    def test_of_an_encoder_decoder(self, models: dict[str, Model]) -> None:
+    def test_perplexity_of_an_encoder_decoder(self, models: dict[str, Model]) -> None:
         model = models["t5"]
         ids, labels = (torch.tensor([model.reader.tokenizer(text)["input_ids"]]) for text in (SENTENCES[0], "yes"))
         with torch.no_grad():
@@ -367,12 +370,12 @@ class TestPerplexity:
         assert found.perplexity == pytest.approx(wanted, rel=1e-5)
         assert found.tokens == labels.shape[1]
 
-    def test_batches_change_nothing(self, models: dict[str, Model]) -> None:
+    def test_batch_size_does_not_matter(self, models: dict[str, Model]) -> None:
         one, many = (accuracy.perplexity(models["gpt2"], data(SENTENCES), batch_size=size) for size in (1, 16))
         assert one.perplexity == pytest.approx(many.perplexity, rel=1e-5)
         assert (one.tokens, one.samples, one.accuracy) == (many.tokens, many.samples, many.accuracy)
 
-    def test_what_has_none(self, models: dict[str, Model], zoo: Zoo) -> None:
+    def test_models_and_data_without_perplexity_are_refused(self, models: dict[str, Model], zoo: Zoo) -> None:
         with pytest.raises(TuneportError, match="bert writes no text; perplexity needs a causal"):
             accuracy.perplexity(models["bert"], data(SENTENCES))
         with pytest.raises(DataError, match=r"animals holds images, but .*llama reads texts"):
@@ -380,7 +383,7 @@ class TestPerplexity:
         with pytest.raises(DataError, match="has no token to predict"):
             accuracy.perplexity(models["gpt2"], data(["a"]))
 
-    def test_through_the_command_line(self, models: dict[str, Model], tmp_path: Path) -> None:
+    def test_perplexity_on_the_command_line(self, models: dict[str, Model], tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in SENTENCES])
         model = models["llama"]
         command = ["evaluate", str(model.folder), "--data", str(rows), "--protocol", "perplexity", "--json"]
@@ -394,8 +397,8 @@ class TestPerplexity:
         assert plain.stdout.startswith("perplexity ")
 
 
-def test_a_language_model_through_a_whole_transfer(tmp_path: Path) -> None:
-    """Prompts and targets in a table, Llamas of other sizes and another tokenizer."""
+def test_transfer_of_a_language_model(tmp_path: Path) -> None:
+    """Prompts and targets from a table; Llamas of different sizes and tokenizers."""
     paths = [
         folder(tmp_path / "source", "llama"),
         folder(tmp_path / "tuned", "llama", tuned=True),

@@ -1,4 +1,4 @@
-"""Signals against autograd and plain hooks, for every way in which a linear map is computed."""
+"""Signals against autograd and hooks, for every way to compute a linear map."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _seed() -> Iterator[None]:
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", CASES)
-def test_signals_make_autograds_weight_gradient(case: str, training: bool) -> None:
+def test_signals_give_the_weight_gradient_of_autograd(case: str, training: bool) -> None:
     """G^T X is the weight's gradient and the sum of G the bias's, exactly."""
     model, batch = CASES[case]()
     model.double().train(training)
@@ -50,7 +50,7 @@ def test_signals_make_autograds_weight_gradient(case: str, training: bool) -> No
         assert relative(found, layer.matrix(gradient)) < 1e-12, layer.name
         if layer.bias is not None:
             bias = layer.vector(parameters[layer.bias].grad)
-            # a key's bias moves all logits alike: its gradient is rounding only
+            # a key's bias shifts all logits equally: its gradient is a rounding error
             assert torch.allclose(sum(one.sum((0, 1)) for one in g), bias, rtol=1e-12, atol=1e-12)
 
 
@@ -162,7 +162,7 @@ def test_only_named_matrices_are_watched() -> None:
     assert {name for name, _ in watch(model, without, batches(4)[0], loss, BICO)} == {layer.name for layer in without}
 
 
-def test_threads_that_watch_attention_leave_torch_as_it_was() -> None:
+def test_threads_that_watch_attention_restore_torch() -> None:
     linear, found = F.linear, []
 
     def look() -> None:

@@ -22,7 +22,7 @@ from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.cli import app
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers
-from tuneport.measure.batches import PairedBatch, nested_to
+from tuneport.measure.batches import PairedBatch, move_batch
 from tuneport.measure.capture import measure_pairs
 from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
@@ -324,7 +324,7 @@ def test_a_full_disk_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nested_batches_move_to_a_device() -> None:
     batch = PairedBatch({"x": torch.zeros(2)}, (torch.zeros(3), [torch.zeros(1)]), size=2)
-    moved = nested_to(batch, torch.device("meta"))
+    moved = move_batch(batch, torch.device("meta"))
     assert moved.source["x"].is_meta
     assert moved.target[1][0].is_meta
     assert moved.size == 2

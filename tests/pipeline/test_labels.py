@@ -18,7 +18,7 @@ from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
 from tuneport.job import Drawn
-from tuneport.measure.accuracy import encoded
+from tuneport.measure.accuracy import encode_batches
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
@@ -33,7 +33,7 @@ def answers(given: Path | Model, data: Dataset, base: Path | None = None) -> lis
     model = given if isinstance(given, Model) else open_model(given)
     head = choose_head(model if base is None else open_model(base), None, data)
     with torch.no_grad():
-        scores = [head.scores(model, model.module, batch) for batch, _ in encoded(model, data, 8)]
+        scores = [head.scores(model, model.module, batch) for batch, _ in encode_batches(model, data, 8)]
     return [int(label) for label in torch.cat(scores).argmax(-1)]
 
 

@@ -86,9 +86,16 @@ class TestContent:
     def test_page_contains_every_section_and_number(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
-        for heading in ("What was done", "Will it help?", "Accuracy", "Strength", "How alike", "Layer by layer"):
+        for heading in (
+            "What was done",
+            "Will it help?",
+            "Accuracy",
+            "Strength",
+            "Similarity of the models",
+            "Layer by layer",
+        ):
             assert heading in text
-        for heading in ("Not transported, and why", "Cost", "All layers in numbers", "Do it again"):
+        for heading in ("Layer by layer", "Not transported, and why", "Cost", "All layers in numbers", "Do it again"):
             assert heading in text
         assert record["verdict"]["verdict"] in text
         for layer in record["layers"]:

@@ -19,7 +19,7 @@ from ..data.samplers import SAMPLERS, select
 from ..data.tasks import read_data
 from ..job import Drawn, Job, first_half
 from ..maps.statistics import Statistics
-from ..measure.accuracy import features, linear_probe
+from ..measure.accuracy import compute_features, linear_probe
 from ..methods import Method, Transfer, get_method
 from ..models.base import Model
 from ..models.heads import Head, choose_head
@@ -264,7 +264,7 @@ def _largest_job(
     if looks:
         assert isinstance(job.samples, Drawn)
         if "features" not in kept:
-            kept["features"] = features(target, job.samples.dataset)
+            kept["features"] = compute_features(target, job.samples.dataset)
         chosen = select(job.samples.dataset, sampler=sampler, features=lambda _: kept["features"], **drawn)
         job = replace(job, samples=replace(job.samples, indices=chosen))
     for name in comparison.methods:

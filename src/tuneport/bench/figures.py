@@ -17,7 +17,7 @@ from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import DataError
 from ..job import Drawn
-from ..measure.likeness import activation_drift, by_block, layer_similarity, output_similarity
+from ..measure.likeness import average_by_block, compare_layers, compare_outputs, measure_drift
 from ..measure.objectives import OBJECTIVES, forward_only
 from ..measure.signals import INPUT
 from ..methods import get_method
@@ -68,7 +68,7 @@ def _similarity(comparison: Comparison, models: Sequence[Model], task: str, samp
         Drawn(Sides(source, target), data, rows, None, comparison.batch_size, OBJECTIVES["classification"])
         for rows in (both[:count], both[count:])
     )
-    found = layer_similarity(
+    found = compare_layers(
         source.module,
         target.module,
         pair_layers(source.layers, target.layers).pairs,
@@ -85,7 +85,7 @@ def _similarity(comparison: Comparison, models: Sequence[Model], task: str, samp
         "cosine after, unseen samples": "cosine_held_out",
     }
     for name, key in series.items():
-        for block, value in by_block(found, key).items():
+        for block, value in average_by_block(found, key).items():
             yield {"plot": "similarity", "series": name, "x": block, "value": value}
 
 
@@ -102,13 +102,13 @@ def _outputs(comparison: Comparison, models: Sequence[Model], task: str, sampler
     measured = measure_job(job, signals=signals)
     for name in ("target", *methods):
         if name == "target":
-            found = output_similarity(target, reference, shown)
+            found = compare_outputs(target, reference, shown)
         else:
             moved = methods[name].transfer(problem_of(job, measured))
             with Scaled(target.module, moved.task_vector) as scaled:
                 scaled.set(1.0)
-                found = output_similarity(target.with_module(scaled.module), reference, shown)
-        for block, value in by_block(found, "cosine_before").items():
+                found = compare_outputs(target.with_module(scaled.module), reference, shown)
+        for block, value in average_by_block(found, "cosine_before").items():
             yield {"plot": "output-similarity", "series": name, "x": block, "value": value}
 
 
@@ -122,11 +122,11 @@ def _drift(comparison: Comparison, models: Sequence[Model], task: str, sampler: 
     count = comparison.budgets[-1] if comparison.budgets else 100
     shown = data.subset(select(data, samples=min(count, len(data)), sampler=sampler, seed=seed))
     steps = ((int(folder.name.partition("-")[2]), open_model(folder, device=base.device).module) for folder in folders)
-    found = activation_drift(base, steps, shown)
+    found = measure_drift(base, steps, shown)
     for step in dict.fromkeys(item.step for item in found):
         here = [item for item in found if item.step == step]
         for plot in ("direction", "magnitude"):
-            for block, value in by_block(here, plot).items():
+            for block, value in average_by_block(here, plot).items():
                 yield {"plot": plot, "series": f"block {block}", "x": step, "value": value}
 
 

@@ -23,7 +23,7 @@ from ..data.formats import read_plain
 from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
-from ..measure.accuracy import before_and_after, zero_shot
+from ..measure.accuracy import evaluate_change, zero_shot
 from ..methods import METHODS
 from ..models.base import Model
 from ..models.heads import Head, choose_head
@@ -78,7 +78,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         more = {
             "out": str(out / "large-mirrored"),
             "cost": cost_of(job.for_(METHODS["bico"])),
-            "evaluation": before_and_after(large, best.apply(), heads[id(large)], test),
+            "evaluation": evaluate_change(large, best.apply(), heads[id(large)], test),
         }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         reference = _finetuned(large, heads[id(large)], train, "fine-tuning the target", report)

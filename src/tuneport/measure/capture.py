@@ -1,7 +1,7 @@
-"""Measure two frozen models on the same batches: one forward and one backward pass each, sums kept, signals dropped.
+"""Measure two frozen models on the same batches, with one forward and one backward pass each.
 
 The source's signals live for one batch; the target's are consumed as they arrive, so memory does not grow with the
-number of samples. Models come back as they went in, also after an error.
+number of samples. Both models are restored, also after an error.
 """
 
 from __future__ import annotations
@@ -10,26 +10,21 @@ import copy
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CaptureError, first_of
 from ..layers import Layer
 from ..maps.covariance import CrossCovariance, are_half
 from ..maps.statistics import Key, S, Statistics, WeightGradient
 from ..pairing import LayerPair
-from ..types import Loss, Progress
-from .batches import PairedBatch, parts_of
-from .signals import (
-    NEEDS_BACKWARD,
-    SIGNALS,
-    WEIGHT_GRADIENT,
-    Recorder,
-    frozen,
-)
+from ..types import Loss, Progress, Sides
+from .batches import PairedBatch, split_batch
+from .signals import NEEDS_BACKWARD, SIGNALS, WEIGHT_GRADIENT, Recorder, frozen
 from .tokens import Match, TokenLimit, match_tokens
 
 MakeSum = Callable[[LayerPair, str, int, int, torch.device], S]
@@ -57,26 +52,25 @@ def measure_pairs(
     With forward signals only, no backward pass is run. A pair whose layers never run is absent from the result.
 
     Args:
-        batches: each is anything the losses take, or a PairedBatch where source and target read samples differently.
+        batches: each is an input of the losses, or a PairedBatch if source and target read samples differently.
         source_loss, target_loss: the sum over samples of the per-sample loss.
         match: pairs the tokens of both models; a PairedBatch may bring its own.
         start: statistics of earlier batches, which these batches continue.
         on_batch: called after each batch with all statistics so far, valid until it returns.
         limit: caps the tokens that enter covariances.
         make_sum: called with (pair, signal, source width, target width, device); CrossCovariance by default.
-        most_samples: the largest number of samples in one pass. A larger batch is run in parts, which changes rounding
-            only. A PairedBatch with its own match stays whole unless it can divide itself.
+        most_samples: the largest number of samples in one pass. A larger batch is run in parts, if `split_batch` can
+            divide it, which changes rounding only.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    usual = match or match_tokens(None, None)
     make = make_sum or cast("MakeSum[S]", _make_covariance)
-    accumulator = _Accumulator(pairs, frozenset(signals), usual, make, limit)
+    accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), make, limit)
     backward = bool(NEEDS_BACKWARD & set(signals))
     samples = passes = 0
     if start is not None:
         samples, passes = start.samples, start.passes.get("forward", 0)
-        accumulator.go_on_from(start)
+        accumulator.continue_from(start)
 
     def so_far() -> Statistics[S]:
         runs = {"forward": passes, "backward": passes if backward else 0}
@@ -85,13 +79,12 @@ def measure_pairs(
     with frozen(source), frozen(target):
         for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
-            for part, size in parts_of(paired, most_samples):
-                rows = part.rows or size
+            for part, size in split_batch(paired, most_samples):
+                rows, layers = part.rows or size, accumulator.layers
                 accumulator.start(part.match, samples, size)
-                ours, theirs = accumulator.source_layers, accumulator.target_layers
-                if any(ours.values()):
-                    Recorder(source, ours, accumulator.keep, rows, backward).run(part.source, source_loss)
-                Recorder(target, theirs, accumulator.consume, rows, backward).run(part.target, target_loss)
+                if any(layers.source.values()):
+                    Recorder(source, layers.source, accumulator.keep, rows, backward).run(part.source, source_loss)
+                Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, target_loss)
                 accumulator.finish(index)
                 samples += size
                 if progress is not None:
@@ -121,45 +114,44 @@ class _Accumulator(Generic[S]):
     ) -> None:
         self.covariances: dict[Key, S] = {}
         self.weight_gradients: dict[str, WeightGradient] = {}
+        self.layers: Sides[dict[Layer, frozenset[str]]] = Sides({}, {})
         self._pairs = {pair.target.name: pair for pair in pairs}
         self._default_match, self._make_sum, self._limit = match, make_sum, limit
-        self.source_layers: dict[Layer, frozenset[str]] = {}
-        self.target_layers: dict[Layer, frozenset[str]] = {}
+        self._readers: Counter[Key] = Counter()
         for pair in pairs:
-            self.target_layers[pair.target] = wanted = pair.wanted(signals)
-            paired = wanted - {WEIGHT_GRADIENT}
-            self.source_layers[pair.source] = self.source_layers.get(pair.source, frozenset()) | paired
-        self._readers = Counter(
-            (pair.source.name, signal) for pair in pairs for signal in self.target_layers[pair.target]
-        )
+            wanted = pair.wanted(signals)
+            self.layers.target[pair.target] = wanted
+            known = self.layers.source.get(pair.source, frozenset())
+            self.layers.source[pair.source] = known | wanted - {WEIGHT_GRADIENT}
+            self._readers.update((pair.source.name, signal) for signal in wanted)
 
-    def go_on_from(self, start: Statistics[S]) -> None:
-        """Take over the sums of earlier batches, in copies that share what was shared."""
+    def continue_from(self, start: Statistics[S]) -> None:
+        """Copy the sums of earlier batches; sums that were shared stay shared."""
         copies: dict[int, Any] = {}
         self.covariances = copy.deepcopy(dict(start.covariances), copies)
         self.weight_gradients = copy.deepcopy(dict(start.weight_gradients), copies)
 
     def start(self, match: Match | None, samples: int, size: int) -> None:
-        """Forget the signals of the last batch; `size` samples come after the first `samples`."""
+        """Begin a batch of `size` samples that follows the first `samples`."""
         self._match = match or self._default_match
         self._at = (samples, size)
         self._rows: dict[tuple[int, torch.device], Tensor | None] = {}
         self._unread: Counter[tuple[str, str, int]] = Counter()
         self._ran: Counter[Key] = Counter()
         self._kept: dict[tuple[str, str, int], Tensor] = {}
-        self._copies: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
-        self._resized: dict[int, tuple[weakref.ref[Tensor], torch.Size, Tensor]] = {}
+        self._copies: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
+        self._resized: MutableMapping[Tensor, tuple[torch.Size, Tensor]] = WeakIdKeyDictionary()
         self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], S]] = {}
         self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
         self._calls: Counter[Key] = Counter()
 
     def keep(self, layer: Layer, signal: str, call: int, tensor: Tensor) -> None:
         """Store a source signal for this batch; layers that read the same tensor share one copy."""
-        known = self._copies.get(id(tensor))
-        copied = known[1]() if known is not None and known[0]() is tensor else None
+        known = self._copies.get(tensor)
+        copied = known() if known is not None else None
         if copied is None:
             copied = tensor.clone()
-            self._copies[id(tensor)] = (weakref.ref(tensor), weakref.ref(copied))
+            self._copies[tensor] = weakref.ref(copied)
         self._kept[layer.name, signal, call] = copied
         self._unread[layer.name, signal, call] = self._readers[layer.name, signal]
         self._ran[layer.name, signal] += 1
@@ -174,97 +166,97 @@ class _Accumulator(Generic[S]):
             self.weight_gradients[layer.name].update(inputs, tensor)
             return
         pair = self._pairs[layer.name]
+        place = (pair.source.name, signal, call)
         self._calls[layer.name, signal] += 1
-        ours = self._kept.get((pair.source.name, signal, call))
-        if ours is None:
+        source = self._kept.get(place)
+        if source is None:
             return
-        covariance = self._covariance(pair, signal, ours, tensor)
+        covariance = self._find_sum(pair, signal, source, tensor)
         added = self._added.get((id(covariance), call))
         if added is None:
-            self._added[id(covariance), call] = (id(ours), weakref.ref(tensor))
-            again = self._unread[pair.source.name, signal, call] > 1
-            covariance.update(*self._limited(*self._matched(ours, tensor, again)))
-        elif added[0] != id(ours) or added[1]() is not tensor:
+            self._added[id(covariance), call] = (id(source), weakref.ref(tensor))
+            matched = self._match_once(source, tensor, again=self._unread[place] > 1)
+            covariance.update(*self._limit_rows(*matched))
+        elif added[0] != id(source) or added[1]() is not tensor:
             raise CaptureError(
                 f"{layer.name} read the same tensor as another layer in the first batch but not in this one; "
                 "measure it in a run of its own."
             )
-        self._unread[pair.source.name, signal, call] -= 1
-        if not self._unread[pair.source.name, signal, call]:  # the last reader: let its memory go
-            del self._kept[pair.source.name, signal, call]
-            self._resized.pop(id(ours), None)
+        self._unread[place] -= 1
+        if not self._unread[place]:  # no layer needs it again: free its memory
+            del self._kept[place]
+            self._resized.pop(source, None)
 
-    def _matched(self, ours: Tensor, theirs: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """Paired rows of both; where a deeper target reads a source layer several times, its side is resized once.
+    def _match_once(self, source: Tensor, target: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+        """Paired rows of both; if a deeper target reads a source layer several times, its side is resized once.
 
-        On an accelerator, where converting takes a quarter of the time of summing up, that is done once too, unless
-        the signals are half-precision, which are multiplied as they are.
+        On an accelerator, conversion to float64 takes a quarter of the time of a sum, so it is done once too. It is
+        not done for half-precision signals, which are multiplied as they are.
         """
-        known = self._resized.get(id(ours))
-        if known is not None and known[0]() is ours and known[1] == theirs.shape[:2]:
-            return known[2], theirs.flatten(0, 1)
-        found = self._match(ours, theirs)
-        if again and ours.device.type != "cpu" and self._limit is None and not are_half(ours.dtype):
+        known = self._resized.get(source)
+        if known is not None and known[0] == target.shape[:2]:
+            return known[1], target.flatten(0, 1)
+        found = self._match(source, target)
+        if again and source.device.type != "cpu" and self._limit is None and not are_half(source.dtype):
             found = found[0].double(), found[1]
-        if found[1].data_ptr() == theirs.data_ptr() and len(found[1]) == theirs.shape[:2].numel():  # as they came
-            self._resized[id(ours)] = (weakref.ref(ours), theirs.shape[:2], found[0])
+        if found[1].data_ptr() == target.data_ptr() and len(found[1]) == target.shape[:2].numel():  # all target rows
+            self._resized[source] = (target.shape[:2], found[0])
         return found
 
-    def _limited(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of a batch that are looked at, the same ones for every layer with so many."""
+    def _limit_rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The drawn tokens of a batch, the same for every layer with as many tokens."""
         if self._limit is None:
-            return ours, theirs
-        key = (len(theirs), theirs.device)
+            return source, target
+        key = (len(target), target.device)
         if key not in self._rows:
-            rows = self._limit.rows(*self._at, len(theirs))
-            self._rows[key] = rows if rows is None else rows.to(theirs.device)
+            rows = self._limit.rows(*self._at, len(target))
+            self._rows[key] = rows if rows is None else rows.to(target.device)
         rows = self._rows[key]
-        return (ours, theirs) if rows is None else (ours[rows.to(ours.device)], theirs[rows])
+        return (source, target) if rows is None else (source[rows.to(source.device)], target[rows])
 
-    def _covariance(self, pair: LayerPair, signal: str, ours: Tensor, theirs: Tensor) -> S:
-        key, tensors = (pair.target.name, signal), (signal, id(ours), id(theirs))
+    def _find_sum(self, pair: LayerPair, signal: str, source: Tensor, target: Tensor) -> S:
+        """The sum of a pair; pairs that read the same two tensors share one."""
+        key, tensors = (pair.target.name, signal), (signal, id(source), id(target))
         if key not in self.covariances:
             shared = self._shared.get(tensors)
-            if shared is not None and shared[0]() is theirs:
+            if shared is not None and shared[0]() is target:
                 self.covariances[key] = shared[1]
             else:
-                self.covariances[key] = self._make_sum(pair, signal, ours.shape[-1], theirs.shape[-1], theirs.device)
-        self._shared[tensors] = (weakref.ref(theirs), self.covariances[key])
+                widths = source.shape[-1], target.shape[-1]
+                self.covariances[key] = self._make_sum(pair, signal, *widths, target.device)
+        self._shared[tensors] = (weakref.ref(target), self.covariances[key])
         return self.covariances[key]
 
     def finish(self, index: int) -> None:
-        """Check the batch, and let its signals go."""
-        self._check_calls(index)
+        """Check the batch and drop its signals."""
+        for (name, signal), calls in self._calls.items():
+            source = self._pairs[name].source.name
+            if (expected := self._ran[source, signal]) and calls != expected:
+                raise CaptureError(
+                    f"source layer {source} ran {expected} times and target layer {name} {calls} times on batch "
+                    f"{index} ({signal}); pair layers that run equally often."
+                )
         self._check_sums(index)
         self._kept.clear()
         self._copies.clear()
         self._resized.clear()
 
-    def _check_calls(self, index: int) -> None:
-        """Paired layers ran equally often."""
-        for (name, signal), calls in self._calls.items():
-            expected = self._ran[self._pairs[name].source.name, signal]
-            if expected and calls != expected:
-                raise CaptureError(
-                    f"source layer {self._pairs[name].source.name} ran {expected} times and target layer {name} "
-                    f"{calls} times on batch {index} ({signal}); pair layers that run alike."
-                )
-
     def _check_sums(self, index: int) -> None:
-        """Every sum is finite."""
+        """Raise an error if a sum is not finite."""
         energies = [cov.source_energy * cov.target_energy for cov in self.covariances.values()]
+        broken: list[str] = []
         if energies and not bool(torch.isfinite(torch.stack(energies).sum())):
             broken = [
                 f"{layer} ({signal})"
-                for (layer, signal), cov in self.covariances.items()
-                if not math.isfinite(float(cov.source_energy * cov.target_energy))
+                for (layer, signal), energy in zip(self.covariances, energies, strict=True)
+                if not math.isfinite(float(energy))
             ]
+        broken = broken or [
+            f"{name} ({WEIGHT_GRADIENT})"
+            for name, found in self.weight_gradients.items()
+            if not bool(found.total.sum().isfinite())
+        ]
+        if broken:
             raise CaptureError(
                 f"NaN or Inf in batch {index} at {first_of(broken, 3)}: check the weights and the calibration data."
-            )
-        lost = [name for name, found in self.weight_gradients.items() if not bool(found.total.sum().isfinite())]
-        if lost:
-            raise CaptureError(
-                f"NaN or Inf in batch {index} at {first_of(lost, 3)} ({WEIGHT_GRADIENT}): check the weights and the "
-                "calibration data."
             )

@@ -1,8 +1,8 @@
-"""What the models are asked on the calibration samples: how a batch is made of them, and the loss on it.
+"""Objectives: how calibration samples become batches, and the loss of a model on a batch.
 
-A batch is `(inputs, labels)`: what the module's forward takes, and class numbers or token numbers. Losses are sums:
-over samples, and over the tokens to be predicted, each of which counts the same, as in training. An own loss is any
-`loss(module, batch)` that returns such a sum.
+A batch is `(inputs, labels)`: the arguments of the module's forward, and class or token numbers. Losses are sums over
+samples, or over the tokens to predict, with equal weights as in training. A custom loss is any `loss(module, batch)`
+that returns such a sum.
 """
 
 from __future__ import annotations
@@ -27,79 +27,78 @@ from ..types import Loss
 
 @dataclass(frozen=True)
 class Objective:
-    """A way to ask: `encode` makes a batch of samples for a model, `loss` scores one.
+    """`encode` makes a batch of samples for a model, `loss` makes the loss of a model with a head.
 
-    `by_sample` says that the loss is a sum over samples that do not see each other, so that batches may be divided.
+    `by_sample` is True if the loss is a sum over independent samples, so that batches may be divided.
     """
 
     name: str
-    summary: str
     encode: Callable[[Model, Dataset], Encoded]
     loss: Callable[[Model, Head | None], Loss]
     by_sample: bool = True
 
 
-def objective_of(dataset: Dataset, models: Sequence[Model], wanted: str | None = None) -> Objective:
-    """The objective of that name, or the one that the data and both models allow; an error says what is missing."""
-    name = check_objective(wanted or _usual(dataset, models))
+def choose_objective(dataset: Dataset, models: Sequence[Model], wanted: str | None = None) -> Objective:
+    """The objective of that name, or the default for the data and the models; checks that they allow it."""
+    name = check_objective(wanted or _choose_default(dataset, models))
     for model in models:
         if name in ("causal", "seq2seq") and model.generates != name:
             can = f"generates as {model.generates}" if model.generates else "writes no text"
             raise TuneportError(f"the {name} loss needs a model that predicts tokens that way; {model.name} {can}.")
-    first = dataset.inputs[0] if len(dataset) else ""
-    if name == "contrastive" and (dataset.kind != "text" or isinstance(first, str)):
+    if name == "contrastive" and not _has_pairs(dataset):
         raise DataError(f"the contrastive loss needs pairs of texts; {dataset} has none: columns text and text_pair.")
-    if name == "seq2seq" and answers_of(dataset) is None:
+    if name == "seq2seq" and read_answers(dataset) is None:
         raise DataError(f"the seq2seq loss needs what is to be written; {dataset} has no column target or label.")
     return OBJECTIVES[name]
 
 
 def check_objective(name: str) -> str:
-    """The name, or an error that lists what there is."""
+    """The name, or an error that lists all objectives."""
     if name not in OBJECTIVES:
         raise TuneportError(unknown_name("loss", name, OBJECTIVES) + " Or pass MODULE:FUNCTION.")
     return name
 
 
-def _usual(dataset: Dataset, models: Sequence[Model]) -> str:
-    ways = {model.generates for model in models}
-    if ways and None not in ways:
-        if len(ways) > 1:
+def _choose_default(dataset: Dataset, models: Sequence[Model]) -> str:
+    kinds = {model.generates for model in models}
+    if kinds and None not in kinds:
+        if len(kinds) > 1:
             raise TuneportError("one model is causal and the other an encoder-decoder; pass a loss for each in Python.")
-        return str(ways.pop())
-    pairs = dataset.kind == "text" and len(dataset) > 0 and not isinstance(dataset.inputs[0], str)
-    heads = all(model.logits is not None for model in models)
-    return "contrastive" if pairs and dataset.labels is None and not heads else "classification"
+        return str(kinds.pop())
+    classifiers = all(model.logits is not None for model in models)
+    contrast = _has_pairs(dataset) and dataset.labels is None and not classifiers
+    return "contrastive" if contrast else "classification"
 
 
-def answers_of(dataset: Dataset) -> Sequence[str] | None:
-    """What is to be written for each sample: its target, or the words for its label."""
-    if dataset.targets is not None:
+def _has_pairs(dataset: Dataset) -> bool:
+    return dataset.kind == "text" and len(dataset) > 0 and not isinstance(dataset.inputs[0], str)
+
+
+def read_answers(dataset: Dataset) -> Sequence[str] | None:
+    """The text to write for each sample: its target, or the words for its label."""
+    if dataset.targets is not None or dataset.labels is None:
         return dataset.targets
-    if dataset.labels is None:
-        return None
     words = dataset.label_texts or dataset.classes
     return [words[label] for label in dataset.labels]
 
 
 def load_loss(name: str) -> Loss:
-    """The user's own `loss(module, batch)`, named MODULE:FUNCTION, from the working folder or the path."""
+    """Import a custom `loss(module, batch)` by its name MODULE:FUNCTION, from the working folder or the path."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        loss: Loss = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise TuneportError(f"the loss {name} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(found):
+    if not callable(loss):
         raise TuneportError(f"the loss {name} is not a function.")
-    loss: Loss = found
     return loss
 
 
 def batch_for(model: Model, encoded: Encoded) -> tuple[dict[str, Tensor], Tensor]:
-    """The batch that a loss takes, where and as the model runs."""
+    """The batch of a loss, on the device and in the dtype of the model."""
     labels = encoded.labels if encoded.labels is not None else torch.empty(0)
     return model.inputs(encoded.inputs), labels.to(model.device)
 
@@ -109,38 +108,29 @@ def forward_only(model: Model) -> Loss:
     forward = model.logits or model.features
     if forward is None:
         raise TuneportError(f"{model.name} cannot be run on raw samples: tuneport does not know its family.")
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        return forward(module, batch[0]).sum()
-
-    return loss
+    return lambda module, batch: forward(module, batch[0]).sum()
 
 
-def token_loss(model: Model) -> Loss:
-    """Sum over the tokens to be predicted of their cross-entropy."""
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        return token_cross_entropy(*next_tokens(model, module, batch))
-
-    return loss
+def token_loss(model: Model, _head: Head | None = None) -> Loss:
+    """The sum of the cross-entropies of the tokens to predict."""
+    return lambda module, batch: token_cross_entropy(*next_tokens(model, module, batch))
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum over labels that are not to be ignored, of scores (N, T, vocabulary) against labels (N, T)."""
+    """The sum for scores (N, T, vocabulary) and labels (N, T), without the labels to ignore."""
     scores = widened(logits.flatten(0, 1))
     return F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
 
 
 def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores (N, T, vocabulary) and the labels (N, T) they are to hit; a causal model's are one place apart."""
+    """Scores (N, T, vocabulary) and their labels (N, T); for a causal model they are shifted by one position."""
     inputs, labels = batch
     assert model.token_logits is not None
     logits = model.token_logits(module, inputs, labels)
     return (logits[:, :-1], labels[:, 1:]) if model.generates == "causal" else (logits, labels)
 
 
-def _plain(model: Model, samples: Dataset) -> Encoded:
-    """The inputs as they are, with class labels."""
+def _encode_classes(model: Model, samples: Dataset) -> Encoded:
     labels = torch.full((len(samples),), UNLABELLED) if samples.labels is None else torch.as_tensor(samples.labels)
     if model.reader is not None:
         return replace(model.reader.texts(list(samples.inputs)), labels=labels)
@@ -149,14 +139,9 @@ def _plain(model: Model, samples: Dataset) -> Encoded:
     return Encoded(model.encode(list(samples.inputs)), labels, ())
 
 
-def _classification(model: Model, head: Head | None) -> Loss:
+def _class_loss(model: Model, head: Head | None) -> Loss:
     assert head is not None
-
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        inputs, labels = batch
-        return F.cross_entropy(head.scores(model, module, inputs), labels, reduction="sum")
-
-    return loss
+    return lambda module, batch: F.cross_entropy(head.scores(model, module, batch[0]), batch[1], reduction="sum")
 
 
 def _reader(model: Model) -> Reader:
@@ -165,46 +150,34 @@ def _reader(model: Model) -> Reader:
     return model.reader
 
 
-def _pairs(model: Model, samples: Dataset) -> Encoded:
+def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
     return replace(_reader(model).pairs(list(samples.inputs)), labels=torch.arange(len(samples)))
 
 
-def _contrastive(model: Model, head: Head | None) -> Loss:
-    """Each first text is to find its second among those of the batch."""
-    del head
+def _contrastive_loss(model: Model, _head: Head | None) -> Loss:
+    """Classify the second text of each first text among those of the batch."""
 
     def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        inputs, labels = batch
         assert model.features is not None
-        vectors = F.normalize(widened(model.features(module, inputs)), dim=-1)
-        return F.cross_entropy(model.logit_scale * vectors[0::2] @ vectors[1::2].T, labels, reduction="sum")
+        vectors = F.normalize(widened(model.features(module, batch[0])), dim=-1)
+        return F.cross_entropy(model.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum")
 
     return loss
 
 
-def _continued(model: Model, samples: Dataset) -> Encoded:
-    return _reader(model).continuations(list(samples.inputs), answers_of(samples))
+def _encode_continuations(model: Model, samples: Dataset) -> Encoded:
+    return _reader(model).continuations(list(samples.inputs), read_answers(samples))
 
 
-def _answered(model: Model, samples: Dataset) -> Encoded:
-    answers = answers_of(samples)
+def _encode_answers(model: Model, samples: Dataset) -> Encoded:
+    answers = read_answers(samples)
     assert answers is not None
     return _reader(model).answers(list(samples.inputs), list(answers))
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "classification": Objective("classification", "cross-entropy of the head's class scores", _plain, _classification),
-    "contrastive": Objective(
-        "contrastive",
-        "each text finds its partner among those of the batch (pairs of texts)",
-        _pairs,
-        _contrastive,
-        False,
-    ),
-    "causal": Objective(
-        "causal", "next tokens of the text, or of the target after it", _continued, lambda model, _: token_loss(model)
-    ),
-    "seq2seq": Objective(
-        "seq2seq", "tokens of the target, or of the label's words, from the text", _answered, lambda m, _: token_loss(m)
-    ),
+    "classification": Objective("classification", _encode_classes, _class_loss),
+    "contrastive": Objective("contrastive", _encode_pairs, _contrastive_loss, by_sample=False),
+    "causal": Objective("causal", _encode_continuations, token_loss),
+    "seq2seq": Objective("seq2seq", _encode_answers, token_loss),
 }

@@ -1,9 +1,8 @@
-"""The signals of one model: what its layers read and give, and the gradients of both, seen while it runs.
+"""The signals of one model while it runs: inputs and outputs of its layers, and the gradients of both.
 
 A layer is recognised by its weight, not by its module: every linear map that a model computes with a watched
-parameter is seen (Linear, Conv1D, patch convolutions, bare matrices, fused projections, the inside of
-nn.MultiheadAttention). A signal is handed on as (N, T, d) and not kept. Models come back as they went in, also after
-an error.
+parameter is recorded (Linear, Conv1D, patch convolutions, bare matrices, fused projections, the projections inside
+nn.MultiheadAttention). A signal is passed on as (N, T, d) and not kept. Models are restored, also after an error.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CaptureError
 from ..layers import Layer
@@ -36,9 +36,10 @@ NEEDS_BACKWARD = frozenset({OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT})
 
 Sink = Callable[..., None]
 
+_LINEAR = (F.linear, F.conv2d, torch.conv2d)
 _MATMUL = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _ADDMM = (torch.addmm, Tensor.addmm)
-_attending = threading.RLock()  # F.linear belongs to the whole process: one thread at a time stands in for it
+_attending = threading.RLock()  # F.linear belongs to the whole process: one thread at a time replaces it
 
 
 def watch(
@@ -51,21 +52,19 @@ def watch(
 ) -> dict[tuple[str, str], list[Tensor]]:
     """Run one model once and return the raw signals (N, T, d) by (layer name, signal), a list entry per call.
 
-    For diagnostics and tests; `measure` never keeps signals. Layers that read one tensor get one copy of it. Layers
-    may come with signals of their own.
+    For diagnostics and tests; `measure_pairs` keeps no signals. Layers that read one tensor get one copy of it. A
+    mapping of layers gives the signals of each.
     """
     kept: dict[tuple[str, str], dict[int, Tensor]] = {}
-    copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+    copies: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
-    def keep(layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
-        del inputs
-        known = copies.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            known = copies[id(tensor)] = (weakref.ref(tensor), tensor.clone())
-        kept.setdefault((layer.name, signal), {})[call] = known[1]
+    def keep(layer: Layer, signal: str, call: int, tensor: Tensor, _inputs: Tensor | None = None) -> None:
+        if tensor not in copies:
+            copies[tensor] = tensor.clone()
+        kept.setdefault((layer.name, signal), {})[call] = copies[tensor]
 
-    own = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, signals)
-    wanted = {layer: frozenset(names) for layer, names in own.items()}
+    given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, signals)
+    wanted = {layer: frozenset(names) for layer, names in given.items()}
     with frozen(model):
         backward = bool(NEEDS_BACKWARD & set(signals))
         Recorder(model, wanted, keep, size or first_dimension(batch), backward).run(batch, loss)
@@ -74,7 +73,7 @@ def watch(
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with parameters that need no gradient; everything restored on the way out."""
+    """Context with the model in evaluation mode and without parameter gradients; both are restored on exit."""
     training = {module: module.training for module in model.modules()}
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
@@ -89,10 +88,10 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every linear map computed with a watched weight and reports its signals as (N, T, d) to `sink`.
+    """Reports the signals of every linear map with a watched weight as (N, T, d) to `sink`.
 
-    `layers` says which signals of which layers are wanted, `size` how many sequences a batch has. A sink gets the
-    layer, the signal, the number of the call and the tensor; a weight gradient comes as the output's, with the inputs.
+    `layers` are the wanted signals of each layer, `size` is the number of sequences in a batch. The sink gets the
+    layer, the signal, the number of the call and the tensor; for a weight gradient, the output gradient and the inputs.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Recorder(TorchFunctionMode):
         self._views: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=4)
 
     def run(self, batch: Any, loss: Loss) -> None:
-        """One forward pass and, where asked, one backward pass."""
+        """Run one forward pass and, with `backward`, one backward pass."""
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -119,10 +118,13 @@ class Recorder(TorchFunctionMode):
                 with watched(self):
                     value = loss(self._model, batch)
                 if not isinstance(value, Tensor) or value.numel() != 1:
-                    raise CaptureError(f"the loss must return one number (a sum over samples), got {_describe(value)}.")
-                if self._backward and not value.requires_grad:
-                    raise CaptureError("the loss does not depend on any paired layer: no gradient can be measured.")
+                    shape = (
+                        f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                    )
+                    raise CaptureError(f"the loss must return one number (a sum over samples), got {shape}.")
                 if self._backward:
+                    if not value.requires_grad:
+                        raise CaptureError("the loss does not depend on any paired layer: no gradient can be measured.")
                     value.sum().backward()
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -132,42 +134,38 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._attention(func, args, kwargs)
+        if func is F.multi_head_attention_forward and not self.paused:
+            return self._run_attention(func, args, kwargs)
         result = func(*args, **kwargs)
-        if func is F.linear:
-            return self._see(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
-        if func in (F.conv2d, torch.conv2d):
-            return self._see(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
-        if func in _MATMUL and len(args) == 2:
-            return self._see(args[0], args[1], result, in_by_out=True)
-        if func in _ADDMM and len(args) == 3:
-            return self._see(args[1], args[2], result, in_by_out=True)
+        if self.paused:
+            return result
+        if func in _LINEAR:
+            return self._record(_argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), result)
+        if (func in _MATMUL and len(args) == 2) or (func in _ADDMM and len(args) == 3):
+            return self._record(*args[-2:], result, in_by_out=True)
         return result
 
     def watches(self, module: nn.Module) -> bool:
-        """Whether a part of the model holds a watched weight."""
+        """True if the module holds a watched weight."""
         return any(id(parameter) in self._watched for parameter in module.parameters())
 
-    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """nn.MultiheadAttention computes its projections inside one function, on (L, N, E) tensors."""
+    def _run_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the projections of nn.MultiheadAttention, which one function computes on (L, N, E) tensors."""
         query = _argument(args, kwargs, 0, "query")
         samples = query.shape[1] if query.ndim == 3 else 1
         with _attending:
             linear = F.linear
 
-            def seen(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-                return self._see(input, weight, linear(input, weight, bias), sequence_first=samples)
+            def record(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+                return self._record(input, weight, linear(input, weight, bias), sequence_first=samples)
 
-            F.linear = seen
+            F.linear = record
             try:
                 return func(*args, **kwargs)
             finally:
                 F.linear = linear
 
-    def _see(
+    def _record(
         self, x: Any, weight: Any, result: Any, *, in_by_out: bool = False, sequence_first: int | None = None
     ) -> Any:
         layers, first_row = self._layers_of(weight, in_by_out)
@@ -179,8 +177,7 @@ class Recorder(TorchFunctionMode):
         def tokens(tensor: Tensor) -> Tensor:
             return _tokens(tensor, self._size, sequence_first)
 
-        convolution = layers[0].kernel is not None
-        shaped = (lambda y: y.flatten(2).transpose(1, 2)) if convolution else tokens
+        shaped = tokens if layers[0].kernel is None else lambda y: y.flatten(2).transpose(1, 2)
         calls = {layer: self._calls[layer] for layer in layers}
         self._calls.update(layers)
         inputs: Tensor | None = None
@@ -195,15 +192,15 @@ class Recorder(TorchFunctionMode):
         if self._backward and any(self._wanted[layer] & NEEDS_BACKWARD for layer in layers):
             kept = inputs.clone() if inputs is not None and WEIGHT_GRADIENT in self._wanted[layers[0]] else None
 
-            def gradient(grad: Tensor) -> None:
+            def record(grad: Tensor) -> None:
                 for layer in layers:
-                    g = shaped(_rows(grad.detach(), layer, first_row))
-                    self._report_gradient(layer, calls[layer], g, kept)
+                    gradient = shaped(_rows(grad.detach(), layer, first_row))
+                    self._record_gradient(layer, calls[layer], gradient, kept)
 
-            result.register_hook(gradient)
+            result.register_hook(record)
         return result
 
-    def _report_gradient(self, layer: Layer, call: int, gradient: Tensor, inputs: Tensor | None) -> None:
+    def _record_gradient(self, layer: Layer, call: int, gradient: Tensor, inputs: Tensor | None) -> None:
         wanted = self._wanted[layer]
         if OUTPUT_GRADIENT in wanted:
             self._sink(layer, OUTPUT_GRADIENT, call, gradient)
@@ -219,15 +216,15 @@ class Recorder(TorchFunctionMode):
         for seen, seen_version, view in self._views:
             if seen() is x and seen_version == version:
                 return view
-        if layer.kernel is not None:
-            view = F.unfold(x.detach(), kernel_size=layer.kernel[1:], stride=layer.kernel[1:]).transpose(1, 2)
-        else:
+        if layer.kernel is None:
             view = tokens(x.detach())
+        else:
+            view = F.unfold(x.detach(), kernel_size=layer.kernel[1:], stride=layer.kernel[1:]).transpose(1, 2)
         self._views.append((weakref.ref(x), version, view))
         return view
 
     def _layers_of(self, weight: Any, in_by_out: bool) -> tuple[list[Layer], int]:
-        """The watched layers computed by this use of a weight, itself or a view of it, and its first row."""
+        """The watched layers that use this weight or view of a weight, and the view's first row."""
         if not isinstance(weight, Tensor):
             return [], 0
         base, first_row = weight, 0
@@ -241,18 +238,14 @@ class Recorder(TorchFunctionMode):
                 first_row = (weight.storage_offset() - base.storage_offset()) // base.stride(0)
             else:
                 return [], 0
-        rows = (first_row, first_row + weight.shape[0])
-        whole = weight.shape == base.shape or weight.shape == base.shape[::-1]
-        layers = [
-            layer
-            for layer in self._watched[id(base)]
-            if layer.transposed == in_by_out and (whole or _inside(layer, rows))
-        ]
-        return layers, first_row
+        last_row = first_row + weight.shape[0]
+        whole = weight.shape in (base.shape, base.shape[::-1])
 
+        def inside(layer: Layer) -> bool:
+            return layer.rows is not None and all(first_row <= start and stop <= last_row for start, stop in layer.rows)
 
-def _inside(layer: Layer, rows: tuple[int, int]) -> bool:
-    return layer.rows is not None and all(rows[0] <= start and stop <= rows[1] for start, stop in layer.rows)
+        watched = self._watched[id(base)]
+        return [one for one in watched if one.transposed == in_by_out and (whole or inside(one))], first_row
 
 
 def _rows(result: Tensor, layer: Layer, first_row: int) -> Tensor:
@@ -264,7 +257,7 @@ def _rows(result: Tensor, layer: Layer, first_row: int) -> Tensor:
 
 
 def _tokens(tensor: Tensor, size: int, sequence_first: int | None) -> Tensor:
-    """Any activation as (N, T, d). `sequence_first` is the batch size of a (L, N, E) or (L*N, E) tensor."""
+    """Reshape an activation to (N, T, d). `sequence_first` is the batch size of a (L, N, E) or (L*N, E) tensor."""
     if sequence_first is not None:
         return tensor.reshape(-1, sequence_first, tensor.shape[-1]).transpose(0, 1)
     if tensor.ndim == 3 and tensor.shape[0] != size and tensor.shape[1] == size:
@@ -276,7 +269,3 @@ def _tokens(tensor: Tensor, size: int, sequence_first: int | None) -> Tensor:
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
     return args[index] if len(args) > index else kwargs[name]
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,13 +1,14 @@
-"""How alike two sets of paired tokens are: linear CKA, mean cosine, change of length. Torch only, streamed.
+"""Similarity of two sets of paired tokens: linear CKA, mean cosine, change of length.
 
-Everything is a sum over tokens, so memory does not grow with the data: CKA comes from covariances, never from
-a token-by-token Gram matrix. Sums are float64. A number that the data leave open (a constant signal, other
-widths for a raw cosine, too few tokens) is NaN, which JSON gets as null.
+All numbers follow from float64 sums over tokens, so memory does not grow with the data: CKA comes from covariances,
+not from a Gram matrix. A number that the data do not determine (a constant signal, different widths for a raw
+cosine, too few tokens) is NaN.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ NAN = float("nan")
 
 
 class Similarity(CrossCovariance):
-    """A cross-covariance that also knows linear CKA and the mean cosine of its paired tokens.
+    """A cross-covariance with the linear CKA and the mean cosine of its paired tokens.
 
-    Holds the two covariances beside the cross-covariance, all around the mean of the first tokens, so that a
-    large common offset costs no digits.
+    It also holds both covariances. All are around the mean of the first batch, so that a large common offset costs
+    no digits.
 
     >>> X = torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 5.0], [4.0, 1.0], [3.0, 3.0]])
     >>> similarity = Similarity(2, 2)
@@ -39,7 +40,7 @@ class Similarity(CrossCovariance):
 
     @property
     def cosine(self) -> float:
-        """Mean cosine of the paired tokens as they are; NaN where the widths differ."""
+        """Mean cosine of the paired tokens without a map; NaN if the widths differ."""
         return self._agreement.cosine
 
     def update(self, source: Tensor, target: Tensor) -> None:
@@ -57,25 +58,24 @@ class Similarity(CrossCovariance):
     def cka(self, *, debiased: bool = False) -> float:
         """Linear CKA, `|X^T Y|^2 / (|X^T X| |Y^T Y|)` of centred signals, from 0 to 1.
 
-        The plain estimate is too high when there are few tokens for the width. `debiased` puts the unbiased
-        estimator of HSIC in all three places: right on average, it may come out slightly below 0.
+        The plain estimate is too high if there are few tokens for the width. `debiased` uses the unbiased estimator
+        of HSIC in all three places; the result may be slightly below 0.
         """
         if not self._moments:
             return NAN
-        both, ours, theirs = (self._moments[name].hsic(debiased=debiased) for name in ("xy", "xx", "yy"))
-        return both / math.sqrt(ours * theirs) if ours > 0 and theirs > 0 else NAN
+        xy, xx, yy = (self._moments[name].hsic(debiased=debiased) for name in ("xy", "xx", "yy"))
+        return xy / math.sqrt(xx * yy) if xx > 0 and yy > 0 else NAN
 
 
 class TokenAgreement:
     """The mean over paired tokens of their cosine and of the relative change of their length.
 
-    `matrix` (d_A, d_B), where given, is applied to the source's tokens first. Tokens that are zero on either side
-    have no direction and are left out, such as the gradients at tokens that the loss does not see.
+    `matrix` (d_A, d_B), if given, is applied to the source's tokens first. Tokens that are zero on either side
+    have no direction and are left out, such as gradients at tokens that do not affect the loss.
     """
 
     def __init__(self, source_width: int, target_width: int, *, matrix: Tensor | None = None) -> None:
-        self.source_energy = torch.zeros((), dtype=torch.float64)
-        self.target_energy = torch.zeros((), dtype=torch.float64)
+        self.source_energy, self.target_energy = torch.zeros(2, dtype=torch.float64)
         self.tokens = 0
         self._matrix = matrix
         self._comparable = matrix is not None or source_width == target_width
@@ -103,23 +103,22 @@ class TokenAgreement:
         self.target_energy = self.target_energy.to(Y.device) + Y.square().sum()
         if self._matrix is not None:
             X = X @ self._matrix.to(X)
-        lengths = X.norm(dim=1), Y.norm(dim=1)
-        there = (lengths[0] > 0) & (lengths[1] > 0)
-        ours, theirs = (length[there] for length in lengths)
-        self.tokens += int(there.sum())
-        self._changes += float(((theirs - ours).abs() / ours).sum())
+        x, y = X.norm(dim=1), Y.norm(dim=1)
+        nonzero = (x > 0) & (y > 0)
+        x, y = x[nonzero], y[nonzero]
+        self.tokens += len(x)
+        self._changes += float(((y - x).abs() / x).sum())
         if self._comparable:
-            self._cosines += float(((X[there] * Y[there]).sum(1) / (ours * theirs)).sum())
+            self._cosines += float(((X[nonzero] * Y[nonzero]).sum(1) / (x * y)).sum())
 
 
 class _Moments:
-    """The sums from which HSIC of two linear kernels follows, plain and unbiased."""
+    """The sums that determine HSIC of two linear kernels, plain and unbiased."""
 
     def __init__(self, left: int, right: int, device: torch.device) -> None:
-        self._product = torch.zeros(left, right, dtype=torch.float64, device=device)
-        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for width in (left, right)]
-        self._weighted = [torch.zeros(width, dtype=torch.float64, device=device) for width in (left, right)]
-        self._squares = torch.zeros(3, dtype=torch.float64, device=device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self._product, self._squares = zeros(left, right), zeros(3)
+        self._sums, self._weighted = ([zeros(left), zeros(right)] for _ in range(2))
         self._tokens = 0
 
     def update(self, X: Tensor, Y: Tensor) -> None:
@@ -159,7 +158,7 @@ def cka(X: Tensor, Y: Tensor, *, debiased: bool = False) -> float:
 
 
 def token_cosine(X: Tensor, Y: Tensor, matrix: Tensor | None = None) -> float:
-    """Mean cosine of paired tokens (M, d_A) and (M, d_B), the first mapped by `matrix` where one is given.
+    """Mean cosine of paired tokens (M, d_A) and (M, d_B), the first mapped by `matrix` if given.
 
     >>> token_cosine(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 3.0]]))
     0.5

@@ -14,7 +14,7 @@ import torch
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import SAMPLERS
 from ..errors import DataError, TuneportError, unknown_name
-from ..measure.accuracy import encoded
+from ..measure.accuracy import encode_batches
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.heads import Head
@@ -45,7 +45,7 @@ def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, 
     with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):
         tuned.set(1.0)
         with torch.no_grad():
-            for batch, _ in encoded(model, blank, batch_size):
+            for batch, _ in encode_batches(model, blank, batch_size):
                 found.append(head.scores(model, tuned.module, batch).argmax(-1).cpu())
     return replace(blank, labels=torch.cat(found).numpy())
 

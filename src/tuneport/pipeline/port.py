@@ -14,7 +14,7 @@ from ..io.checkpoint import open_checkpoint, read_json
 from ..io.output import check_new_file, check_new_folder, claimed
 from ..io.tensors import describe
 from ..job import Job
-from ..measure.accuracy import before_and_after
+from ..measure.accuracy import evaluate_change
 from ..methods import Method, get_method
 from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
@@ -89,7 +89,7 @@ def port(
         more["cost"] = cost_of(job.for_(method), result.record["samples"])
         if test is not None:
             assert job.heads is not None
-            more["evaluation"] = before_and_after(job.target, result.apply(), job.heads.target, test)
+            more["evaluation"] = evaluate_change(job.target, result.apply(), job.heads.target, test)
         if verdict is not None:
             more |= verdict
         result = replace(result, record={**result.record, **more})

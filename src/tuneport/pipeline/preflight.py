@@ -26,7 +26,7 @@ from typing_extensions import Unpack
 from ..errors import DataError
 from ..job import Drawn, Job
 from ..maps.statistics import Statistics
-from ..measure.likeness import COMPARED, LayerSimilarity, layer_similarity
+from ..measure.likeness import COMPARED, LayerSimilarity, compare_layers
 from ..measure.signals import frozen
 from ..methods import Method, get_method
 from ..models.base import ModelLike
@@ -134,7 +134,7 @@ def compare(
     """
     held_out, *_ = _folds(job)
     assert job.losses is not None
-    likeness = layer_similarity(
+    likeness = compare_layers(
         job.source.module,
         job.target.module,
         job.plan.pairs,

@@ -20,8 +20,8 @@ from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError, unknown_name
 from ..io.hub import local
 from ..job import Drawn, Given, Job, Samples
-from ..measure.accuracy import features
-from ..measure.objectives import Objective, check_objective, forward_only, load_loss, objective_of
+from ..measure.accuracy import compute_features
+from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
 from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
 from ..measure.tokens import Match
 from ..methods import Method, get_method
@@ -233,7 +233,7 @@ def _ask(
             if model.encode is None:
                 raise TuneportError(model.unreadable)
             model.check_kind(dataset)
-        objective = objective_of(dataset, models, wanted)
+        objective = choose_objective(dataset, models, wanted)
         question = replace(question, dataset=dataset, objective=objective)
         if loss is None and gradients and objective.name == "classification":
             if given["labels"] == "data" and dataset.labels is None and not isinstance(data, Dataset):
@@ -310,7 +310,7 @@ def _draw(
 
     def look(chosen: Dataset) -> torch.Tensor:
         with runnable(models.target, device):
-            return features(models.target, chosen)
+            return compute_features(models.target, chosen)
 
     indices = select(
         replace(dataset, labels=None) if question.by_source else dataset,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..job import Job
 from ..maps.statistics import Statistics
-from ..measure.batches import nested_to, samples_at_once
+from ..measure.batches import move_batch, samples_at_once
 from ..measure.capture import measure_pairs
 from ..measure.signals import INPUT
 from ..measure.tokens import TokenLimit
@@ -98,7 +98,7 @@ def _measured(
             job.source.module,
             job.target.module,
             job.plan.pairs,
-            left if target is None else (nested_to(batch, target.device) for batch in left),
+            left if target is None else (move_batch(batch, target.device) for batch in left),
             signals=signals,
             source_loss=job.losses.source,
             target_loss=job.losses.target,

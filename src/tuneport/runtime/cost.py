@@ -19,11 +19,7 @@ from ..job import Drawn, Job
 from ..layers import Layer
 from ..maps.covariance import CrossCovariance
 from ..measure.batches import PairedBatch, count_samples
-from ..measure.signals import (
-    NEEDS_BACKWARD,
-    WEIGHT_GRADIENT,
-    watch,
-)
+from ..measure.signals import NEEDS_BACKWARD, WEIGHT_GRADIENT, watch
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
 from ..report.record import Cost, CountedCost, PaperCost

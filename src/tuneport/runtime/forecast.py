@@ -27,7 +27,7 @@ from ..maps.completion import completes_thin
 from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
-from ..measure.batches import PairedBatch, change_tensors, parts_of, samples_at_once
+from ..measure.batches import PairedBatch, change_tensors, samples_at_once, split_batch
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -137,8 +137,8 @@ class Forecast:
         if batch is None:
             raise TuneportError("a `memory_budget` needs batches that can be read more than once: pass a list.")
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
-        batch, at_once = next(parts_of(batch, None if job.needs_placement else samples_at_once(job.target.device)))
-        batch, size = (batch, at_once) if on_meta else next(parts_of(batch, 1))
+        batch, at_once = next(split_batch(batch, None if job.needs_placement else samples_at_once(job.target.device)))
+        batch, size = (batch, at_once) if on_meta else next(split_batch(batch, 1))
         samples = len(job.samples) or size
         match = batch.match or job.match or match_tokens(None, None)
         if on_meta:

@@ -27,7 +27,7 @@ from ..io.companions import copy_companions
 from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, claimed, new_folder
 from ..io.tensors import all_finite, describe
-from ..measure.accuracy import encoded, zero_shot
+from ..measure.accuracy import encode_batches, zero_shot
 from ..models.base import Model
 from ..models.heads import Head, choose_head
 from ..models.open import open_model, pick_device
@@ -258,13 +258,13 @@ def write_model(model: Model, module: nn.Module, folder: Path) -> None:
 
 def batch_reader(model: Model, data: Dataset, cache_bytes: int = CACHE_BYTES) -> BatchReader:
     """A function from row numbers to a batch on the model's device; inputs of small datasets are encoded once."""
-    one, _ = next(encoded(model, data.subset([0]), 1))
+    one, _ = next(encode_batches(model, data.subset([0]), 1))
     if len(data) * sum(value.nbytes for value in one.values()) <= cache_bytes:
         inputs, labels = prepared(model, data)
         return lambda rows: (rows_of(inputs, rows), labels[rows])
 
     def read(rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        batch, found = next(encoded(model, data.subset(rows.numpy()), len(rows)))
+        batch, found = next(encode_batches(model, data.subset(rows.numpy()), len(rows)))
         return batch, found.to(model.device)
 
     return read
@@ -272,7 +272,7 @@ def batch_reader(model: Model, data: Dataset, cache_bytes: int = CACHE_BYTES) ->
 
 def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
     """All samples encoded, on the model's device, and their labels."""
-    parts = list(encoded(model, data, 256))
+    parts = list(encode_batches(model, data, 256))
     inputs = {key: _stacked([batch[key] for batch, _ in parts]) for key in parts[0][0]}
     return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
 
