@@ -1,7 +1,6 @@
-"""The geometry of the report's figures: heat maps and curves. `figures.html.jinja` draws them.
+"""The geometry of the report's figures. `figures.html.jinja` draws them, `page.js` reads out the values of curves.
 
-There is no plotting library in the page: a heat map is a table with colours, curves are a small SVG whose labels are
-HTML, so they keep their size on a phone. `page.js` reads the values of a curve for pointer, finger and arrow keys.
+A heat map is a table with colours. Curves are a small SVG with labels in HTML, which keep their size on a phone.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 Number = float | int | None
@@ -50,8 +50,7 @@ def heat_map(
     def cell(value: Number, span: int = 1) -> Cell:
         if value is None or not math.isfinite(value):
             return Cell()
-        share = min(max(value / (high or 1.0), 0.0), 1.0)
-        return Cell(f"{value:.2f}", f"{100 * share:.0f}", span)
+        return Cell(f"{value:.2f}", f"{100 * min(max(value / (high or 1.0), 0.0), 1.0):.0f}", span)
 
     cells = {
         label: [cell(values, len(columns))] if isinstance(values, (int, float)) else [cell(value) for value in values]
@@ -105,11 +104,12 @@ def curves(
         logarithmic: Use a scale of powers of ten.
         dashed: Names of lines to dash, so that a line below them can still be seen.
     """
-    shown = {name: values for name, values in lines.items() if any(_finite(value) for value in values)}
+    finite = {name: [value if _is_finite(value) else None for value in values] for name, values in lines.items()}
+    shown = {name: values for name, values in finite.items() if values != [None] * len(values)}
     if not shown or not labels:
         return None
     scale = (lambda value: math.log10(max(value, 1e-16))) if logarithmic else float
-    numbers = [scale(value) for values in shown.values() for value in values if value is not None and _finite(value)]
+    numbers = [scale(value) for values in shown.values() for value in values if value is not None]
     bottom = min(numbers) if low is None else scale(low)
     top = max(numbers) if high is None else scale(high)
     marks = round_ticks(bottom, top)
@@ -119,46 +119,33 @@ def curves(
     def height(value: float) -> str:
         return f"{100 - 100 * (value - marks[0]) / (marks[-1] - marks[0]):.2f}"
 
-    def point(index: int, value: Number) -> str:
-        if value is None or not _finite(value):
-            return ""
-        return f"{100 * index / max(len(labels) - 1, 1):.2f},{height(scale(value))}"
+    def runs(values: Sequence[Number]) -> list[str]:
+        """The points of each stretch without a gap; a single point is doubled, since a polyline needs two."""
+        found: list[str] = []
+        for drawn, stretch in groupby(enumerate(values), lambda item: item[1] is not None):
+            if drawn:
+                points = [f"{100 * at / max(len(labels) - 1, 1):.2f},{height(scale(value))}" for at, value in stretch]
+                found.append(" ".join(points * 2 if len(points) == 1 else points))
+        return found
 
-    data = {"labels": list(labels), "lines": {name: [_rounded(value) for value in shown[name]] for name in shown}}
+    rounded = {
+        name: [None if value is None else float(f"{value:.4g}") for value in values] for name, values in shown.items()
+    }
     return Curves(
         title,
         labels,
         x_label,
         [(f"1e{mark:.0f}" if logarithmic else f"{mark:g}", height(mark)) for mark in marks],
         [
-            Line(
-                name,
-                f"c{number % 6}{' dash' if name in dashed else ''}",
-                _runs([point(index, value) for index, value in enumerate(values)]),
-            )
+            Line(name, f"c{number % 6}{' dash' if name in dashed else ''}", runs(values))
             for number, (name, values) in enumerate(shown.items())
         ],
-        json.dumps(data, ensure_ascii=False, separators=(",", ":")),
+        json.dumps({"labels": list(labels), "lines": rounded}, ensure_ascii=False, separators=(",", ":")),
     )
 
 
-def _runs(points: Sequence[str]) -> list[str]:
-    """The stretches without a gap; a single point is doubled, since a polyline needs two."""
-    runs: list[list[str]] = [[]]
-    for point in points:
-        if point:
-            runs[-1].append(point)
-        elif runs[-1]:
-            runs.append([])
-    return [" ".join(run * 2 if len(run) == 1 else run) for run in runs if run]
-
-
-def _finite(value: Number) -> bool:
+def _is_finite(value: Number) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def _rounded(value: Number) -> Number:
-    return float(f"{value:.4g}") if value is not None and _finite(value) else None
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections import Counter
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from .record import Record
@@ -26,13 +27,11 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
         ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
     ]
-    for side, words in (("in", "input"), ("out", "output")):
-        residuals = [layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None]
-        if residuals:
-            middle = sorted(residuals)[len(residuals) // 2]
-            rows.append(
-                (f"{words} side", f"residual {min(residuals):.3f} to {max(residuals):.3f}, median {middle:.3f}")
-            )
+    for side in ("in", "out"):
+        found = sorted(layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None)
+        if found:
+            text = f"residual {found[0]:.3f} to {found[-1]:.3f}, median {median_high(found):.3f}"
+            rows.append((f"{side}put side", text))
     if "adapter" in record:
         modules = record["adapter"]["modules"]
         ranks, lost = [item["rank"] for item in modules], max(item["lost_energy"] for item in modules)
@@ -41,11 +40,9 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
-    if "evaluation" in record:
-        found = record["evaluation"]
-        rows.append(
-            ("accuracy", f"{found['before']:.2f} % before, {found['after']:.2f} % after ({found['data']}, test)")
-        )
+    if found := record.get("evaluation"):
+        text = f"{found['before']:.2f} % before, {found['after']:.2f} % after ({found['data']}, test)"
+        rows.append(("accuracy", text))
     rows.append(("time", f"{record['seconds']:.1f} s"))
     return rows
 
@@ -92,52 +89,36 @@ def repeat_command(record: Record) -> str | None:
     if record.get("data", {}).get("name"):
         task, path = record["data"].get("task"), record["data"].get("path")
         places["data"] = f"{task}:{path}" if task and path else path
-    options = record.get("options", {})
+    options = {**record.get("options", {}), "as": record.get("as")}
     if not all(places.values()) or options.get("roles") or options.get("python"):
         return None
-    words: list[Any] = ["tuneport", "transfer"]
-    for key, path in places.items():
-        words += [f"--{key}", path]
-    words += ["--out", Path(record.get("out", "OUT")).name, "--method", record["method"]]
-    words += ["--shots", options["shots"]] if options.get("shots") else ["--samples", options.get("samples")]
-    words += ["--scale", _rule_of(record) or f"{record['scale']:g}"]
-    for key in (
-        "sampler",
-        "seed",
-        "head",
-        "labels",
-        "loss",
-        "completion",
-        "max_tokens",
-        "batch_size",
-        "dtype",
-        "as",
-        "rank",
-        "energy",
-    ):
-        value = record.get("as") if key == "as" else options.get(key)
-        if value is not None and value != REPEATED_DEFAULTS.get(key):
-            words += [f"--{key.replace('_', '-')}", value]
-    for pattern in options.get("exclude", ()):
-        words += ["--exclude", pattern]
-    if options.get("samples") is None and "--samples" in words:
-        at = words.index("--samples")
-        del words[at : at + 2]
-    return shlex.join(str(word) for word in words)
-
-
-def _rule_of(record: Record) -> str | None:
-    """The rule that chose the scale; records without a rule used "auto"."""
     choice = record.get("scale_choice")
-    return choice.get("rule", "auto") if choice else None
+    given = {
+        **places,
+        "out": Path(record.get("out", "OUT")).name,
+        "method": record["method"],
+        "shots": options.get("shots"),
+        "samples": None if options.get("shots") else options.get("samples"),
+        "scale": choice.get("rule", "auto") if choice else f"{record['scale']:g}",
+    }
+    given |= {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
+    pairs = [(key.replace("_", "-"), value) for key, value in given.items() if value is not None]
+    pairs += [("exclude", pattern) for pattern in options.get("exclude", ())]
+    words = [word for name, value in pairs for word in (f"--{name}", str(value))]
+    return shlex.join(["tuneport", "transfer", *words])
 
 
-REPEATED_DEFAULTS = {
+REPEATED: dict[str, Any] = {  # the options that a command repeats, with their defaults
     "sampler": "random",
     "seed": 0,
+    "head": None,
     "labels": "data",
+    "loss": None,
     "completion": "svd",
+    "max_tokens": None,
     "batch_size": 32,
     "dtype": "float32",
     "as": "model",
+    "rank": None,
+    "energy": None,
 }
