@@ -249,7 +249,7 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
     yield "pickle with code", "trap/trap.pt", spoil_bytes, look_at
     head = {"class_embeds": torch.ones(3, 4), "logit_scale": torch.tensor(10.0)}
     save_file(head, root / "head.safetensors", {"classes": json.dumps(["a", "b", "c"])})
-    yield "head", "head.safetensors", spoil_header, lambda path: read_head(path, "head")
+    yield "head", "head.safetensors", spoil_header, read_head
     vector = TaskVector({"a": torch.ones(3, 2), "b": torch.ones(2)})
     save_task_vector(root / "tau.safetensors", vector, {"base": "x"})
     yield "task vector", "tau.safetensors", spoil_header, look_at_vector
@@ -275,7 +275,7 @@ def kinds(root: Path) -> Iterator[tuple[str, str, Callable[[bytes, random.Random
     for name in ("odd.npz", "odd-head.safetensors", "odd-tau.safetensors", "odd.csv"):
         (root / name).write_bytes(b"")
     yield "npz of odd arrays", "odd.npz", odd_arrays, look_at_data
-    yield "head of odd tensors", "odd-head.safetensors", odd_head, lambda path: read_head(path, "head")
+    yield "head of odd tensors", "odd-head.safetensors", odd_head, read_head
     yield "odd task vector", "odd-tau.safetensors", odd_vector, look_at_vector
     yield "csv of odd columns", "odd.csv", odd_table, look_at_data
     write_model(root / "model")

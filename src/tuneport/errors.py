@@ -7,7 +7,8 @@ backquotes, as in Python: `samples`, `labels="source"`, `overwrite=True`. The co
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class TuneportError(Exception):
@@ -76,3 +77,12 @@ def brief(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines()
     return lines[0][:200].rstrip(".") if lines else type(error).__name__
+
+
+@contextmanager
+def reraised(what: str, kind: type[TuneportError] = CheckpointError) -> Iterator[None]:
+    """Context in which any error of another library becomes one line: `what` failed, and why."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}: {brief(error)}.") from error

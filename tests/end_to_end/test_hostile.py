@@ -120,16 +120,16 @@ class TestHeadsAndTaskVectors:
         path = write_head(tmp_path / "h.safetensors", 3)
         save_file(load_file(path), path, {"classes": json.dumps(classes)})
         with pytest.raises(CheckpointError, match="names no classes"):
-            read_head(path, "h")
+            read_head(path)
 
     def test_nested_and_complex_ones(self, tmp_path: Path) -> None:
         path = write_head(tmp_path / "h.safetensors", 3)
         save_file(load_file(path), path, {"classes": "[" * 10**5})
         with pytest.raises(CheckpointError, match="names no classes"):
-            read_head(path, "h")
+            read_head(path)
         save_file({**load_file(path), "logit_scale": torch.tensor(1j)}, path, {"classes": "[]"})
         with pytest.raises(CheckpointError, match="complex"):
-            read_head(path, "h")
+            read_head(path)
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
     def test_task_vectors_hold_differences_of_weights(self, tmp_path: Path, dtype: torch.dtype) -> None:

@@ -300,7 +300,7 @@ class TestHeads:
     def test_broken_files(self, tmp_path: Path, tensors: dict, metadata: dict, message: str) -> None:
         save_file(tensors, tmp_path / "head.safetensors", metadata)
         with pytest.raises(CheckpointError, match=message):
-            read_head(tmp_path / "head.safetensors", "head")
+            read_head(tmp_path / "head.safetensors")
 
 
 def _no_weights(folder: Path) -> None:

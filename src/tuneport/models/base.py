@@ -23,7 +23,7 @@ from .tokenizer import Reader
 
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
-Write = Callable[[Path, Mapping[str, Tensor]], None]
+Write = Callable[[Path, Mapping[str, Tensor]], object]
 TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
 
 
@@ -40,11 +40,6 @@ class DatasetLike(Protocol):
     def prompts(self) -> tuple[str, ...]: ...
     @property
     def label_texts(self) -> tuple[str, ...]: ...
-
-
-def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write weights as from_pretrained expects them: `model.safetensors`, or shards and their index."""
-    write_checkpoint(folder, tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +95,7 @@ class Model:
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
-    write: Write = write_weights
+    write: Write = write_checkpoint
     library: str | None = None
     offloaded: bool = False
 
@@ -111,9 +106,7 @@ class Model:
     def unreadable(self) -> str:
         """The error text for a model without `encode`."""
         if self.kind == "text" and self.folder is not None:
-            return (
-                f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original model."
-            )
+            return f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original."
         return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
 
     @property
@@ -166,7 +159,7 @@ class Stored:
 
     tensors: Mapping[str, Tensor]
     folder: Path | None = None
-    write: Write = write_weights
+    write: Write = write_checkpoint
 
 
 class Family(ABC):
@@ -179,14 +172,12 @@ class Family(ABC):
         """Whether `reference` names a model of this family."""
 
     @abstractmethod
-    def open(
-        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
-    ) -> Model:
+    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         """Load the model in evaluation mode, to run in `dtype`; its `tensors` keep the dtypes of the files."""
 
     def stored(self, reference: str) -> Stored:
         """The model's files. Override it if the family can find them without building the model."""
-        model = self.open(reference, device=torch.device("cpu"), trust_remote_code=False)
+        model = self.open(reference, device=torch.device("cpu"), trust_remote_code=False, dtype=torch.float32)
         return Stored(model.tensors, model.folder, model.write)
 
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
@@ -209,10 +200,14 @@ class Family(ABC):
 def describe_any(module: nn.Module) -> Model:
     """The Model of a module that no family knows: layers by type and name, nothing about its inputs."""
     layers = find_layers(module)
-    names = {name: name for name, _ in module.named_parameters()}
-    loose = find_loose(module, layers)
     return Model(
-        type(module).__name__, module, live_tensors(module), names, layers, loose, write=writer_with_config(module)
+        name=type(module).__name__,
+        module=module,
+        tensors=live_tensors(module),
+        file_names={name: name for name, _ in module.named_parameters()},
+        layers=layers,
+        loose=find_loose(module, layers),
+        write=writer_with_config(module),
     )
 
 
@@ -225,10 +220,10 @@ def writer_with_config(module: nn.Module) -> Write:
     """A writer of weights, and of the module's configuration if it has one of transformers' kind."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
-        return write_weights
+        return write_checkpoint
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        write_weights(folder, tensors)
+        write_checkpoint(folder, tensors)
         config.save_pretrained(folder)
 
     return write
@@ -245,10 +240,17 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file, or a CheckpointError that says `what` was expected."""
+    content = read_json(path, what)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
+    return content
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """A JSON configuration, or an empty one if it is missing or cannot be read."""
     try:
-        content = read_json(path, "a configuration")
+        return read_object(path, "a configuration")
     except CheckpointError:
         return {}
-    return content if isinstance(content, dict) else {}

@@ -63,10 +63,7 @@ class Head:
         return f"Head({self.name}: {len(self.classes)} classes)"
 
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
-        """Class scores (N, classes): `scale * cosine(features, class embedding)`, or the module's own logits.
-
-        They are in float32 at least.
-        """
+        """Class scores (N, classes) in float32 at least: `scale * cosine(features, class embedding)`, or the logits."""
         if self.class_embeds is None:
             assert model.logits is not None
             return widened(model.logits(module, batch))
@@ -76,7 +73,7 @@ class Head:
         return self.logit_scale * F.normalize(features, dim=-1) @ F.normalize(embeds, dim=-1).T
 
 
-def read_head(path: Path, name: str) -> Head:
+def read_head(path: Path) -> Head:
     """Read `class_embeds`, `logit_scale` and the class names of a head file."""
     stored = open_checkpoint(path)
     missing = [key for key in ("class_embeds", "logit_scale") if key not in stored]
@@ -99,7 +96,7 @@ def read_head(path: Path, name: str) -> Head:
         )
     if not bool(torch.isfinite(embeds).all() and torch.isfinite(scale).all()):
         raise CheckpointError(f"{path} holds NaN or infinite values.")
-    return Head(name, tuple(str(c) for c in classes), embeds, float(scale))
+    return Head(path.stem, tuple(str(c) for c in classes), embeds, float(scale))
 
 
 def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
@@ -110,26 +107,21 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     `label_texts` of the data set, or else its class names in its `prompts` (templates with {} for the name).
     """
     stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
-    names = [path.stem for path in stored]
+    paths = {path.stem: path for path in stored}
     if wanted is not None:
-        if wanted in names:
-            return _fitting(model, read_head(stored[names.index(wanted)], wanted))
-        if Path(wanted).is_file() and wanted.endswith(".json"):
-            return _described_head(model, Path(wanted))
-        if Path(wanted).is_file():
-            return _fitting(model, read_head(Path(wanted), Path(wanted).stem))
-        known = f"it has {first_of(names)}" if names else "it has none"
-        raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`.")
+        path = paths.get(wanted, Path(wanted))
+        if not path.is_file():
+            known = f"it has {first_of(paths)}" if paths else "it has none"
+            raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`.")
+        return _described_head(model, path) if path.suffix == ".json" else _read_fitting(model, path)
     if model.logits is not None:
         return Head("classifier", model.classes)
     words = dataset.label_texts or dataset.classes
     if model.text_head is not None and words:
         return Head("text", dataset.classes, model.text_head(words, dataset.prompts), model.logit_scale)
-    if dataset.name in names:
-        return _fitting(model, read_head(stored[names.index(dataset.name)], dataset.name))
-    if len(names) == 1:
-        return _fitting(model, read_head(stored[0], names[0]))
-    known = f"choose one of its heads with `head`: {first_of(names)}" if names else "pass `head=FILE`"
+    if dataset.name in paths or len(paths) == 1:
+        return _read_fitting(model, paths.get(dataset.name, stored[0]))
+    known = f"choose one of its heads with `head`: {first_of(paths)}" if paths else "pass `head=FILE`"
     if model.text_head is not None:
         raise DataError(f"{dataset.name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
@@ -140,26 +132,24 @@ def _described_head(model: Model, path: Path) -> Head:
     if model.text_head is None:
         raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
     content = read_json(path, "a list of class descriptions")
-    words = (
-        {name: [text] if isinstance(text, str) else text for name, text in content.items()}
-        if isinstance(content, dict)
-        else {}
-    )
-    good = [
+    described = content.items() if isinstance(content, dict) else ()
+    words = {name: [text] if isinstance(text, str) else text for name, text in described}
+    if not words or not all(
         isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in words.values()
-    ]
-    if not words or not all(good):
+    ):
         raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
     rows = [F.normalize(model.text_head(texts, ("{}",)).mean(0), dim=-1) for texts in words.values()]
     return Head(path.stem, tuple(words), torch.stack(rows), model.logit_scale)
 
 
-def _fitting(model: Model, head: Head) -> Head:
-    """Check the width of a head against that of the model's features."""
+def _read_fitting(model: Model, path: Path) -> Head:
+    """Read a head file and check its width against that of the model's features."""
+    head = read_head(path)
     assert head.class_embeds is not None
-    if model.width is not None and model.width != head.class_embeds.shape[1]:
+    width = head.class_embeds.shape[1]
+    if model.width not in (None, width):
         raise DataError(
-            f"head '{head.name}' has embeddings of width {head.class_embeds.shape[1]}, but {model.name} gives features "
-            f"of width {model.width}; a head belongs to one model."
+            f"head '{head.name}' has embeddings of width {width}, but {model.name} gives features of width "
+            f"{model.width}; a head belongs to one model."
         )
     return head

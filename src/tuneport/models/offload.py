@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -26,16 +26,12 @@ from ..layers import Layer
 PINNED_FROM = 2**20  # bytes from which a tensor is worth pinning
 
 
-class Watcher(Protocol):
+class Watcher(AbstractContextManager[Any], Protocol):
     """Observes a model while it runs; `paused` while a block runs only for its outputs."""
 
     paused: bool
 
     def watches(self, module: nn.Module) -> bool: ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> Any: ...
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -89,27 +85,24 @@ def block_paths(layers: Iterable[Layer]) -> tuple[str, ...]:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The bytes of the tensors, each counted once."""
-    return sum(t.numel() * t.element_size() for t in {id(tensor): tensor for tensor in tensors}.values())
+    return sum(t.nbytes for t in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def sizes(module: nn.Module, paths: Sequence[str]) -> tuple[int, dict[str, int]]:
     """The bytes of everything outside the blocks, and of the parameters that belong to each block alone."""
-    inside = {path: list(module.get_submodule(path).parameters()) for path in paths}
-    shared = _shared(module, paths)
-    blocks = {path: bytes_of(p for p in own if id(p) not in shared) for path, own in inside.items()}
-    owned = {id(p) for own in inside.values() for p in own} - shared
-    rest = bytes_of([*(p for p in module.parameters() if id(p) not in owned), *module.buffers()])
-    return rest, blocks
+    own = _own_parameters(module, paths)
+    inside = {id(parameter) for parameters in own.values() for parameter in parameters}
+    rest = bytes_of([*(p for p in module.parameters() if id(p) not in inside), *module.buffers()])
+    return rest, {path: bytes_of(parameters) for path, parameters in own.items()}
 
 
-def _shared(module: nn.Module, paths: Iterable[str]) -> set[int]:
-    """The ids of parameters used by more than one block or by the rest of the model."""
-    paths = tuple(paths)
+def _own_parameters(module: nn.Module, paths: Sequence[str]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each block that neither another block nor the rest of the model uses."""
     users: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         user = next((path for path in paths if name.startswith(f"{path}.")), "")
         users.setdefault(id(parameter), set()).add(user)
-    return {key for key, found in users.items() if len(found) > 1 or "" in found}
+    return {path: [p for p in module.get_submodule(path).parameters() if users[id(p)] == {path}] for path in paths}
 
 
 @contextmanager
@@ -124,19 +117,20 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
     def read(parameter: Tensor) -> Tensor:
         return parameter.data if home is None else home[names[id(parameter)]].to(parameter.dtype)
 
-    shared = _shared(module, placement.blocks)
     fetched = {
-        path: [p for p in module.get_submodule(path).parameters() if id(p) not in shared] for path in placement.fetched
+        path: own for path, own in _own_parameters(module, placement.blocks).items() if path in placement.fetched
     }
     loaded_later = {id(parameter) for own in fetched.values() for parameter in own}
     with ExitStack() as stack:
         for parameter in module.parameters():
             if id(parameter) not in loaded_later:
-                stack.enter_context(_moved(parameter, read(parameter).to(placement.device)))
+                stack.enter_context(_changed(parameter, "data", read(parameter).to(placement.device)))
         for buffer in module.buffers():
-            stack.enter_context(_moved(buffer, buffer.data.to(placement.device)))
-        if placement.blocks:
-            stack.enter_context(_without_caches(module))
+            stack.enter_context(_changed(buffer, "data", buffer.data.to(placement.device)))
+        for part in module.modules() if placement.blocks else ():
+            config = getattr(part, "config", None)
+            if getattr(config, "use_cache", None) is True:  # a cache would grow when a block runs a second time
+                stack.enter_context(_changed(config, "use_cache", False))
         for path in placement.blocks:
             part = module.get_submodule(path)
             own = fetched.get(path, [])
@@ -146,42 +140,26 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
 
 
 @contextmanager
-def _moved(tensor: Tensor, data: Tensor) -> Iterator[None]:
-    """Context in which a tensor has other data."""
-    before = tensor.data
-    tensor.data = data
+def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        tensor.data = before
-
-
-@contextmanager
-def _without_caches(module: nn.Module) -> Iterator[None]:
-    """Switch off key-value caches, which would grow when a block runs a second time."""
-    configs = {id(c): c for c in (getattr(part, "config", None) for part in module.modules()) if c is not None}
-    using = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in using:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in using:
-            config.use_cache = True
+        setattr(owner, name, before)
 
 
 @contextmanager
 def _forward_replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
     """Context in which `run` replaces a module's forward."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = run
+    before = {name: value for name, value in vars(module).items() if name == "forward"}
+    vars(module)["forward"] = run
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+        del vars(module)["forward"]
+        vars(module).update(before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,18 +175,16 @@ class _Block:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher = _watcher.get()
-        tensors, inputs = _split((args, kwargs))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         watches = watcher is not None and watcher.watches(self.module)
-        if not torch.is_grad_enabled() or not (watches or any(tensor.requires_grad for tensor in tensors)):
+        differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        if not torch.is_grad_enabled() or not (watches or differentiable):
             with self.weights_loaded():
                 return self.forward(*args, **kwargs)
-        call = _Call(self, watcher if watches else None, inputs, _autocast(self.device))
-        anchor = torch.zeros(
-            (), requires_grad=watches
-        )  # so that a watched block gets gradients even if no input requires them
-        results = _Recompute.apply(call, anchor, *tensors)
-        assert call.outputs is not None
-        return call.outputs.filled(results if isinstance(results, tuple) else (results,))
+        call = _Call(self, watcher if watches else None, structure, _autocast(self.device))
+        anchor = torch.zeros((), requires_grad=watches)  # a watched block gets gradients even if no input requires them
+        results = _Recompute.apply(call, anchor, *leaves)
+        return pytree.tree_unflatten(results, call.outputs)
 
     @contextmanager
     def weights_loaded(self) -> Iterator[None]:
@@ -216,96 +192,70 @@ class _Block:
         with ExitStack() as stack:
             for parameter in self.parameters:
                 data = self.read(parameter).to(self.device, non_blocking=True, copy=not self.fresh)
-                stack.enter_context(_moved(parameter, data))
+                stack.enter_context(_changed(parameter, "data", data))
                 del data
             yield
 
 
-@dataclass(frozen=True, eq=False)
-class _Structure:
-    """Nested values (a pytree) without their tensors."""
-
-    others: list[Any]
-    places: list[int]
-    structure: Any
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The nested values with these tensors in place."""
-        leaves = list(self.others)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, self.structure)
-
-
-def _split(values: Any) -> tuple[list[Tensor], _Structure]:
-    """The tensors in nested values, and the rest."""
-    leaves, structure = pytree.tree_flatten(values)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return [leaves[place] for place in places], _Structure(others, places, structure)
-
-
 @dataclass(eq=False)
 class _Call:
-    """One call of a block, with its arguments other than tensors, so that it can run again."""
+    """One call of a block, with what it takes to run it again: `inputs` and `outputs` are structures of pytree."""
 
     block: _Block
     watcher: Watcher | None
-    inputs: _Structure
+    inputs: Any
     autocast: Callable[[], Any]
-    outputs: _Structure | None = None
+    outputs: Any = None
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the block and return the tensors among its outputs."""
-        args, kwargs = self.inputs.filled(tensors)
-        found, outputs = _split(self.block.forward(*args, **kwargs))
-        self.outputs = self.outputs or outputs
-        return found
+    def run(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
+        """Run the block on the leaves of its arguments and return those of its outputs."""
+        args, kwargs = pytree.tree_unflatten(leaves, self.inputs)
+        found, self.outputs = pytree.tree_flatten(self.block.forward(*args, **kwargs))
+        return tuple(found)
 
 
 class _Recompute(torch.autograd.Function):
     """Run a block, save only its inputs, and run it again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *leaves: Any) -> tuple[Any, ...]:
         del anchor
         ctx.call = call
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        ctx.others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
         watcher = _watcher.get()
-        before = watcher.paused if watcher is not None else False
-        try:
+        with ExitStack() as stack:
             if watcher is not None:
-                watcher.paused = True
-            with call.block.weights_loaded():
-                found = call.run(tensors)
-        finally:
-            if watcher is not None:
-                watcher.paused = before
-        ctx.mark_non_differentiable(*(tensor for tensor in found if not tensor.is_floating_point()))
-        return tuple(found)
+                stack.enter_context(_changed(watcher, "paused", True))
+            stack.enter_context(call.block.weights_loaded())
+            found = call.run(leaves)
+        tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        needed = ctx.needs_input_grad[2:]
-        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed, strict=True)]
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(call.block.weights_loaded())
+        saved = iter(ctx.saved_tensors)
+        leaves = [
+            other[0] if other else next(saved).detach().requires_grad_(need)
+            for other, need in zip(ctx.others, ctx.needs_input_grad[2:], strict=True)
+        ]
+        with torch.enable_grad(), call.block.weights_loaded():
             with ExitStack() as running:
                 running.enter_context(call.autocast())
                 if call.watcher is not None:
                     running.enter_context(call.watcher)
-                found = call.run(tensors)
+                found = call.run(leaves)
             due = [
-                (tensor, gradient)
-                for tensor, gradient in zip(found, gradients, strict=True)
-                if tensor.requires_grad and gradient is not None
+                (leaf, gradient)
+                for leaf, gradient in zip(found, gradients, strict=True)
+                if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
             ]
             del found
             if due:
-                torch.autograd.backward([tensor for tensor, _ in due], [gradient for _, gradient in due])
-        return None, None, *(tensor.grad for tensor in tensors)
+                torch.autograd.backward([leaf for leaf, _ in due], [gradient for _, gradient in due])
+        return None, None, *(leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
 def _autocast(device: torch.device) -> Callable[[], Any]:
@@ -327,24 +277,19 @@ def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
     try:
         for path in placement.fetched:
             for parameter in module.get_submodule(path).parameters():
-                size = parameter.numel() * parameter.element_size()
                 at = parameter.data_ptr()
-                if parameter.device.type == "cpu" and size >= PINNED_FROM and at not in done:
-                    if int(library.cudaHostRegister(at, size, 0)) == 0:
-                        done.append(at)
-                    else:
-                        _forget_error(placement.device)
+                if parameter.device.type != "cpu" or parameter.nbytes < PINNED_FROM or at in done:
+                    continue
+                if int(library.cudaHostRegister(at, parameter.nbytes, 0)) == 0:
+                    done.append(at)
+                else:
+                    with suppress(RuntimeError):  # the next CUDA call raises the error, and so clears it
+                        torch.zeros(1, device=placement.device).add_(1).item()
         yield
     finally:
         torch.cuda.synchronize(placement.device)
         for at in done:
             library.cudaHostUnregister(at)
-
-
-def _forget_error(device: torch.device) -> None:
-    """Clear the driver's error, which the next CUDA call would raise otherwise."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device).add_(1).item()
 
 
 def to_temporary_file(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def open_model(
 
     The stored tensors (`Model.tensors`) keep the dtypes of the files.
     """
-    family, name = _resolve(reference)
+    family, name = _require(reference)
     model = family.open(name, device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype)
     check_unquantised(model.tensors, model.file_names.values())
     return model
@@ -51,7 +51,7 @@ def open_model(
 
 def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Model:
     """Open an offloaded model, whose weights stay in its files; without `weights` the files need not exist."""
-    family, name = _resolve(reference)
+    family, name = _require(reference)
     model = family.outline(name, dtype=dtype, weights=weights)
     check_unquantised(model.tensors, model.file_names.values())
     return model
@@ -81,8 +81,13 @@ def open_both(
         if isinstance(model, Model):
             return model
         if isinstance(model, nn.Module):
-            return describe_module(_without_adapter(model))
-        if offload and not trust_remote_code and isinstance(_family(local(model)), HuggingFace):
+            if any(".lora_A." in name for name, _ in model.named_parameters()):
+                raise TuneportError(
+                    f"{type(model).__name__} still carries an adapter. Pass the bare base: a copy made before "
+                    "get_peft_model, or peft_model.unload()."
+                )
+            return describe_module(model)
+        if offload and not trust_remote_code and isinstance(_find(model)[0], HuggingFace):
             return outline_model(model, dtype=dtype)
         return open_model(model, device=home, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -91,20 +96,16 @@ def open_both(
 
 def describe_module(module: nn.Module) -> Model:
     """The Model of a live module, with its family's knowledge if a family knows it."""
-    for family in FAMILIES:
-        if family.knows(module):
-            return family.describe(module)
-    return describe_any(module)
+    family = next((family for family in FAMILIES if family.knows(module)), None)
+    return describe_any(module) if family is None else family.describe(module)
 
 
 def open_stored(reference: str | Path) -> Stored:
     """Open the files of a model (what `open_model` takes) or of a plain weight file, without building a module."""
-    family = _family(reference)
+    family, found = _find(reference)
     if family is not None:
-        return family.stored(str(reference))
-    if looks_like_hub_id(reference):
-        return open_stored(local(reference))
-    path = Path(reference)
+        return family.stored(found)
+    path = Path(found)
     return Stored(open_checkpoint(path), path if path.is_dir() else None)
 
 
@@ -169,26 +170,28 @@ def slow_note(*models: Model) -> str:
     return f"this CPU has no {' or '.join(slow)} units that torch can use: float32 modules would run many times faster."
 
 
-def _family(reference: str | Path) -> Family | None:
-    return next((family for family in FAMILIES if family.recognises(str(reference))), None)
+def _find(reference: str | Path) -> tuple[Family | None, str]:
+    """The family of a model, if any, and its reference there: a hub id becomes its local folder."""
+    family = next((family for family in FAMILIES if family.recognises(str(reference))), None)
+    if family is None and looks_like_hub_id(reference):
+        return _find(local(reference))
+    return family, str(reference)
 
 
-def _resolve(reference: str | Path) -> tuple[Family, str]:
-    """The family of a model and its reference there; a hub id is first resolved to its local folder."""
-    family = _family(reference)
+def _require(reference: str | Path) -> tuple[Family, str]:
+    """The family of a model and its reference there, or an error that says what else it is."""
+    family, found = _find(reference)
     if family is not None:
-        return family, str(reference)
-    if looks_like_hub_id(reference):
-        return _resolve(local(reference))
-    if not Path(reference).exists():
-        raise CheckpointError(f"there is no model at {reference}: no such folder. Give {ACCEPTED}.")
-    if is_adapter(reference):
+        return family, found
+    if not Path(found).exists():
+        raise CheckpointError(f"there is no model at {found}: no such folder. Give {ACCEPTED}.")
+    if is_adapter(found):
         raise CheckpointError(
-            f"{reference} is a LoRA adapter, not a model. To port it, give it as `finetuned`, with its base as "
-            f"`source`; to merge it into its base, run tuneport extract BASE {reference} -o change.safetensors, then "
+            f"{found} is a LoRA adapter, not a model. To port it, give it as `finetuned`, with its base as "
+            f"`source`; to merge it into its base, run tuneport extract BASE {found} -o change.safetensors, then "
             "tuneport apply change.safetensors BASE -o MODEL."
         )
-    raise CheckpointError(f"{reference} is not a model: no config.json in it. Give {ACCEPTED}.")
+    raise CheckpointError(f"{found} is not a model: no config.json in it. Give {ACCEPTED}.")
 
 
 def _stored_bytes(model: ModelLike, dtype: torch.dtype) -> int:
@@ -197,12 +200,3 @@ def _stored_bytes(model: ModelLike, dtype: torch.dtype) -> int:
         return 0
     stored = open_stored(model).tensors
     return sum(math.prod(describe(stored, name).shape) for name in stored) * dtype.itemsize
-
-
-def _without_adapter(module: nn.Module) -> nn.Module:
-    if any(".lora_A." in name for name, _ in module.named_parameters()):
-        raise TuneportError(
-            f"{type(module).__name__} still carries an adapter. Pass the bare base: a copy made before "
-            "get_peft_model, or peft_model.unload()."
-        )
-    return module

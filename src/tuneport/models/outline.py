@@ -6,6 +6,7 @@ weights are not on this machine.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..errors import CheckpointError, brief, first_of
+from ..errors import CheckpointError, first_of, reraised
+from ..io.checkpoint import Checkpoint
 from ..io.tensors import LazyTensors, TensorSpec
 from .offload import replace_by_placeholders
 
@@ -33,20 +35,17 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
 
     def to_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch's own annotation lacks the result
         del name
-        other_thread = threading.get_ident() != thread  # which builds a module of its own
-        if not parameter.is_meta and not other_thread:
-            return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        return None
+        if parameter.is_meta or threading.get_ident() != thread:  # another thread builds a module of its own
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    with _building:
+    with _building, reraised(f"{folder / 'config.json'} describes no {kind.__name__}"):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         hook = register_module_parameter_registration_hook(to_meta)
         try:
             config = kind.config_class.from_pretrained(folder, local_files_only=True)
             module: nn.Module = kind(config, **options)
-        except Exception as error:
-            raise CheckpointError(f"{folder / 'config.json'} describes no {kind.__name__}: {brief(error)}.") from error
         finally:
             hook.remove()
             torch.set_default_dtype(before)
@@ -54,11 +53,36 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
     return module.eval()
 
 
-def check_config(config: Any, path: Path) -> None:
-    """Refuse sizes that no model has, if there are no weights to check them against."""
-    found = oversized(config, LARGEST, MOST_BLOCKS)
+def count_weights(stored: Checkpoint) -> int:
+    """The number of weights in a model's files."""
+    return sum(math.prod(stored.shape(name)) for name in stored)
+
+
+def check_config(config: dict[str, Any], path: Path, stored: Checkpoint | None) -> None:
+    """Refuse a quantised model, and sizes that contradict the weights, before anything is built from them.
+
+    No width, vocabulary or number of classes exceeds the number of weights, and each block has a tensor. Without
+    weights to check against, sizes that no model has are refused.
+    """
+    if stored is None:
+        found = oversized(config, LARGEST, MOST_BLOCKS)
+        if found:
+            raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+        return
+    quantised = config.get("quantization_config")
+    if quantised:  # checked before transformers asks for the library that could load it
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise CheckpointError(
+            f"{path.parent} is quantised (quantization_config{f': {method}' if method else ''}), and tuneport cannot "
+            "change quantised weights. Give the model in float32, bfloat16 or float16."
+        )
+    weights = count_weights(stored)
+    found = oversized(config, max(weights, 10**6), max(len(stored), 256))
     if found:
-        raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+        raise CheckpointError(
+            f"{path} is refused: its weights hold {weights} numbers in {len(stored)} tensors, "
+            f"which rules out {first_of(found, 3)}. Its config.json and its weights do not belong together."
+        )
 
 
 def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
@@ -67,21 +91,18 @@ def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
     >>> oversized({"hidden_size": 64, "vision": {"num_layers": 9}, "pad_token_id": 10**9}, 100, 8)
     ['num_layers = 9']
     """
-    found: list[str] = []
-
-    def look(value: Any, key: str) -> None:
+    found = []
+    left = [("", config)]
+    while left:
+        key, value = left.pop()
         if isinstance(value, dict):
-            for name, item in value.items():
-                look(item, str(name))
+            left += [(str(name), item) for name, item in reversed(value.items())]
         elif isinstance(value, list):
-            for item in value:
-                look(item, key)
+            left += [(key, item) for item in reversed(value)]
         elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
             blocks = "layers" in key or key in ("depth", "depths", "n_layer")
             if abs(value) > (most_blocks if blocks else largest):
                 found.append(f"{key} = {value:.6g}")
-
-    look(config, "")
     return found
 
 

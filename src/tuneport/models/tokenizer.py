@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DataError, brief
+from ..errors import CheckpointError, DataError, reraised
 
 IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
@@ -54,42 +54,40 @@ class Reader:
 
     def texts(self, texts: Sequence[Text]) -> Encoded:
         """Encode texts, or pairs of texts as one sequence, padded on the right and truncated to `longest`."""
-        return self._encode(texts)
+        return self._encode(texts)[0]
 
     def pairs(self, pairs: Sequence[Text]) -> Encoded:
         """Encode pairs as two sequences each: rows 2i and 2i+1 belong to sample i."""
         for pair in pairs:
             if isinstance(pair, str):
                 raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
-        return self._encode([text for pair in pairs for text in pair])
+        return self.texts([text for pair in pairs for text in pair])
 
     def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:
         """Encode for a causal model, which predicts each whole text, or only the target appended to it."""
         starts = [_joined(text) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
-        glue = [
-            " " if end and start and not start[-1].isspace() else "" for start, end in zip(starts, ends, strict=True)
+        whole = [
+            f"{start} {end}" if end and start and not start[-1].isspace() else start + end
+            for start, end in zip(starts, ends, strict=True)
         ]
-        whole = [start + blank + end for start, blank, end in zip(starts, glue, ends, strict=True)]
-        found = self._encode(whole, offsets=True)
+        found, token_ends = self._encode(whole)
         labels = found.inputs["input_ids"].masked_fill(found.inputs["attention_mask"] == 0, IGNORED)
         if targets is not None:
-            assert found.labels is not None  # the end of each token, in characters
-            before = torch.tensor([[len(start)] for start in starts])
-            labels = labels.masked_fill(found.labels <= before, IGNORED)
-            lost = [row for row in range(len(labels)) if not bool((labels[row, 1:] != IGNORED).any())]
-            if lost:
+            labels = labels.masked_fill(token_ends <= torch.tensor([[len(start)] for start in starts]), IGNORED)
+            lost = next((text for text, row in zip(whole, labels, strict=True) if (row[1:] == IGNORED).all()), None)
+            if lost is not None:
                 raise DataError(
                     f"no token of the target of a sample is left to predict: its text is longer than {self.longest} "
-                    f"tokens: {whole[lost[0]][:60]!r}. Shorten or drop it."
+                    f"tokens: {lost[:60]!r}. Shorten or drop it."
                 )
         return replace(found, labels=labels)
 
     def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
         """Encode for an encoder-decoder model, which predicts the target from the text."""
         _check_targets([_joined(text) for text in texts], targets)
-        found, wanted = self._encode(texts), self._encode(targets)
+        found, wanted = self.texts(texts), self.texts(targets)
         ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
         labels = ids.masked_fill(mask == 0, IGNORED)
         if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams must differ in length to be distinguished
@@ -97,11 +95,11 @@ class Reader:
             spans = torch.nn.functional.pad(spans, (0, 0, 0, 1), value=PADDING)
         return Encoded(found.inputs, labels, (*found.spans, spans))
 
-    def _encode(self, texts: Sequence[Text], offsets: bool = False) -> Encoded:
-        """Tokenize texts; with `offsets`, labels hold the end of each token in characters."""
+    def _encode(self, texts: Sequence[Text]) -> tuple[Encoded, Tensor]:
+        """The encoded texts, and the end of each token in characters."""
         firsts = [text if isinstance(text, str) else text[0] for text in texts]
         seconds = None if all(isinstance(text, str) for text in texts) else [text[1] for text in texts]
-        try:
+        with reraised("the tokenizer cannot read the texts"):
             found = self.tokenizer(
                 firsts,
                 seconds,
@@ -113,8 +111,6 @@ class Reader:
                 return_offsets_mapping=True,
                 return_tensors="pt",
             )
-        except Exception as error:
-            raise CheckpointError(f"the tokenizer cannot read the texts: {brief(error)}.") from error
         bare = [row for row, count in enumerate(found["attention_mask"].sum(1).tolist()) if count == 0]
         if bare:
             raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
@@ -129,8 +125,7 @@ class Reader:
             _spans(text, found["offset_mapping"][row].tolist(), found.sequence_ids(row), found["attention_mask"][row])
             for row, text in enumerate(texts)
         ]
-        ends = found["offset_mapping"][..., 1] if offsets else None
-        return Encoded(inputs, ends, (torch.tensor(rows, dtype=torch.float64),))
+        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),)), found["offset_mapping"][..., 1]
 
 
 def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
@@ -152,21 +147,19 @@ def _spans(text: Text, offsets: list[list[int]], parts: Sequence[int | None], ma
         starts.append(gaps[-1] + 1.0)
         measures.append([0.0, *accumulate(BLANK if letter.isspace() else 1.0 for letter in piece)])
         gaps.append(starts[-1] + measures[-1][-1])
-    real = [bool(one) for one in mask.tolist()]
-    seen = [index for index, part in enumerate(parts) if part is not None and real[index]]
     spans = [[PADDING, PADDING] for _ in offsets]
     groups: dict[int, list[int]] = {}
-    for index, part in enumerate(parts):
-        if not real[index]:
-            continue
+    real = [index for index, one in enumerate(mask.tolist()) if one]
+    bare = all(parts[index] is None for index in real)
+    gap = len(gaps) - 1
+    for index in reversed(real):
+        part = parts[index]
         if part is not None:
             begin, end = offsets[index]
             spans[index] = [starts[part] + measures[part][begin], starts[part] + measures[part][end]]
-        elif not seen:
-            groups.setdefault(0 if index == 0 else len(gaps) - 1, []).append(index)
+            gap = part
         else:
-            later = [other for other in seen if other > index]
-            groups.setdefault(int(parts[later[0]] or 0) if later else len(gaps) - 1, []).append(index)
+            groups.setdefault(0 if bare and index == 0 else gap, []).insert(0, index)
     for gap, indices in groups.items():
         for place, index in enumerate(indices):
             spans[index] = [gaps[gap] + place / len(indices), gaps[gap] + (place + 1) / len(indices)]

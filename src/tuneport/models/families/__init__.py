@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -43,24 +43,24 @@ def load_library(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except Exception as error:
-        raise TuneportError(f"{module} cannot be imported: {brief(error)}.{torchvision_hint()}") from error
+        raise not_imported(module, error) from error
 
 
-def torchvision_hint() -> str:
-    """A sentence about a torchvision that cannot be imported; an empty text if it can, or is not installed."""
-    if find_spec("torchvision") is None:
-        return ""
+def not_imported(what: str, error: Exception) -> TuneportError:
+    """The error for a library that cannot be imported, often because of a torchvision built for another torch."""
+    hint = ""
     try:
-        import_module("torchvision")
+        if find_spec("torchvision") is not None:
+            import_module("torchvision")
     except Exception:
         found = "unknown"
         with suppress(metadata.PackageNotFoundError):
             found = metadata.version("torchvision")
-        return (
+        hint = (
             f" torchvision {found} does not work with torch {torch.__version__}: install builds that fit each other, "
             "such as torch 2.10.0 and torchvision 0.25.0, or uninstall torchvision if only transformers is used."
         )
-    return ""
+    return TuneportError(f"{what} cannot be imported: {brief(error)}.{hint}")
 
 
 def pixel_encoder(transform: Callable[[Any], Tensor]) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
@@ -89,11 +89,18 @@ def check_loadable(reason: str | None, reference: str) -> None:
         raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
 
 
-def check_tensors(wrong: Sequence[str], count: int, reference: str, stored: Checkpoint, library: str) -> None:
-    """Raise if some of a module's `count` tensors are missing in its weight file or have another shape there."""
+def check_tensors(
+    tensors: Mapping[str, Tensor], stored: Checkpoint, reference: str, library: str, optional: Collection[str] = ()
+) -> None:
+    """Raise if a module's tensors, by their names in the weight file, are missing or have another shape there."""
+    wrong = [
+        name if name not in stored else f"{name} {stored.shape(name)} vs {tuple(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name not in optional and (name not in stored or stored.shape(name) != tuple(tensor.shape))
+    ]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} of {count} tensors of {reference} are missing or misshapen in {stored.path}: "
+            f"{len(wrong)} of {len(tensors)} tensors of {reference} are missing or misshapen in {stored.path}: "
             f"{first_of(wrong)}. The weights belong to another model, or are not {library}'s model.state_dict()."
         )
 

@@ -8,17 +8,19 @@ experts are refused, since the experts of two models have no common order.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of
-from ...io.checkpoint import read_json
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
-from ..base import Batch, Model, outside_of
+from ..base import Batch, Model, outside_of, read_object
 from ..heads import class_embeddings, config_classes
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
@@ -33,6 +35,7 @@ TEXT_KINDS: Mapping[str, str] = {
 CLASSIFIER = "ForSequenceClassification"
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
+SEQ2SEQ_TOWER = ("shared.", "encoder.", "decoder.")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
 LONGEST = 512  # tokens, even if the model accepts more
 POOLING = {  # the keys of sentence-transformers
@@ -45,20 +48,12 @@ POOLING = {  # the keys of sentence-transformers
 SENTENCE_SCALE = 20.0  # factor of cosines in the training of sentence encoders
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a transformers class name."""
-
-    kind: str
-    head: str
-
-
-def text_class(name: str, model_type: str) -> Parts | None:
-    """The parts of a class name, or None if tuneport does not know the class."""
-    head = next((head for head in HEADS if name.endswith(head)), None)
-    if head is None or model_type not in TEXT_KINDS or (head in WRITERS and TEXT_KINDS[model_type] == ENCODER):
+def text_class(name: str, model_type: str) -> tuple[str, str] | None:
+    """The kind and the head of a class of this name, or None if tuneport does not know it."""
+    kind, head = TEXT_KINDS.get(model_type), next((head for head in HEADS if name.endswith(head)), None)
+    if kind is None or head is None or (head in WRITERS and kind == ENCODER):
         return None
-    return Parts(TEXT_KINDS[model_type], head)
+    return kind, head
 
 
 def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str) -> None:
@@ -67,9 +62,7 @@ def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str
     number = next((config[key] for key in counts if isinstance(config.get(key), int) and config[key] > 1), None)
     if number is None:
         return
-    experts = [
-        name for name in tensors if ".experts." in name or ".router." in name or name.endswith("mlp.gate.weight")
-    ]
+    experts = [name for name in tensors if re.search(r"\.experts\.|\.router\.|mlp\.gate\.weight$", name)]
     raise CheckpointError(
         f"{where} is a mixture of {number} experts ({first_of(experts, 3) or 'none of them found in its files'}): "
         "experts of two models have no common order and cannot be paired. Port a dense model, or pass live modules and "
@@ -81,22 +74,42 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     """The model with its layers, its tokenizer and the functions that run it."""
     module: Any = model.module
     config = module.config
-    parts = text_class(type(module).__name__, config.model_type)
-    assert parts is not None
+    found = text_class(type(module).__name__, config.model_type)
+    assert found is not None
+    text_kind, head = found
+    classifies, writes = head == CLASSIFIER, head in WRITERS
     refuse_experts(config.to_dict(), (name for name, _ in module.named_parameters()), model.name)
-    within = _tower(module, parts)
+    within: tuple[str, ...] = ()  # the name prefixes of everything but heads over the vocabulary
+    if writes or head == "ForMaskedLM":
+        within = SEQ2SEQ_TOWER if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)
     layers = _layers(module, config, within)
     loose = find_loose(module, layers, within=within)
     reader = None
     if model.folder is not None and any((model.folder / name).is_file() for name in TOKENIZER_FILES):
         reader = _reader(open_tokenizer(model.folder, trust_remote_code, "a text model"), module, config)
-    classifies, writes = parts.head == CLASSIFIER, parts.head in WRITERS
-    pooling = _pooling(model, parts)
+    pooling = _pooling(model.folder, "last" if text_kind == DECODER else "mean")
 
     def features(part: Any, batch: Batch) -> Tensor:
-        return _pool(_hidden(part, batch, parts), batch["attention_mask"], pooling)
+        """One vector per text, of the last hidden states (N, T, d) without any head."""
+        inner = getattr(part, "transformer", part).encoder if text_kind == SEQ2SEQ else part.base_model
+        return _pool(inner(**batch).last_hidden_state, batch["attention_mask"], pooling)
 
-    described = replace(
+    def token_logits(part: Any, batch: Batch, labels: Tensor) -> Tensor:
+        """The scores of tokens (N, T, vocabulary) for labels (N, T)."""
+        scores: Tensor = part(**batch, **({"labels": labels} if text_kind == SEQ2SEQ else {})).logits
+        return scores
+
+    def sentence_head(classes: Sequence[str], prompts: Sequence[str]) -> Tensor:
+        """Class embeddings: the features of the class names or descriptions, put into the prompts if any."""
+        assert reader is not None
+
+        def embed(texts: list[str]) -> Tensor:
+            device = next(module.parameters()).device
+            return features(module, {key: value.to(device) for key, value in reader.texts(texts).inputs.items()})
+
+        return class_embeddings(classes, prompts or ("{}",), embed)
+
+    return replace(
         model,
         layers=layers,
         loose=loose,
@@ -106,38 +119,15 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         reader=reader,
         features=features,
         logits=(lambda m, b: m(**b).logits) if classifies else None,
-        token_logits=_token_logits(parts.kind) if writes else None,
-        generates=("causal" if parts.kind == DECODER else "seq2seq") if writes else None,
-        prompted=parts.kind != ENCODER,
+        token_logits=token_logits if writes else None,
+        generates=("causal" if text_kind == DECODER else "seq2seq") if writes else None,
+        prompted=text_kind != ENCODER,
         vocabulary_head=_vocabulary_head(module, within) if writes else (),
+        text_head=sentence_head if text_kind == ENCODER and not classifies and reader is not None else None,
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
         outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
     )
-    if parts.kind != ENCODER or classifies or reader is None:
-        return described
-    return replace(described, text_head=lambda classes, prompts: _sentence_head(described, classes, prompts))
-
-
-def _sentence_head(model: Model, classes: Sequence[str], prompts: Sequence[str]) -> Tensor:
-    """Class embeddings: the encoder's features of the class names or descriptions, put into the prompts if any."""
-
-    def embed(texts: list[str]) -> Tensor:
-        assert model.encode is not None
-        assert model.features is not None
-        batch = {key: value.to(model.device) for key, value in model.encode(texts).items()}
-        return model.features(model.module, batch)
-
-    return class_embeddings(classes, prompts or ("{}",), embed)
-
-
-def _tower(module: Any, parts: Parts) -> tuple[str, ...]:
-    """The name prefixes of everything but heads over the vocabulary."""
-    if parts.head in ("Model", "TextModel", "EncoderModel", CLASSIFIER):
-        return ()
-    if parts.kind == SEQ2SEQ:
-        return ("shared.", "encoder.", "decoder.")
-    return (f"{module.base_model_prefix}.",)
 
 
 def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:
@@ -166,9 +156,7 @@ def _fused(module: nn.Module, heads: int, groups: int) -> dict[str, dict[str, Ro
             continue
         rows = weight.shape[1] if type(part).__name__ == "Conv1D" else weight.shape[0]
         last = path.rpartition(".")[2]
-        if last in ("c_attn", "Wqkv"):
-            found[f"{path}.weight"] = _in_order(("q", "k", "v"), (rows // 3,) * 3)
-        elif last == "qkv_proj":
+        if last in ("c_attn", "Wqkv", "qkv_proj"):
             width = rows // (heads + 2 * groups)
             found[f"{path}.weight"] = _in_order(("q", "k", "v"), (heads * width, groups * width, groups * width))
         elif last in ("gate_up_proj", "Wi"):
@@ -183,12 +171,7 @@ def _fused(module: nn.Module, heads: int, groups: int) -> dict[str, dict[str, Ro
 
 
 def _in_order(roles: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, RowRanges]:
-    ranges: dict[str, RowRanges] = {}
-    at = 0
-    for role, size in zip(roles, sizes, strict=True):
-        ranges[role] = ((at, at + size),)
-        at += size
-    return ranges
+    return {role: ((end - size, end),) for role, size, end in zip(roles, sizes, accumulate(sizes), strict=True)}
 
 
 def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
@@ -214,14 +197,12 @@ def _longest(tokenizer: Any, config: Any) -> int:
     return int(min(positions, tokenizer.model_max_length, LONGEST))
 
 
-def _pooling(model: Model, parts: Parts) -> str:
-    """How token states become one vector: by the folder's 1_Pooling, else the mean or (decoders) the last one."""
-    path = model.folder / "1_Pooling" / "config.json" if model.folder is not None else None
+def _pooling(folder: Path | None, default: str) -> str:
+    """How token states become one vector: by the folder's 1_Pooling if it has one."""
+    path = folder / "1_Pooling" / "config.json" if folder is not None else None
     if path is None or not path.is_file():
-        return "last" if parts.kind == DECODER else "mean"
-    config = read_json(path, "a pooling configuration")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a pooling configuration: expected a JSON object.")
+        return default
+    config = read_object(path, "a pooling configuration")
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [f"pooling_mode_{config['pooling_mode']}"] if isinstance(config.get("pooling_mode"), str) else modes
     known = [POOLING[mode] for mode in modes if mode in POOLING]
@@ -232,16 +213,6 @@ def _pooling(model: Model, parts: Parts) -> str:
     return known[0]
 
 
-def _hidden(module: Any, batch: Batch, parts: Parts) -> Tensor:
-    """The last hidden states (N, T, d) of the text, without any head."""
-    if parts.kind == SEQ2SEQ:
-        inner = module.transformer if hasattr(module, "transformer") else module
-        hidden: Tensor = inner.encoder(**batch).last_hidden_state
-        return hidden
-    states: Tensor = module.base_model(**batch).last_hidden_state
-    return states
-
-
 def _pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     if pooling == "first":
         return states[:, 0]
@@ -249,18 +220,3 @@ def _pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
         return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
     weights = mask.unsqueeze(-1).to(states.dtype)
     return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
-
-
-def _token_logits(kind: str) -> Any:
-    """The function that gives scores of tokens (N, T, vocabulary) for labels (N, T)."""
-
-    def causal(module: Any, batch: Batch, labels: Tensor) -> Tensor:
-        del labels
-        logits: Tensor = module(**batch).logits
-        return logits
-
-    def seq2seq(module: Any, batch: Batch, labels: Tensor) -> Tensor:
-        logits: Tensor = module(**batch, labels=labels).logits
-        return logits
-
-    return causal if kind == DECODER else seq2seq

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CheckpointError, brief
+from ...errors import CheckpointError, reraised
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Batch, Model, TextHead, outside_of
@@ -17,7 +17,6 @@ from ..heads import class_embeddings, config_classes, temperature_of
 from . import open_tokenizer, quiet
 
 LARGEST_IMAGE = 8192  # pixels a side
-
 Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
 
 
@@ -87,33 +86,28 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
 
 def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
     """The `encode` of a model: its folder's image processor (preprocessor_config.json)."""
-    if not (folder / "preprocessor_config.json").is_file():
+    path = folder / "preprocessor_config.json"
+    if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no preprocessor_config.json, needed to prepare images. Copy it from the original model."
+            f"{folder} has no {path.name}, needed to prepare images. Copy it from the original model."
         )
-    read_json(folder / "preprocessor_config.json", "a preprocessor configuration")
-    with quiet():
+    read_json(path, "a preprocessor configuration")
+    with quiet(), reraised(f"{path} cannot be used"):
         from transformers import AutoImageProcessor
 
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:
-            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {brief(error)}.") from error
+        options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        processor = AutoImageProcessor.from_pretrained(folder, **options)
     sizes = [getattr(processor, name, None) or {} for name in ("size", "crop_size", "pad_size")]
     sides = [side for size in sizes for side in dict(size).values() if isinstance(side, (int, float))]
     if any(not 0 < side <= LARGEST_IMAGE for side in sides):
+        largest = max(sides, key=abs)
         raise CheckpointError(
-            f"{folder / 'preprocessor_config.json'} is refused: it makes images of {max(sides, key=abs):.6g} pixels a "
-            f"side; expected 1 to {LARGEST_IMAGE}."
+            f"{path} is refused: it makes images of {largest:.6g} pixels a side; expected 1 to {LARGEST_IMAGE}."
         )
 
     def encode(images: Sequence[Any]) -> dict[str, Tensor]:
-        try:
+        with reraised(f"{path} cannot be used"):
             return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
-        except Exception as error:
-            raise CheckpointError(f"{folder / 'preprocessor_config.json'} cannot be used: {brief(error)}.") from error
 
     return encode
 

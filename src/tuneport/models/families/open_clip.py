@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, brief, first_of
+from ...errors import CheckpointError, brief, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
@@ -61,36 +61,22 @@ class OpenClip(Family):
             return (folder / CONFIG).is_file() and "architectures" not in read_config(folder / "config.json")
         return re.match(r"(?!timm:)[\w.+-]{2,}:.", reference) is not None
 
-    def open(
-        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
-    ) -> Model:
+    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         del trust_remote_code  # open_clip runs no code from checkpoints
         library, location = _library(), _find(reference)
         stored = location.open_weights()
         with _quiet():
-            try:
+            with reraised(f"open_clip cannot build {reference}"):
                 module = library.create_model(
                     location.build, pretrained=location.pretrained, load_weights=False, pretrained_text=False
                 )
-            except Exception as error:
-                raise CheckpointError(f"open_clip cannot build {reference}: {brief(error)}.") from error
             check_loadable(_unknown(module), reference)
             names = _file_names(module, stored, reference)
             check_finite(stored)
-            try:
+            with reraised(f"open_clip cannot load {location.weights}"):
                 library.load_checkpoint(module, str(location.weights), weights_only=True)
-            except Exception as error:
-                raise CheckpointError(f"open_clip cannot load {location.weights}: {brief(error)}.") from error
         module = module.to(device=device, dtype=dtype).eval()
-        return _model(
-            module,
-            reference,
-            stored,
-            names,
-            location.folder,
-            lambda: library.get_tokenizer(location.build),
-            _writer(location),
-        )
+        return _model(module, reference, stored, names, location, lambda: library.get_tokenizer(location.build))
 
     def stored(self, reference: str) -> Stored:
         location = _find(reference)
@@ -106,7 +92,7 @@ class OpenClip(Family):
         tokenizer = None
         if parts.vocab_size == BPE_WORDS:
             tokenizer = lambda: _library().SimpleTokenizer(context_length=parts.context_length)  # noqa: E731
-        return _model(module, type(module).__name__, live_tensors(module), names, None, tokenizer, _writer(None))
+        return _model(module, type(module).__name__, live_tensors(module), names, None, tokenizer)
 
 
 def _library() -> Any:
@@ -155,15 +141,13 @@ def _unknown(module: Any) -> str | None:
 
 def _file_names(module: nn.Module, stored: Checkpoint, reference: str) -> dict[str, str]:
     """Live parameter name -> name in the file, which may store the text tower without `text.`."""
-    names, wrong = {}, []
-    for name, parameter in module.named_parameters():
-        found = next((key for key in (name, name.removeprefix("text.")) if key in stored), None)
-        names[name] = found or name
-        if found is None and name != "logit_bias":
-            wrong.append(name)
-        elif found is not None and stored.shape(found) != tuple(parameter.shape) and not name.endswith(RESIZED):
-            wrong.append(f"{name} {stored.shape(found)} vs {tuple(parameter.shape)}")
-    check_tensors(wrong, len(names), reference, stored, "open_clip")
+    parameters = dict(module.named_parameters())
+    names = {
+        name: next((key for key in (name, name.removeprefix("text.")) if key in stored), name) for name in parameters
+    }
+    resized = {key for name, key in names.items() if name.endswith(RESIZED) and (key in stored or name == "logit_bias")}
+    by_file = {names[name]: parameter for name, parameter in parameters.items()}
+    check_tensors(by_file, stored, reference, "open_clip", optional=resized)
     return names
 
 
@@ -172,16 +156,14 @@ def _model(
     name: str,
     stored: Mapping[str, Tensor],
     names: Mapping[str, str],
-    folder: Path | None,
+    location: Location | None,
     tokenizer: Callable[[], Any] | None,
-    write: Write,
 ) -> Model:
     tower = module.visual
     attention = tower.transformer.resblocks[0].attn
     projection = ("visual.proj",) if tower.proj is not None else ()
     layers = find_layers(module, matrices=projection, within=TOWER, heads=int(attention.num_heads))
     loose = find_loose(module, layers, within=TOWER)
-
     return Model(
         name=name,
         module=module,
@@ -189,7 +171,7 @@ def _model(
         file_names=names,
         layers=layers,
         loose=loose,
-        folder=folder,
+        folder=location.folder if location is not None else None,
         kind="image",
         encode=pixel_encoder(_evaluation_transform(tower)),
         features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
@@ -198,18 +180,17 @@ def _model(
         logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
         width=int(tower.output_dim),
         outside=outside_of(module, layers, loose, "outside the image tower"),
-        write=write,
+        write=_writer(location),
         library="open_clip",
     )
 
 
-def _evaluation_transform(tower: Any) -> Callable[[Any], Tensor]:
+def _evaluation_transform(tower: Any) -> Any:
     """open_clip's evaluation transform, with the settings that its loader leaves on the tower."""
     transforms = load_library("open_clip.transform", "open-clip")
     settings = {key: value for key, value in getattr(tower, "preprocess_cfg", {}).items() if value is not None}
     config = transforms.PreprocessCfg(**{**settings, "size": tower.image_size})
-    transform: Callable[[Any], Tensor] = transforms.image_transform_v2(config, is_train=False)
-    return transform
+    return transforms.image_transform_v2(config, is_train=False)
 
 
 def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:

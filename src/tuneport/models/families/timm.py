@@ -6,7 +6,8 @@ Names in files are those of the module, without the prefix of distributed traini
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, brief
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
-from ...layers import RowRanges, TokenLayout, find_layers, find_loose
+from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Batch, Family, Model, Stored, live_tensors, read_config
 from . import (
     NO_SHARDS,
@@ -30,6 +31,7 @@ from . import (
 )
 
 PREFIX = "timm:"
+_write = partial(write_checkpoint, max_shard_size=NO_SHARDS)
 
 
 class Timm(Family):
@@ -41,17 +43,16 @@ class Timm(Family):
         config = read_config(Path(reference) / "config.json")
         return ("architecture" in config and "architectures" not in config) or reference.startswith(PREFIX)
 
-    def open(
-        self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype = torch.float32
-    ) -> Model:
+    def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         del trust_remote_code  # timm runs no code from checkpoints
-        library, location = _library(), _find(reference)
+        location = _find(reference)
         stored = location.open_weights() if location.weights is not None else None
-        module = _build(library, location, stored, reference)
+        module = _build(location, stored, reference)
         check_loadable(_unknown(module), reference)
         tensors: Mapping[str, Tensor] = live_tensors(module)
         if stored is not None:
-            _load(module, stored, reference)
+            check_tensors(tensors, stored, reference, "timm")
+            module.load_state_dict({name: stored[name] for name in tensors})
             tensors = stored
         check_finite(tensors)
         return _model(module.to(device=device, dtype=dtype).eval(), reference, tensors, location.folder)
@@ -73,15 +74,11 @@ class Timm(Family):
         return _model(module, type(module).__name__, live_tensors(module), None)
 
 
-def _library() -> Any:
-    return load_library("timm", "timm")
-
-
 def _find(reference: str) -> Location:
     folder = Path(reference)
     if folder.is_dir():
         return Location(f"local-dir:{folder}", folder, folder=folder)
-    library = _library()
+    library = load_library("timm", "timm")
     name, mark, wanted = reference.removeprefix(PREFIX).partition(":")
     if not library.is_model(name):
         raise unknown_model(reference, "timm", name, library.list_models())
@@ -91,28 +88,17 @@ def _find(reference: str) -> Location:
     return Location(name, file if mark else None)
 
 
-def _build(library: Any, location: Location, stored: Checkpoint | None, reference: str) -> Any:
+def _build(location: Location, stored: Checkpoint | None, reference: str) -> Any:
     """Build the module; without a file, timm loads the weights from its cache or the network."""
     options: dict[str, Any] = {}
     if stored is not None and location.folder is None:  # a fine-tune may have another number of classes
         options["num_classes"] = stored.shape("head.weight")[0] if "head.weight" in stored else 0
     try:
-        return library.create_model(location.build, pretrained=stored is None, **options)
+        return load_library("timm", "timm").create_model(location.build, pretrained=stored is None, **options)
     except Exception as error:
         if stored is None:
             raise not_fetched(reference, "timm", reference, error) from error
         raise CheckpointError(f"timm cannot build {reference}: {brief(error)}.") from error
-
-
-def _load(module: nn.Module, stored: Checkpoint, reference: str) -> None:
-    state = module.state_dict()
-    wrong = [
-        name if name not in stored else f"{name} {stored.shape(name)} vs {tuple(tensor.shape)}"
-        for name, tensor in state.items()
-        if name not in stored or stored.shape(name) != tuple(tensor.shape)
-    ]
-    check_tensors(wrong, len(state), reference, stored, "timm")
-    module.load_state_dict({name: stored[name] for name in state})
 
 
 def _unknown(module: Any) -> str | None:
@@ -131,16 +117,13 @@ def _unknown(module: Any) -> str | None:
 
 def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | None) -> Model:
     width, prefix = int(module.embed_dim), int(module.num_prefix_tokens)
-    pool: Mapping[str, Mapping[str, RowRanges]] = {
-        "attn_pool.kv.weight": {"k": ((0, width),), "v": ((width, 2 * width),)}
-    }
+    pool = {"attn_pool.kv.weight": {"k": ((0, width),), "v": ((width, 2 * width),)}}
     layers = find_layers(module, fused=pool, heads=int(module.blocks[0].attn.num_heads))
-
-    def features(live: Any, batch: Batch) -> Tensor:
-        pooled: Tensor = live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
-        return pooled
-
     classifies = int(module.num_classes) > 0
+
+    def features(live: Any, batch: Batch) -> Any:
+        return live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
+
     return Model(
         name=name,
         module=module,
@@ -170,18 +153,13 @@ def _classes(module: Any) -> tuple[str, ...]:
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
 
 
-def _evaluation_transform(module: Any) -> Callable[[Any], Tensor]:
+def _evaluation_transform(module: Any) -> Any:
     """timm's evaluation transform, with the settings that the model carries."""
     data = load_library("timm.data", "timm")
     settings = data.resolve_model_data_config(module)
     if module.patch_embed.img_size:  # as built, which may differ from the size of the pretrained weights
         settings["input_size"] = (3, *module.patch_embed.img_size)
-    transform: Callable[[Any], Tensor] = data.create_transform(**settings)
-    return transform
-
-
-def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_checkpoint(folder, tensors, max_shard_size=NO_SHARDS)
+    return data.create_transform(**settings)
 
 
 def _write_with_config(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:
