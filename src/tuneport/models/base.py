@@ -165,8 +165,6 @@ class Stored:
 class Family(ABC):
     """A model library: the references that it can open and the live modules that it knows."""
 
-    name: str
-
     @abstractmethod
     def recognises(self, reference: str) -> bool:
         """Whether `reference` names a model of this family."""
@@ -200,15 +198,10 @@ class Family(ABC):
 def describe_any(module: nn.Module) -> Model:
     """The Model of a module that no family knows: layers by type and name, nothing about its inputs."""
     layers = find_layers(module)
-    return Model(
-        name=type(module).__name__,
-        module=module,
-        tensors=live_tensors(module),
-        file_names={name: name for name, _ in module.named_parameters()},
-        layers=layers,
-        loose=find_loose(module, layers),
-        write=writer_with_config(module),
-    )
+    loose = find_loose(module, layers)
+    names = {name: name for name, _ in module.named_parameters()}
+    write = writer_with_config(module)
+    return Model(type(module).__name__, module, live_tensors(module), names, layers, loose, write=write)
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -175,13 +175,15 @@ class _Block:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher = _watcher.get()
-        leaves, structure = pytree.tree_flatten((args, kwargs))
         watches = watcher is not None and watcher.watches(self.module)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if not torch.is_grad_enabled() or not (watches or differentiable):
             with self.weights_loaded():
                 return self.forward(*args, **kwargs)
-        call = _Call(self, watcher if watches else None, structure, _autocast(self.device))
+        kind = "cpu" if self.device.type == "meta" else self.device.type
+        autocast = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+        call = _Call(self, watcher if watcher is not None and watches else nullcontext(), structure, autocast)
         anchor = torch.zeros((), requires_grad=watches)  # a watched block gets gradients even if no input requires them
         results = _Recompute.apply(call, anchor, *leaves)
         return pytree.tree_unflatten(results, call.outputs)
@@ -202,9 +204,9 @@ class _Call:
     """One call of a block, with what it takes to run it again: `inputs` and `outputs` are structures of pytree."""
 
     block: _Block
-    watcher: Watcher | None
+    watcher: AbstractContextManager[Any]
     inputs: Any
-    autocast: Callable[[], Any]
+    autocast: AbstractContextManager[Any]
     outputs: Any = None
 
     def run(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
@@ -222,12 +224,9 @@ class _Recompute(torch.autograd.Function):
         del anchor
         ctx.call = call
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        ctx.others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+        ctx.others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]  # a leaf may be None itself
         watcher = _watcher.get()
-        with ExitStack() as stack:
-            if watcher is not None:
-                stack.enter_context(_changed(watcher, "paused", True))
-            stack.enter_context(call.block.weights_loaded())
+        with _changed(watcher, "paused", True) if watcher is not None else nullcontext(), call.block.weights_loaded():
             found = call.run(leaves)
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
@@ -242,10 +241,7 @@ class _Recompute(torch.autograd.Function):
             for other, need in zip(ctx.others, ctx.needs_input_grad[2:], strict=True)
         ]
         with torch.enable_grad(), call.block.weights_loaded():
-            with ExitStack() as running:
-                running.enter_context(call.autocast())
-                if call.watcher is not None:
-                    running.enter_context(call.watcher)
+            with call.autocast, call.watcher:
                 found = call.run(leaves)
             due = [
                 (leaf, gradient)
@@ -256,14 +252,6 @@ class _Recompute(torch.autograd.Function):
             if due:
                 torch.autograd.backward([leaf for leaf, _ in due], [gradient for _, gradient in due])
         return None, None, *(leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves)
-
-
-def _autocast(device: torch.device) -> Callable[[], Any]:
-    """A function that enters the current autocast state again."""
-    kind = device.type if device.type != "meta" else "cpu"
-    enabled = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 @contextmanager

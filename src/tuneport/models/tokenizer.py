@@ -58,9 +58,8 @@ class Reader:
 
     def pairs(self, pairs: Sequence[Text]) -> Encoded:
         """Encode pairs as two sequences each: rows 2i and 2i+1 belong to sample i."""
-        for pair in pairs:
-            if isinstance(pair, str):
-                raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
+        if any(isinstance(pair, str) for pair in pairs):
+            raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
         return self.texts([text for pair in pairs for text in pair])
 
     def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:

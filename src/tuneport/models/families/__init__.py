@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, TuneportError, brief, first_of
+from ...errors import CheckpointError, TuneportError, brief, first_of, reraised
 from ...io.checkpoint import Checkpoint, open_checkpoint
 
 NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
@@ -75,12 +75,10 @@ def unknown_model(reference: str, library: str, name: str, known: Sequence[str])
     return CheckpointError(f"{reference} is no folder, and {library} knows no {name}.{hint}")
 
 
-def not_fetched(reference: str, library: str, name: str, error: Exception) -> CheckpointError:
-    """The error for weights that a library can neither find in its cache nor download."""
-    return CheckpointError(
-        f"the weights of {reference} are not in {library}'s cache and cannot be fetched ({brief(error)}). "
-        f"Fetch them where there is a network, or give {name}:FILE."
-    )
+def fetching(reference: str, library: str, name: str) -> AbstractContextManager[None]:
+    """Context in which a library finds weights in its cache or downloads them."""
+    failed = f"the weights of {reference} are not in {library}'s cache and cannot be fetched"
+    return reraised(f"{failed}. Fetch them where there is a network, or give {name}:FILE. The reason")
 
 
 def check_loadable(reason: str | None, reference: str) -> None:
@@ -128,12 +126,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
         raise CheckpointError(
             f"{folder} has {part} but no tokenizer; copy its files from the original model, or pass `head`."
         )
-    with quiet():
+    with quiet(), reraised(f"{folder} has {part} but no usable tokenizer; pass a name or a file as `head`"):
         from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        except Exception as error:
-            raise CheckpointError(
-                f"{folder} has {part} but no usable tokenizer ({brief(error)}); pass a name or a file as `head`."
-            ) from error
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)

@@ -32,19 +32,15 @@ Build = Callable[..., Built]  # of a class and its options
 class HuggingFace(Family):
     """The transformers library."""
 
-    name = "huggingface"
-
     def recognises(self, reference: str) -> bool:
         return (Path(reference) / "config.json").is_file()
 
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         folder = Path(reference)
         stored = open_checkpoint(folder)
-        with quiet():
-            module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
-        check_finite(stored)
+        module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
         names = _file_names(module, stored)
-        model = self._model(module, reference, stored, names, folder, trust_remote_code)
+        model = _model(module, reference, stored, names, folder, trust_remote_code)
         lost = [name for name in names.values() if name not in stored]
         if lost:
             raise CheckpointError(
@@ -56,13 +52,10 @@ class HuggingFace(Family):
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
         folder = Path(reference)
         stored = open_checkpoint(folder) if weights else None
-        with quiet():
-            module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
-        if stored is not None:
-            check_finite(stored)
+        module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
         names = _file_names(module, stored)
         tensors = unread(module, names, folder) if stored is None else stored
-        return replace(self._model(module, reference, tensors, names, folder, False), offloaded=True)
+        return replace(_model(module, reference, tensors, names, folder), offloaded=True)
 
     def stored(self, reference: str) -> Stored:
         return Stored(open_checkpoint(reference), Path(reference))
@@ -75,30 +68,21 @@ class HuggingFace(Family):
     def describe(self, module: nn.Module) -> Model:
         names = _file_names(module)
         stored = {names[name]: tensor for name, tensor in live_tensors(module).items() if name in names}
-        return self._model(module, type(module).__name__, stored, names, None, False)
+        return _model(module, type(module).__name__, stored, names)
 
-    def _model(
-        self,
-        module: nn.Module,
-        name: str,
-        stored: Mapping[str, Tensor],
-        file_names: Mapping[str, str],
-        folder: Path | None,
-        trust_remote_code: bool,
-    ) -> Model:
-        model = Model(
-            name=name,
-            module=module,
-            tensors=stored,
-            file_names=file_names,
-            layers=(),
-            loose=(),
-            folder=folder,
-            write=write_checkpoint if folder is not None else writer_with_config(module),
-            library="transformers",
-        )
-        complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
-        return complete(model, trust_remote_code)
+
+def _model(
+    module: nn.Module,
+    name: str,
+    stored: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    folder: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Model:
+    write = write_checkpoint if folder is not None else writer_with_config(module)
+    model = Model(name, module, stored, names, layers=(), loose=(), folder=folder, write=write, library="transformers")
+    complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
+    return complete(model, trust_remote_code)
 
 
 def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
@@ -131,27 +115,30 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
     return kind, is_text
 
 
+@quiet()
 def _fitting(folder: Path, stored: Checkpoint | None, build: Build) -> nn.Module:
     """Build the class that config.json names or, for a text model, one with fewer parts that the weights fit."""
     import transformers
 
     kind, is_text = _class_of(folder, stored)
     module, missing, misshapen = build(kind)
-    if not missing and not misshapen:
-        return module
-    # encoders are often stored without the head, or the pooler, that their config.json names
-    base = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
-    pooled = "add_pooling_layer" in inspect.signature(base).parameters
-    choices = ({}, {"add_pooling_layer": False}) if pooled else ({},)
-    for options in choices if is_text and not misshapen else ():
-        other, *left = build(base, **options)
-        if not any(left):
-            return other
+    if missing and is_text and not misshapen:
+        # encoders are often stored without the head, or the pooler, that their config.json names
+        base = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
+        choices: list[dict[str, Any]] = [{}]
+        if "add_pooling_layer" in inspect.signature(base).parameters:
+            choices.append({"add_pooling_layer": False})
+        built = (build(base, **options) for options in choices)
+        module, missing, misshapen = next((each for each in built if not any(each[1:])), (module, missing, misshapen))
     wrong = [*missing, *misshapen]
-    raise CheckpointError(
-        f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
-        "Its config.json and its weights do not belong together."
-    )
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
+            "Its config.json and its weights do not belong together."
+        )
+    if stored is not None:
+        check_finite(stored)
+    return module
 
 
 def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype, kind: Any, **options: Any) -> Built:

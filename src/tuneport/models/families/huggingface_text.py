@@ -78,7 +78,6 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     assert found is not None
     text_kind, head = found
     classifies, writes = head == CLASSIFIER, head in WRITERS
-    refuse_experts(config.to_dict(), (name for name, _ in module.named_parameters()), model.name)
     within: tuple[str, ...] = ()  # the name prefixes of everything but heads over the vocabulary
     if writes or head == "ForMaskedLM":
         within = SEQ2SEQ_TOWER if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)

@@ -115,17 +115,17 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
 def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
     """The `text_head` of a model: class names in prompts through its text tower."""
 
-    def embed(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
+    def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
         tokenizer = open_tokenizer(folder, trust_remote_code, "a text tower")
-        device = next(module.parameters()).device
         padding = "max_length" if type(module).__name__.startswith("Siglip") else True
         longest = int(module.config.text_config.max_position_embeddings)
+        device = next(module.parameters()).device
+        project = getattr(module, "text_projection", lambda pooled: pooled)
 
-        def texts_to_embeddings(texts: list[str]) -> Tensor:
+        def embed(texts: list[str]) -> Tensor:
             tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
-            pooled: Tensor = module.text_model(**tokens.to(device)).pooler_output
-            return module.text_projection(pooled) if hasattr(module, "text_projection") else pooled
+            return project(module.text_model(**tokens.to(device)).pooler_output)
 
-        return class_embeddings(classes, prompts, texts_to_embeddings)
+        return class_embeddings(classes, prompts, embed)
 
-    return embed
+    return head

@@ -11,28 +11,20 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, brief, first_of, reraised
+from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, Model, Stored, TextHead, Write, live_tensors, outside_of, read_config
+from ..base import Family, Model, Stored, TextHead, live_tensors, outside_of, read_config
 from ..heads import class_embeddings, temperature_of
-from . import (
-    NO_SHARDS,
-    Location,
-    check_loadable,
-    check_tensors,
-    load_library,
-    not_fetched,
-    pixel_encoder,
-    unknown_model,
-)
+from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -52,8 +44,6 @@ BPE_WORDS = 49408  # vocabulary of CLIP's own tokenizer, which comes with the li
 
 class OpenClip(Family):
     """The open_clip library."""
-
-    name = "open_clip"
 
     def recognises(self, reference: str) -> bool:
         folder = Path(reference)
@@ -80,7 +70,7 @@ class OpenClip(Family):
 
     def stored(self, reference: str) -> Stored:
         location = _find(reference)
-        return Stored(location.open_weights(), location.folder, _writer(location))
+        return Stored(location.open_weights(), location.folder, partial(_write, location))
 
     def knows(self, module: nn.Module) -> bool:
         own = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
@@ -122,11 +112,8 @@ def _find(reference: str) -> Location:
         raise CheckpointError(
             f"{wanted} is neither a file nor one of open_clip's weights of {name}, which are: {tags}."
         )
-    with _quiet():
-        try:
-            return Location(name, Path(library.download_pretrained(settings)), wanted)
-        except Exception as error:
-            raise not_fetched(reference, "open_clip", name, error) from error
+    with _quiet(), fetching(reference, "open_clip", name):
+        return Location(name, Path(library.download_pretrained(settings)), wanted)
 
 
 def _unknown(module: Any) -> str | None:
@@ -180,7 +167,7 @@ def _model(
         logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
         width=int(tower.output_dim),
         outside=outside_of(module, layers, loose, "outside the image tower"),
-        write=_writer(location),
+        write=partial(_write, location),
         library="open_clip",
     )
 
@@ -197,40 +184,29 @@ def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
     """The `text_head` of a model: class names in prompts through its tokenizer and text tower."""
 
     def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
-        with _quiet():
-            try:
-                tokenizer = make()
-            except Exception as error:
-                raise CheckpointError(
-                    f"{name} has a text tower but no usable tokenizer ({brief(error)}); give a name or file as `head`."
-                ) from error
+        with _quiet(), reraised(f"{name} has a text tower but no usable tokenizer; pass a name or a file as `head`"):
+            tokenizer = make()
         device = next(module.parameters()).device
         return class_embeddings(classes, prompts, lambda texts: module.encode_text(tokenizer(texts).to(device)))
 
     return head
 
 
-def _writer(location: Location | None) -> Write:
-    """A writer of open_clip's hub layout: one weight file and, unless it was copied, the configuration."""
-
-    def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        write_checkpoint(folder, tensors, stem=STEM, max_shard_size=NO_SHARDS)
-        if location is None or (folder / CONFIG).exists():
-            return
-        library = _library()
-        model = library.get_model_config(location.build)
-        found = library.get_pretrained_cfg(location.build, location.pretrained) if location.pretrained else {}
-        default = load_library("open_clip.transform", "open-clip").PreprocessCfg()
-        settings = {
-            key: found.get(key) or getattr(default, key) for key in ("mean", "std", "interpolation", "resize_mode")
-        }
-        text = json.dumps({"model_cfg": model, "preprocess_cfg": settings}, indent=2) + "\n"
-        (folder / CONFIG).write_text(text, encoding="utf-8")
-        if model["text_cfg"].get("hf_tokenizer_name"):
-            with _quiet(), suppress(Exception):  # without it, opening the text tower raises a clear error
-                library.get_tokenizer(location.build).save_pretrained(folder)
-
-    return write
+def _write(location: Location | None, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write open_clip's hub layout: one weight file and, unless it was copied, the configuration."""
+    write_checkpoint(folder, tensors, stem=STEM, max_shard_size=NO_SHARDS)
+    if location is None or (folder / CONFIG).exists():
+        return
+    library = _library()
+    model = library.get_model_config(location.build)
+    found = library.get_pretrained_cfg(location.build, location.pretrained) if location.pretrained else {}
+    default = load_library("open_clip.transform", "open-clip").PreprocessCfg()
+    settings = {key: found.get(key) or getattr(default, key) for key in ("mean", "std", "interpolation", "resize_mode")}
+    text = json.dumps({"model_cfg": model, "preprocess_cfg": settings}, indent=2) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    if model["text_cfg"].get("hf_tokenizer_name"):
+        with _quiet(), suppress(Exception):  # without it, opening the text tower raises a clear error
+            library.get_tokenizer(location.build).save_pretrained(folder)
 
 
 @contextmanager

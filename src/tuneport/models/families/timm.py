@@ -14,21 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, brief
+from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Batch, Family, Model, Stored, live_tensors, read_config
-from . import (
-    NO_SHARDS,
-    Location,
-    check_loadable,
-    check_tensors,
-    load_library,
-    not_fetched,
-    pixel_encoder,
-    unknown_model,
-)
+from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 PREFIX = "timm:"
 _write = partial(write_checkpoint, max_shard_size=NO_SHARDS)
@@ -37,17 +28,15 @@ _write = partial(write_checkpoint, max_shard_size=NO_SHARDS)
 class Timm(Family):
     """The timm library."""
 
-    name = "timm"
-
     def recognises(self, reference: str) -> bool:
         config = read_config(Path(reference) / "config.json")
         return ("architecture" in config and "architectures" not in config) or reference.startswith(PREFIX)
 
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         del trust_remote_code  # timm runs no code from checkpoints
-        location = _find(reference)
+        library, location = load_library("timm", "timm"), _find(reference)
         stored = location.open_weights() if location.weights is not None else None
-        module = _build(location, stored, reference)
+        module = _build(library, location, stored, reference)
         check_loadable(_unknown(module), reference)
         tensors: Mapping[str, Tensor] = live_tensors(module)
         if stored is not None:
@@ -88,17 +77,13 @@ def _find(reference: str) -> Location:
     return Location(name, file if mark else None)
 
 
-def _build(location: Location, stored: Checkpoint | None, reference: str) -> Any:
+def _build(library: Any, location: Location, stored: Checkpoint | None, reference: str) -> Any:
     """Build the module; without a file, timm loads the weights from its cache or the network."""
     options: dict[str, Any] = {}
     if stored is not None and location.folder is None:  # a fine-tune may have another number of classes
         options["num_classes"] = stored.shape("head.weight")[0] if "head.weight" in stored else 0
-    try:
-        return load_library("timm", "timm").create_model(location.build, pretrained=stored is None, **options)
-    except Exception as error:
-        if stored is None:
-            raise not_fetched(reference, "timm", reference, error) from error
-        raise CheckpointError(f"timm cannot build {reference}: {brief(error)}.") from error
+    with fetching(reference, "timm", reference) if stored is None else reraised(f"timm cannot build {reference}"):
+        return library.create_model(location.build, pretrained=stored is None, **options)
 
 
 def _unknown(module: Any) -> str | None:
