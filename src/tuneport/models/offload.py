@@ -117,10 +117,8 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
     def read(parameter: Tensor) -> Tensor:
         return parameter.data if home is None else home[names[id(parameter)]].to(parameter.dtype)
 
-    fetched = {
-        path: own for path, own in _own_parameters(module, placement.blocks).items() if path in placement.fetched
-    }
-    loaded_later = {id(parameter) for own in fetched.values() for parameter in own}
+    own = _own_parameters(module, placement.blocks)
+    loaded_later = {id(parameter) for path in placement.fetched for parameter in own[path]}
     with ExitStack() as stack:
         for parameter in module.parameters():
             if id(parameter) not in loaded_later:
@@ -133,8 +131,8 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
                 stack.enter_context(_changed(config, "use_cache", False))
         for path in placement.blocks:
             part = module.get_submodule(path)
-            own = fetched.get(path, [])
-            block = _Block(part, part.forward, own, read, placement.device, home is not None)
+            loaded = own[path] if path in placement.fetched else []
+            block = _Block(part, part.forward, loaded, read, placement.device, home is not None)
             stack.enter_context(_forward_replaced(part, block))
         yield
 

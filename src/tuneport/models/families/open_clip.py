@@ -40,6 +40,7 @@ WEIGHTS = (
 TOWER = ("visual.",)
 RESIZED = ("positional_embedding", "logit_scale", "logit_bias")  # open_clip resizes these when it loads them
 BPE_WORDS = 49408  # vocabulary of CLIP's own tokenizer, which comes with the library
+_library = partial(load_library, "open_clip", "open-clip")
 
 
 class OpenClip(Family):
@@ -79,14 +80,12 @@ class OpenClip(Family):
     def describe(self, module: nn.Module) -> Model:
         names = {name: name for name, _ in module.named_parameters()}
         parts: Any = module
-        tokenizer = None
-        if parts.vocab_size == BPE_WORDS:
-            tokenizer = lambda: _library().SimpleTokenizer(context_length=parts.context_length)  # noqa: E731
-        return _model(module, type(module).__name__, live_tensors(module), names, None, tokenizer)
 
+        def tokenizer() -> Any:
+            return _library().SimpleTokenizer(context_length=parts.context_length)
 
-def _library() -> Any:
-    return load_library("open_clip", "open-clip")
+        own = tokenizer if parts.vocab_size == BPE_WORDS else None
+        return _model(module, type(module).__name__, live_tensors(module), names, None, own)
 
 
 def _find(reference: str) -> Location:
