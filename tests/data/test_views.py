@@ -108,7 +108,7 @@ class TestRehearsal:
         assert len({id(covariance) for covariance in found.covariances.values()}) == len(shared)
 
     def test_max_tokens_apply_per_sample(self, zoo: Zoo) -> None:
-        found = measure_job(job_of(zoo, max_tokens=24))
+        found = measure_job(job_of(zoo, max_tokens=24), views=True)
         tokens = {
             signal: max(c.tokens for key, c in found.covariances.items() if key[1] == signal) for _, signal in found
         }

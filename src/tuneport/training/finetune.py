@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,9 @@ def finetune(
             group["lr"] = schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
         losses = []
-        with _dropout(schedule.seed, step, model.device):
+        # Dropout depends only on seed and step; the global generators are restored.
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
             for part in rows.split(pass_size):
                 batch, labels = batch_of(part)
                 share = F.cross_entropy(head.scores(model, module, batch), labels) * (len(part) / len(rows))
@@ -132,7 +133,9 @@ def finetune(
             _check_losses(unchecked, step + 1, name, schedule)
             unchecked.clear()
         if step + 1 in stops:
-            _check_weights(module, step + 1, name, schedule)
+            for key, parameter in module.named_parameters():
+                if parameter.requires_grad and not all_finite(parameter.detach()):
+                    raise _divergence(name, f"{key} holds NaN or infinite values after step {step + 1}", schedule)
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays in evaluation mode
@@ -297,7 +300,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 def _trainable(model: Model, schedule: Schedule) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A copy of the model's module in training mode, and an optimizer of the tower's parameters."""
     module = copy.deepcopy(model.module).train()
-    inside = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers}
+    inside = {name for layer in model.layers for name in (layer.weight, layer.bias)}
     inside |= {part.name for part in model.loose}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in inside)
@@ -317,26 +320,12 @@ def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
         yield rows
 
 
-@contextmanager
-def _dropout(seed: int, step: int, device: torch.device) -> Iterator[None]:
-    """Make dropout depend only on seed and step; the global generators are restored."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed((seed * 1_000_003 + step) % 2**63)
-        yield
-
-
 def _check_losses(losses: Sequence[Tensor], step: int, name: str, schedule: Schedule) -> None:
     """Raise a TuneportError if one of the losses up to a step is NaN or infinite."""
     wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
     if len(wrong):
         first = step - len(losses) + 1 + int(wrong[0])
         raise _divergence(name, f"the loss is NaN or infinite at step {first}", schedule)
-
-
-def _check_weights(module: nn.Module, step: int, name: str, schedule: Schedule) -> None:
-    for key, parameter in module.named_parameters():
-        if parameter.requires_grad and not all_finite(parameter.detach()):
-            raise _divergence(name, f"{key} holds NaN or infinite values after step {step}", schedule)
 
 
 def _divergence(name: str, why: str, schedule: Schedule) -> TuneportError:
