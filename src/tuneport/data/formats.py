@@ -28,12 +28,7 @@ _MOST_CLASSES = 10**6
 
 
 def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
-    """Read one split of an image folder, an `.npz`, a table or a saved HF dataset.
-
-    A source without splits serves as both, and its `Dataset.split` is "all". Without a test split, the
-    validation split (dev, validation, val) replaces it. `labelled=False` also accepts data with neither labels nor
-    text targets.
-    """
+    """Read one split of an image folder, an `.npz`, a table or a saved HF dataset, as `read_data` describes."""
     path = Path(path)
     if split not in SPLIT_NAMES:
         raise DataError(unknown_name("split", split, SPLIT_NAMES))
@@ -78,14 +73,9 @@ def _read_folder(path: Path, split: Split) -> Dataset:
     if not paths and not flat:
         where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
         raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
-    return Dataset(
-        inputs=LazySequence(np.arange(len(paths or flat)), partial(open_file, paths or flat)),
-        labels=np.array(labels, dtype=np.int64) if paths else None,
-        classes=classes,
-        name=dataset_name(path),
-        kind="image",
-        split=found or "all",
-    )
+    inputs = LazySequence(np.arange(len(paths or flat)), partial(open_file, paths or flat))
+    numbers = np.array(labels, dtype=np.int64) if paths else None
+    return Dataset(inputs, numbers, classes, dataset_name(path), "image", found or "all")
 
 
 def images_under(folder: Path) -> list[Path]:
@@ -112,15 +102,8 @@ def _read_npz(path: Path, split: Split) -> Dataset:
             f"{y} of {path} has labels {first_of(map(str, wrong))}; "
             f"expected 0 to {len(classes) - 1} for its {len(classes)} classes."
         )
-    return Dataset(
-        inputs=LazySequence(np.arange(len(images)), partial(open_array, images)),
-        labels=labels,
-        classes=classes,
-        name=dataset_name(path),
-        kind="image",
-        split=found or "all",
-        files=(path,),
-    )
+    inputs = LazySequence(np.arange(len(images)), partial(open_array, images))
+    return Dataset(inputs, labels, classes, dataset_name(path), "image", found or "all", files=(path,))
 
 
 def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[str, NDArray[Any]], NDArray[Any] | None]:

@@ -82,35 +82,19 @@ def _columns(path: Path) -> _Table:
     if path.is_dir() or name.endswith(".parquet"):
         return _read_arrow(path)
     opened = gzip.open if path.name.lower().endswith(".gz") else open
-    with (
-        reading(path),
-        opened(path, "rb") as packed,
-        io.TextIOWrapper(io.BufferedReader(_Limited(packed, path)), encoding="utf-8-sig", newline="") as file,
-    ):
+    with reading(path):
+        with opened(path, "rb") as packed:
+            content = packed.read(_LARGEST_TABLE + 1)  # a small archive can hold a huge table
+        if len(content) > _LARGEST_TABLE:
+            limit = f"{_LARGEST_TABLE / 2**30:.0f} GiB"
+            raise DataError(f"{path} is refused: a table may have {limit} uncompressed. Split it.")
+        file = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
         if name.endswith(".jsonl"):
             rows = list(_json_rows(file, path))
         else:
             rows = list(_delimited_rows(file, path, "\t" if name.endswith(".tsv") else ","))
     keys = dict.fromkeys(key for row in rows for key in row)
     return _Table({key: [row.get(key) for row in rows] for key in keys})
-
-
-class _Limited(io.RawIOBase):
-    """The uncompressed bytes of a file, up to a limit: a small archive can hold a huge table."""
-
-    def __init__(self, file: Any, path: Path) -> None:
-        self._file, self._path, self._left = file, path, _LARGEST_TABLE
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self._file.readinto(buffer)
-        self._left -= count
-        if self._left < 0:
-            limit = f"{_LARGEST_TABLE / 2**30:.0f} GiB"
-            raise DataError(f"{self._path} is refused: a table may have {limit} uncompressed. Split it.")
-        return count
 
 
 def _json_rows(file: TextIO, path: Path) -> Iterator[dict[str, Any]]:
