@@ -1,21 +1,17 @@
 """The weighted Halley iteration for the polar factors of many matrices of one shape at once.
 
-Each step sends a singular value s to s (a + b s^2) / (1 + c s^2), by products and an inverse that is made of products
-too, so that a GPU is busy; nothing waits for the host before the end. The weights follow from the rank cut alone.
-Large weights cost digits (c eps), so c is capped, and a few heavy steps first lift everything above the cut to
-`low`. There the Gram matrix resolves all that matters, and what lies below the cut is taken out: by a few inverse
-iterations where that is little (`iterate`), or by a projector, for which the same steps serve (`iterate_split`).
-
-Torch only. Matrices are (B, n, m) with n <= m, float64; a map that cannot be had so is None, and one that is there
-carries its certificate, whether it holds or not.
+Each step maps a singular value s to s (a + b s^2) / (1 + c s^2), by matrix products only, without waiting for the
+host. The weights follow from the rank cut. Large weights cost digits (c eps), so c is capped: a few heavy steps first
+lift all values above the cut so far that the Gram matrix resolves them. Then the directions below the cut are removed.
+A result carries its certificate, which may not hold.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,86 +19,84 @@ from torch import Tensor
 from .certificate import PROBES, STATIONARITY, Certificate, gaussian, rounding
 from .symmetric import inverse, inverse_root, lower_product, symmetric_product
 
-NULLS = 8  # null directions that inverse iteration looks for, less one
+NULLS = 8  # inverse iteration finds fewer null directions than this
 _HEAVIEST = 1e6  # the largest weight c
-_MARGIN = 1.05  # above the largest singular value, which is found from below
-_SURE = 1.2  # how far above the cut a value counts as determined without a closer look; below it, three times
-_NEAR = 0.98  # to 1, for the polynomial at the end
-_BLIND = 1e-3  # the least that the identity must say about a null direction, to be filled in here
+_MARGIN = 1.05  # above the estimate of the largest singular value, which is a lower bound
+_SURE = 1.2  # times the cut: from here on a value counts as determined; below a third of the cut, as null
+_NEAR = 0.98  # from here to 1, the polynomial is exact enough
+_BLIND = 1e-3  # the least singular value of the projected identity that determines how to fill a null direction
 _TINY = 1e-300
 
 Weights = tuple[float, float, float]
+Nulls = Literal["none", "few", "any", "both"]
 
 
 class Iterated(NamedTuple):
-    """The polar factor of one matrix on its determined directions, completed where that was asked for."""
+    """The polar factor of one matrix on its determined directions, completed with `fill`."""
 
     matrix: Tensor  # (n, m)
     null: Tensor  # (n, n - rank), empty where the matrix is completed
     rank: int
     total: float  # the sum of the singular values above the cut
     certificate: Certificate
-    split: bool = False  # by a projector
+    split: bool = False  # whether a projector removed the null directions
 
 
-def iterate(
-    C: Tensor, cut: float, *, fill: bool = False, look: bool = True, split: bool = False
-) -> list[Iterated | None]:
-    """Polar factors of matrices with fewer than NULLS singular values at or below `cut` times the largest.
+def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) -> list[Iterated | None]:
+    """Polar factors of a stack of matrices on the singular values above `cut` times the largest.
 
-    With `fill`, null directions are mapped as near to the identity as can be. None for a matrix with more of them,
-    with values too near to the cut, or whose null directions the identity says nothing about; with `split`, the first
-    two go on as in `iterate_split`. Without `look`, full rank is taken for granted, which saves an inverse; where
-    that is wrong, the result is None or not certified.
+    Args:
+        C: float64 matrices (B, n, m), n <= m.
+        cut: the rank cut.
+        nulls: how null directions are removed. "few": inverse iteration, for fewer than NULLS of them. "any": a
+            projector, from the sign of a Gram matrix minus the cut; it fails for a value within 1e-4 of the cut.
+            "both": "few", then "any" for the matrices that are left. "none": full rank is assumed, which saves an
+            inverse; where that is wrong, the result is None or not certified.
+        fill: map null directions as near to the identity as possible.
+
+    Returns:
+        None for a matrix with too many null directions, with values too near to the cut, or with null directions
+        that the identity does not determine.
     """
     steps, size = _steps(cut), largest_values(C)
-    X = _lifted(C, size, steps)
-    if not look:
-        X = _finish(X, steps.tail)
-        return _finished(C, cut, size, X, None, fill)
+    X = _lift(C, size, steps)
+    if nulls == "none":
+        return _certify(C, cut, size, _finish(X, steps.tail), None, fill)
+    if nulls == "any":
+        return _split(C, X, size, cut, steps, fill)
     null, unclear = _null_directions(X, steps)
     results: list[Iterated | None] = [None] * len(C)
-    clear = (~unclear).nonzero()[:, 0]
-    if len(clear):
-        here, lifted, known, largest = (_some(part, clear) for part in (C, X, null, size))
-        lifted.baddbmm_(known, known.mT @ lifted, alpha=-1)  # a copy, or all of X, which nobody needs any more
-        found = _finish(lifted, steps.tail)
-        for index, one in zip(clear.tolist(), _finished(here, cut, largest, found, known, fill), strict=True):
-            results[index] = one
-    many = unclear.nonzero()[:, 0]
-    if split and len(many):
-        here, lifted, largest = (_some(part, many) for part in (C, X, size))
-        for index, one in zip(many.tolist(), _split(here, lifted, largest, cut, steps, fill), strict=True):
+    for clear in (True, False) if nulls == "both" else (True,):
+        indices = (unclear != clear).nonzero()[:, 0]
+        if not len(indices):
+            continue
+        here, lifted, known, largest = (_select(part, indices) for part in (C, X, null, size))
+        if clear:
+            lifted.baddbmm_(known, known.mT @ lifted, alpha=-1)  # a copy, or all of X, which is not used again
+            found = _certify(here, cut, largest, _finish(lifted, steps.tail), known, fill)
+        else:
+            found = _split(here, lifted, largest, cut, steps, fill)
+        for index, one in zip(indices.tolist(), found, strict=True):
             results[index] = one
     return results
-
-
-def iterate_split(C: Tensor, cut: float, *, fill: bool = False) -> list[Iterated | None]:
-    """`iterate` for any rank, at the price of one more iteration: for the sign of a Gram matrix less the cut.
-
-    That gives the projector onto what lies below the cut, without eigenvectors, of which an accelerator makes few at a
-    time. A value at the cut itself, to one in 10^4, leaves no projector, and the result is not certified.
-    """
-    steps, size = _steps(cut), largest_values(C)
-    return _split(C, _lifted(C, size, steps), size, cut, steps, fill)
 
 
 def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Iterated | None]:
     below = _projector_below(symmetric_product(X, X), steps.lifted**2)
     X = _finish((below @ X).neg_().add_(X), steps.tail)
     X = (below @ X).neg_().add_(X)
-    found = _finished(C, cut, size, X, below, fill)
+    found = _certify(C, cut, size, X, below, fill)
     return [None if one is None else one._replace(split=True) for one in found]
 
 
-def _some(stack: Tensor, indices: Tensor) -> Tensor:
+def _select(stack: Tensor, indices: Tensor) -> Tensor:
     return stack if len(indices) == len(stack) else stack[indices]
 
 
 def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
-    """The largest singular values (B,), or a little less, by a few power steps with several vectors.
+    """Close lower bounds of the largest singular values (B,), by a few power steps with several vectors.
 
-    With `among`, those of the left directions that it spans: orthonormal columns, zero ones beside, or a projector.
+    `among` restricts the left directions to its span: orthonormal columns, zero columns, or a projector.
     """
     block = gaussian(C.shape[-2], PROBES, C.device)
     for _ in range(9):
@@ -115,28 +109,40 @@ def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
 
 
 class Tail(NamedTuple):
-    """What is left to do where one Gram matrix resolves everything: a few steps, and a polynomial in 1 - G."""
+    """The last steps, where one Gram matrix resolves all values, and a polynomial in 1 - G."""
 
     steps: tuple[Weights, ...]
     polynomial: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """The weights of all steps for one rank cut."""
 
     heavy: tuple[Weights, ...]
-    lifted: float  # what the heavy steps make of a singular value at the cut
+    lifted: float  # the image of a singular value at the cut after the heavy steps
     tail: Tail
 
 
 @lru_cache(maxsize=64)
 def _steps(cut: float) -> Steps:
-    heavy, lifted = [], cut / _MARGIN
-    while lifted < 1e-3:  # small values in order, and below what the others sink to
-        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / lifted)))
-        lifted = _value(heavy[-1], lifted)
-    return Steps(tuple(heavy), lifted, _tail(0.9 * lifted))
+    heavy, lifted = _heavy_steps(cut / _MARGIN, _value)
+    return Steps(heavy, lifted, _tail(0.9 * lifted))
+
+
+@lru_cache(maxsize=64)
+def _sign_steps(limit: float) -> Steps:
+    """The steps to the sign of eigenvalues in [-1, 1] with an absolute value of at least 1e-4 times `limit`."""
+    heavy, low = _heavy_steps(1e-4 * limit, _least_value)
+    return Steps(heavy, low, _tail(low))
+
+
+def _heavy_steps(low: float, image: Callable[[Weights, float], float]) -> tuple[tuple[Weights, ...], float]:
+    """Steps with capped weights, which keep small values in order and below all others; and the image of `low`."""
+    heavy = []
+    while low < 1e-3:
+        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / low)))
+        low = image(heavy[-1], low)
+    return tuple(heavy), low
 
 
 @lru_cache(maxsize=64)
@@ -145,27 +151,17 @@ def _tail(low: float) -> Tail:
     steps = []
     while low < _NEAR:
         steps.append(step_weights(low))
-        low = _image(steps[-1], low)
+        low = _least_value(steps[-1], low)
     return Tail(tuple(steps), _polynomial(low))
 
 
 def _polynomial(low: float) -> tuple[float, ...]:
     """(1 - x)^-1/2 for x in [0, 1 - low^2] as a polynomial of order four: to 10^-10 for _NEAR, and to 10^-12 above."""
-    width = 1 - min(low, 0.99) ** 2  # narrower, it would be wild beyond
+    width = 1 - min(low, 0.99) ** 2  # a narrower interval gives large errors outside it
     angles = torch.arange(1, 10, 2, dtype=torch.float64) * math.pi / 10
-    spots = (1 - angles.cos()) / 2  # Chebyshev's
+    spots = (1 - angles.cos()) / 2  # Chebyshev nodes
     found = torch.linalg.solve(torch.linalg.vander(spots), (1 - width * spots).rsqrt())
     return tuple(float(value) / width**order for order, value in enumerate(found))
-
-
-@lru_cache(maxsize=64)
-def _sign_steps(limit: float) -> Steps:
-    """The steps to the sign of eigenvalues in [-1, 1] that are no nearer to zero than one in 10^4 of `limit`."""
-    heavy, low = [], 1e-4 * limit
-    while low < 1e-3:  # the weights are capped here too
-        heavy.append(_weights_of(min(2 * _HEAVIEST**0.5, 0.02 / low)))
-        low = _image(heavy[-1], low)
-    return Steps(tuple(heavy), low, _tail(low))
 
 
 def step_weights(low: float) -> Weights:
@@ -184,13 +180,13 @@ def _value(weights: Weights, at: float) -> float:
     return at * (a + b * at**2) / (1 + c * at**2)
 
 
-def _image(weights: Weights, low: float) -> float:
-    """The least that a step makes of values in [low, 1]."""
+def _least_value(weights: Weights, low: float) -> float:
+    """The least image of values in [low, 1] under a step."""
     spots = torch.logspace(math.log10(low), 0, 512, dtype=torch.float64)
     return min(_value(weights, float(spot)) for spot in spots)
 
 
-def _lifted(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
+def _lift(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
     X = C / (_MARGIN * size[:, None, None])
     for weights in steps.heavy:
         X = _step_matrix(X, weights) @ X
@@ -204,7 +200,7 @@ def _step_matrix(X: Tensor, weights: Weights) -> Tensor:
 
 
 def _resolvent(gram: Tensor, c: float) -> Tensor:
-    """(1 + c G)^-1; G is used up."""
+    """(1 + c G)^-1; overwrites G."""
     return inverse(_add_identity(gram.mul_(c), 1.0))
 
 
@@ -214,15 +210,14 @@ def _add_identity(matrices: Tensor, times: float) -> Tensor:
 
 
 def _finish(X: Tensor, tail: Tail) -> Tensor:
-    """The polar factor of X, whose singular values lie where the tail begins; null directions stay null."""
+    """The polar factor of X, whose singular values are in the range of the tail; null directions stay null."""
     return _root_of_inverse(symmetric_product(X, X), tail) @ X
 
 
 def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
-    """G^-1/2, by the iteration for G alone: a step's matrix is W, G becomes W^2 G, and W G needs no product.
+    """G^-1/2, by the iteration on G: a step with matrix W turns G into W^2 G, and W G needs no product.
 
-    G is used up. Everything commutes, so that all products are symmetric. At the end the singular values are near to
-    1, and a polynomial does the rest.
+    Overwrites G. All matrices commute, so all products are symmetric. A polynomial does the last step.
     """
     total = None
     for a, b, c in tail.steps:
@@ -231,7 +226,7 @@ def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
         _add_identity(turn.mul_(a - b / c), b / c)
         gram = symmetric_product(turn, gram)
         total = turn if total is None else symmetric_product(turn, total)
-        del turn  # and its memory
+        del turn  # frees its memory
     rest = _add_identity(gram.neg_(), 1.0)
     square = symmetric_product(rest, rest)
     k0, k1, k2, k3, k4 = tail.polynomial
@@ -242,7 +237,7 @@ def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
 
 
 def _projector_below(gram: Tensor, limit: float) -> Tensor:
-    """The projector onto the eigenvectors of symmetric matrices with eigenvalues in [0, 1] that lie below `limit`."""
+    """The projector onto the eigenvectors with eigenvalues below `limit`, for eigenvalues in [0, 1]."""
     sign, steps = _add_identity(gram.neg_(), limit), _sign_steps(limit)
     for weights in steps.heavy:
         sign = _step_matrix(sign, weights) @ sign
@@ -252,10 +247,10 @@ def _projector_below(gram: Tensor, limit: float) -> Tensor:
 
 
 def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-    """Orthonormal left directions in which nothing above the cut is left, zero columns beside; and where that failed.
+    """Orthonormal left null directions, padded with zero columns; and for which matrices that failed.
 
-    Inverse iteration with corrections by the residual, so that the error of the inverse does not stay. Rayleigh
-    quotients are bounds from above, so never too many directions are taken out.
+    Inverse iteration, with corrections by the residual for the error of the inverse. Rayleigh quotients are upper
+    bounds, so never too many directions are removed.
     """
     shift = 1e4 / steps.lifted**2
     near = _resolvent(lower_product(X, X), shift)
@@ -274,10 +269,10 @@ def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     return found * null[:, None], unclear | null.all(-1)
 
 
-def _finished(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Iterated | None]:
-    """Certify, fill, and look at the verdict on all matrices at once.
+def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Iterated | None]:
+    """Certify and fill all matrices at once; the host waits only here.
 
-    `null` spans the null directions: orthonormal columns, zero ones beside, or a projector; None where there are none.
+    `null` spans the null directions: orthonormal columns, zero columns, or a projector; None if there are none.
     """
     probe = gaussian(C.shape[-2], PROBES, C.device)
     stationarity, spread, total, bad = _stationarity(C, X, null, size, cut, probe)
@@ -290,7 +285,7 @@ def _finished(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | Non
         orthogonality = _size(seen + null @ (null.mT @ probe))
         bad = bad | (largest_values(C, null) > _SURE * cut * size)
         if fill:
-            X, blind = _filled(X, null)
+            X, blind = _fill(X, null)
             orthogonality = torch.maximum(orthogonality, _size(X @ (X.mT @ probe) - probe))
             bad = bad | blind
     bad = bad | (size == 0) | ~total.isfinite()
@@ -304,7 +299,7 @@ def _finished(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | Non
         if null is not None and not fill and rank < C.shape[-2]:
             there = null[index] @ gaussian(null.shape[-1], C.shape[-2] - int(rank), C.device)
             there = torch.linalg.qr(there).Q
-        matrix = X[index] if len(C) == 1 else X[index].clone()  # not a view that holds them all
+        matrix = X[index] if len(C) == 1 else X[index].clone()  # a view would keep the whole batch alive
         results.append(Iterated(matrix, there, int(rank), value, Certificate(defect, residual, STATIONARITY + limit)))
     return results
 
@@ -316,10 +311,10 @@ def _size(residual: Tensor) -> Tensor:
 def _stationarity(
     C: Tensor, X: Tensor, null: Tensor | None, size: Tensor, cut: float, probe: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of S^-1/2 (H - H^T) S^-1/2 / 2 for H = C X^T, with a Cholesky factor of H in place of the root; and more.
+    """The size of S^-1/2 (H - H^T) S^-1/2 / 2 for H = C X^T, with a Cholesky factor of H in place of the root.
 
-    H is lifted by the null directions and lowered by the cut: no factor means that a value lies below the cut. Also
-    the spread of H, its trace, and where there was no factor.
+    The null directions are added to H and the cut is subtracted: without a factor, a value is below the cut. Also
+    returns the spread of H, its trace, and which matrices have no factor.
     """
     lifted = lower_product(C, X)
     diagonal = lifted.diagonal(dim1=-2, dim2=-1)
@@ -334,8 +329,8 @@ def _stationarity(
     return _size(residual), spread, total, bad
 
 
-def _filled(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
-    """X with its null directions mapped as near to the identity as can be; and where the identity is blind."""
+def _fill(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
+    """Map the null directions of X as near to the identity as possible; also where the identity says too little."""
     rows, columns = X.shape[-2:]
     if null.shape[-1] < rows:
         there = null.square().sum(-2) > 0.5
@@ -358,7 +353,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors of a few small matrices; one that is not finite gives NaN."""
+    """Eigenvalues and eigenvectors of small matrices; NaN for a matrix that is not finite."""
     broken = ~matrix.isfinite().all(dim=(-2, -1), keepdim=True)
     values, vectors = torch.linalg.eigh(torch.where(broken, torch.zeros_like(matrix), matrix))
     return torch.where(broken[..., 0], torch.nan, values), vectors

@@ -1,9 +1,8 @@
 """Polar factors of cross-covariances: several routes to one answer, each certified before it is used.
 
-Torch only. A route finds the polar factor of C on the singular values above a cut; the choice among routes follows
-shape and device. Squaring C (a Gram matrix) halves the digits, so one family of routes lifts small singular values by
-a few steps of an iteration before it squares anything, and the other goes down the spectrum in stages. A result that
-fails its certificate is thrown away for the next route, in the end a plain SVD; if that fails too, the solver raises.
+A route finds the polar factor of C on the singular values above a cut; shape and device decide which route. A Gram
+matrix halves the digits, so some routes lift small singular values first, and others go down the spectrum in stages. A
+result that fails its certificate is dropped for the next route; the last one is a plain SVD.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from torch import Tensor
 
 from ..errors import TuneportError
 from .certificate import Certificate, certify, gaussian
-from .halley import Iterated, iterate, iterate_split, largest_values
+from .halley import Iterated, Nulls, iterate, largest_values
 
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
-SMALL = 64  # up to this width an SVD is as fast as anything
-NEAR = 128  # up to this width the CPU is faster at it than any accelerator
+SMALL = 64  # up to this width an SVD is the fastest route
+NEAR = 128  # up to this width the CPU is faster than an accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
-FEW = 12  # the block of subspace iteration is this part of the width, and half of it may count
-TURNS = 12
-WIDE = 512  # from this width on, it pays to look whether a few directions are all
+FEW = 12  # the block of subspace iteration is 1/FEW of the width; at most half of it may lie above the cut
+TURNS = 12  # of subspace iteration
+WIDE = 512  # from this width on, subspace iteration is tried first
 LARGE = 2048  # from this width on, full rank is tried first
-TOGETHER = 48  # matrices that an accelerator solves at once take this part of its memory, their work twelve times that
+TOGETHER = 48  # the matrices of one batch take 1/TOGETHER of the memory, the work on them twelve times that
 
 
 @dataclass(frozen=True, eq=False)
 class Polar:
     """The determined part of a polar factor as factors, `left @ right.T`, with its evidence.
 
-    `left` is None where it is the identity: R is `right.T` then. `total` is the sum of the singular values above the
-    cut, `<R, C>`. `singular_values` are all min(d_A, d_B) of C, largest first, the first `rank` above the cut, those
-    far below it estimates only; None where the route does not find them. `null` spans what the shorter side has
-    left, (min(d_A, d_B), min - rank); it is empty where that is filled already, or nearly everything.
+    `left` is None for the identity: R is `right.T` then. `total` is the sum of the singular values above the cut,
+    `<R, C>`. `singular_values` are all min(d_A, d_B) of C, largest first (those far below the cut are estimates); None
+    if the route does not compute them. `null` spans the null directions of the shorter side, (min(d_A, d_B), min -
+    rank); it is empty where they are filled, or not computed.
     """
 
     left: Tensor | None  # (d_A, rank)
-    right: Tensor | None  # (d_B, rank); None in the transposed problem where `left` is
+    right: Tensor | None  # (d_B, rank); None for the identity
     null: Tensor
     rank: int
     total: float
@@ -54,11 +53,9 @@ class Polar:
         return replace(self, left=self.right, right=self.left)
 
     def to(self, device: torch.device) -> Polar:
-        """The same on another device."""
-        left, right, values = (
-            None if x is None else x.to(device) for x in (self.left, self.right, self.singular_values)
-        )
-        return replace(self, left=left, right=right, null=self.null.to(device), singular_values=values)
+        """Move all tensors to another device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
     def dense(self) -> Tensor:
         """R itself (d_A, d_B)."""
@@ -66,7 +63,7 @@ class Polar:
 
 
 def product(left: Tensor | None, right: Tensor | None) -> Tensor:
-    """`left @ right.T`, one of which may be None for the identity."""
+    """`left @ right.T`; one factor may be None for the identity."""
     if left is None:
         assert right is not None
         return right.T
@@ -76,9 +73,9 @@ def product(left: Tensor | None, right: Tensor | None) -> Tensor:
 def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None = None) -> Polar:
     """The polar factor of C on the directions whose singular value exceeds `cut` times the largest.
 
-    `route` is one of ROUTES; None chooses. Where it cannot serve, or its result is not certified, the next one of
-    ROUTES does. `most` is the largest rank that C can have, where known. C must be float64 and finite.
-    Trap: `left` and `right` mean something only together.
+    `route` is one of ROUTES, None to choose by shape and device. If it finds no certified result, the next one of
+    ROUTES is tried. `most` is the largest rank that C can have, if known. C must be float64 and finite.
+    Trap: `left` and `right` are unique only up to a common rotation.
     """
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route, most=most).T
@@ -102,8 +99,8 @@ def polar_together(
 ) -> list[Polar]:
     """Batched polar factors of equally shaped matrices (used on GPUs).
 
-    With `fill`, the iteration completes them to isometries where it can; `null` is empty there. A batch holds at most
-    `together_bytes` of a device with `budget` bytes. A matrix without a certified result goes through `polar` alone.
+    With `fill`, the iteration completes them to isometries where it can; `null` is empty there. `budget` limits the
+    memory of a batch (`together_bytes`). A matrix without a certified result is solved alone by `polar`.
     """
     rows, columns = matrices[0].shape
     if rows > columns:
@@ -112,14 +109,14 @@ def polar_together(
         return [polar(C, cut) for C in matrices]
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device, budget) // (8 * rows * columns), 1)
-    looks = (False, True) if rows >= LARGE else (True,)  # where a look for null directions costs more than a miss
-    for look in looks:
+    attempts: tuple[Nulls, ...] = ("none", "both") if rows >= LARGE else ("both",)
+    for nulls in attempts:
         waiting = [index for index in range(len(matrices)) if index not in results]
         parts = -(-len(waiting) // each)
         for part in range(parts):
             indices = waiting[part::parts]
             stack = torch.stack([matrices[index] for index in indices])
-            found = _attempt(iterate, stack, cut, fill=fill, look=look, split=True)
+            found = _iterate(stack, cut, nulls, fill)
             results.update({i: one for i, one in zip(indices, found, strict=True) if one and one.certificate.holds})
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
@@ -127,19 +124,19 @@ def polar_together(
 def together_bytes(device: torch.device, budget: int | None = None) -> int:
     """The bytes of matrices in one batch of `polar_together`: a share of the device's memory, and of `budget`."""
     usual = 2**28
-    if device.type == "cuda":  # which a plan may be for on a machine without one
+    if device.type == "cuda":  # a plan may be made on a machine without a GPU
         there = torch.cuda.is_available()
         usual = int(torch.cuda.get_device_properties(device).total_memory) // TOGETHER if there else 2**31
     return usual if budget is None else min(usual, max(budget // TOGETHER, 1))
 
 
-def _attempt(way: Callable[..., list[Iterated | None]], C: Tensor, cut: float, **options: bool) -> list[Polar | None]:
+def _iterate(C: Tensor, cut: float, nulls: Nulls, fill: bool = False) -> list[Polar | None]:
     try:
-        found = way(C, cut, **options)
+        found = iterate(C, cut, nulls=nulls, fill=fill)
     except RuntimeError as error:  # small eigenvectors on an accelerator may fail
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        found = [None] * len(C)
+        return [None] * len(C)
     return [_polar_of(one) if one is not None else None for one in found]
 
 
@@ -149,13 +146,13 @@ def _polar_of(one: Iterated) -> Polar:
 
 
 def by_qdwh(C: Tensor, cut: float) -> Polar | None:
-    """The weighted Halley iteration, see `iterate`: products only; for matrices with a few null directions at most."""
-    return _attempt(iterate, C[None], cut)[0]
+    """The weighted Halley iteration (`iterate`): products only, for matrices with few null directions."""
+    return _iterate(C[None], cut, "few")[0]
 
 
 def by_lift(C: Tensor, cut: float) -> Polar | None:
-    """The same, with a projector onto what lies above the cut, see `iterate_split`; for any rank."""
-    return _attempt(iterate_split, C[None], cut)[0]
+    """The same iteration with a projector onto the directions above the cut, for any rank."""
+    return _iterate(C[None], cut, "any")[0]
 
 
 def by_svd(C: Tensor, cut: float) -> Polar:
@@ -166,11 +163,11 @@ def by_svd(C: Tensor, cut: float) -> Polar:
 
 
 def by_few(C: Tensor, cut: float) -> Polar | None:
-    """Subspace iteration with a narrow block, where few singular values lie above a cut that one Gram matrix resolves.
+    """Subspace iteration with a narrow block, for few singular values above a cut that one Gram matrix resolves.
 
-    It ends when the vectors above the cut are as exact as eigenvectors of the Gram matrix would be, and serves only
-    where all else is proven to lie below the cut: what the block leaves of C, and its own values below the cut, are
-    together no larger. Gradients of a classifier have some ten directions, one per class.
+    It ends when the vectors above the cut are as exact as eigenvectors of the Gram matrix. The result is None unless
+    all other values are proven to be below the cut: the norm of C outside the block and the values of the block below
+    the cut bound them. Gradients of a classifier have some ten directions, one per class.
     """
     n = len(C)
     width = n // FEW
@@ -195,8 +192,7 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
             below = (beyond / torch.arange(1, n - width + 1, device=C.device, dtype=C.dtype)).sqrt()
             values = torch.cat([S, below.clamp_max(float(S[-1]))])
             V = across @ Q[:, :count] / S[:count]
-            core, nothing = S[:count], C.new_zeros(n, 0)
-            return Polar(U, V, nothing, count, float(core.sum()), values, "few", certify(C, U, V, core))
+            return _decomposed("few", C, U, V, S[:count], values)
         block = image
     return None
 
@@ -204,14 +200,14 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
 def by_eigh(C: Tensor, cut: float) -> Polar:
     """Eigenvectors of the Gram matrix of the shorter side, in stages down the spectrum.
 
-    A stage takes the singular values within SPAN of its largest, takes them out of C on both sides, and squares
-    what is left. So values near the cut come out as exactly as rounding of C allows.
+    A stage finds the singular values within SPAN of its largest and removes them from C on both sides. So values near
+    the cut are as exact as the rounding of C allows.
     """
     n, m = C.shape
     lefts: list[Tensor] = []
     rights: list[Tensor] = []
     values = [C.new_zeros(0)]
-    basis, rest = torch.eye(n, device=C.device, dtype=C.dtype), C  # of the rows that are left, and C on them
+    basis, rest = torch.eye(n, device=C.device, dtype=C.dtype), C  # the remaining left directions, and C on them
     tail, floor = C.new_zeros(n), 0.0
     while basis.shape[1]:
         squares, Q = _decompose(torch.linalg.eigh, rest @ rest.T)
@@ -226,12 +222,12 @@ def by_eigh(C: Tensor, cut: float) -> Polar:
         rotated = basis @ Q if lefts else Q  # the first basis is the identity
         lefts.append(rotated[:, :count])
         basis = rotated[:, count:]
-        if floor >= SPAN * float(S[0]):  # nothing that is left lies above the cut
+        if floor >= SPAN * float(S[0]):  # all values above the cut are found
             break
         rest = basis.T @ C
         for earlier in rights:
             rest = rest - (rest @ earlier) @ earlier.T
-        if float(rest.norm()) <= floor:  # so is every singular value of it
+        if float(rest.norm()) <= floor:  # a bound of all its singular values
             break
     V = torch.cat(rights, dim=1) if rights else C.new_zeros(m, 0)
     core = torch.cat(values)
@@ -239,7 +235,7 @@ def by_eigh(C: Tensor, cut: float) -> Polar:
 
 
 def _decomposed(route: str, C: Tensor, basis: Tensor, V: Tensor, core: Tensor, values: Tensor) -> Polar:
-    """From singular vectors: a basis of all rows, the right ones, and the values above the cut."""
+    """From singular vectors: the left ones (with the null directions), the right ones, the values above the cut."""
     U, null = basis[:, : len(core)], basis[:, len(core) :]
     return Polar(U, V, null, len(core), float(core.sum()), values, route, certify(C, U, V, core))
 
@@ -257,20 +253,22 @@ ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most 
 def _choose(C: Tensor, most: int | None) -> str:
     """The route for a shape and a device.
 
-    On a CPU one decomposition costs half of what the iteration's products do, and on an accelerator a single matrix
-    must be large to keep it busy.
+    On a CPU, a decomposition costs half as much as the products of the iteration. On an accelerator, a single matrix
+    must be large for the iteration to pay.
     """
     if len(C) <= SMALL:
         return "svd"
-    if C.device.type == "cpu" or len(C) < ALONE:
-        return "few" if C.device.type == "cpu" and len(C) >= WIDE else "eigh"
+    if C.device.type == "cpu":
+        return "few" if len(C) >= WIDE else "eigh"
+    if len(C) < ALONE:
+        return "eigh"
     return QDWH if most is None or most >= len(C) else LIFT
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
     """The polar factor of `X^T Y` from its M x d factors, M below both widths: two QRs and an M x M problem.
 
-    `null` is empty: with few tokens it would be nearly everything. Complete it with `complete_thin`.
+    `null` is empty: it would span nearly all directions. Complete the result with `complete_thin`.
     """
     (Q_A, R_A), (Q_B, R_B) = torch.linalg.qr(X.double().T), torch.linalg.qr(Y.double().T)
     core = R_A @ R_B.T  # (M, M)
@@ -281,7 +279,7 @@ def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
 
 
 def thin_factors(found: Polar) -> tuple[Tensor, Tensor]:
-    """Both factors of the determined part, rank columns each, also where a route gave the whole matrix."""
+    """Both factors of the determined part, `rank` columns each, also if one of them is the identity."""
     if found.right is None:
         left, right = thin_factors(found.T)
         return right, left
@@ -300,7 +298,7 @@ def null_of(basis: Tensor) -> Tensor:
 
 
 def largest_value(C: Tensor) -> float:
-    """The largest singular value, or a little less."""
+    """A close lower bound of the largest singular value."""
     return float(largest_values(C[None]))
 
 
