@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
-from tuneport.maps import covariance
+from tuneport.maps.covariance import CrossCovariance
 from tuneport.measure.accuracy import encode_batches
 from tuneport.methods import METHODS
 from tuneport.models.open import open_model
@@ -55,13 +55,13 @@ TEXTS = {
 @contextmanager
 def rank_cut_of(value: float | None) -> Iterator[None]:
     """Another rank cut than the library's own."""
-    own = covariance.cut_above_noise
+    own = CrossCovariance.cut
     if value is not None:
-        covariance.cut_above_noise = lambda *_: value  # type: ignore[assignment]
+        CrossCovariance.cut = lambda *_: value  # type: ignore[method-assign]
     try:
         yield
     finally:
-        covariance.cut_above_noise = own
+        CrossCovariance.cut = own  # type: ignore[method-assign]
 
 
 class Places:

@@ -4,7 +4,7 @@
 
 Towers and samples as in vit.py. First the whole of solving and carrying over without clocks in between (twice: the
 second has everything loaded), then once more with a clock around each phase, which waits for the device and so costs
-a little. Phases contain each other: `iterate` holds `_turn`, `_null_directions`, `_finish` and `_finished`.
+a little. Phases contain each other: `iterate` holds `_step_matrix`, `_null_directions`, `_finish` and `_certify`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PHASES = (
     (polar, "iterate"),
     (halley, "_split"),
     (halley, "largest_values"),
-    (halley, "_turn"),
+    (halley, "_step_matrix"),
     (halley, "_null_directions"),
     (halley, "_finish"),
-    (halley, "_finished"),
+    (halley, "_certify"),
     (halley, "_stationarity"),
-    (halley, "_filled"),
+    (halley, "_fill"),
     (procrustes, "polar_of_factors"),
     (procrustes, "complete_thin"),
     (procrustes, "complete"),

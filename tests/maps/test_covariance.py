@@ -64,7 +64,7 @@ def test_kept_rows_are_summed_up_to_the_same_bits(dtype: torch.dtype) -> None:
     again.matrix = torch.zeros(60, 70, dtype=torch.float64)  # sums from the start
     for x, y in batches:
         kept.update(x, y)
-        again.update(x.T.contiguous().T, y)  # the same numbers, laid out otherwise
+        again.update(x.T.contiguous().T, y)  # the same numbers in another memory layout
     assert kept.rows is None or len(kept.rows) < 6
     assert torch.equal(kept.matrix, again.matrix)
 
@@ -82,7 +82,7 @@ def test_a_map_of_bfloat16_signals_is_that_of_float64_sums() -> None:
     assert float((found.matrix - wanted.matrix).norm() / wanted.matrix.norm()) < 1e-4
 
 
-def test_the_work_of_half_precision_is_less() -> None:
+def test_half_precision_products_need_less_memory() -> None:
     cpu = torch.device("cpu")
     assert work_bytes(1000, (300, 400), torch.float32, cpu) == 8 * 1000 * 700
     assert work_bytes(1000, (300, 400), torch.bfloat16, cpu) == 4 * (1000 * 700 + 300 * 400)

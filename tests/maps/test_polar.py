@@ -1,4 +1,4 @@
-"""Every route gives the polar factor that was planted, or says that it cannot; completions match a plain SVD."""
+"""Every route finds the planted polar factor or falls back to another; completions match a plain SVD."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten
 from tuneport.errors import TuneportError
 from tuneport.maps import completion, halley, symmetric
 from tuneport.maps import polar as solver
-from tuneport.maps.certificate import certify
-from tuneport.maps.completion import complete, complete_thin, rectangular_identity
-from tuneport.maps.polar import ROUTES, Polar, polar, polar_of_factors, polar_together, thin_factors
+from tuneport.maps.certificate import Polar, certify
+from tuneport.maps.completion import complete, complete_thin
+from tuneport.maps.polar import ROUTES, polar, polar_of_factors, polar_together, thin_factors
 from tuneport.runtime.forecast import solving_bytes
 
 CUT = 1e-9
@@ -48,7 +48,7 @@ def planted(rows: int, columns: int, values: Tensor) -> tuple[Tensor, Tensor]:
     return (U * values) @ V.T, U[:, kept] @ V[:, kept].T
 
 
-@pytest.mark.parametrize("route", [name for name in ROUTES if name != "few"])  # which is for coarse cuts only
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "few"])  # "few" is for coarse cuts only
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_every_route_finds_the_planted_map(route: str, spectrum: str, rows: int, columns: int) -> None:
@@ -101,7 +101,7 @@ def test_few_tokens_give_the_map_of_the_whole_problem(rows: int, columns: int, t
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_units_that_are_dead_on_one_side_are_paired_alike(turned: bool) -> None:
+def test_thin_and_dense_completions_pair_dead_units_in_the_same_way(turned: bool) -> None:
     x, y = torch.zeros(20, 90, dtype=torch.float64), torch.zeros(20, 110, dtype=torch.float64)
     x[:, :6] = randn(20, 6)
     y[:, 3:9] = x[:, :6]
@@ -133,11 +133,13 @@ def test_few_directions_above_a_coarse_cut_are_found_by_subspace_iteration(rows:
     "values",
     [
         torch.logspace(0, -6, 240, dtype=torch.float64),  # too many above the cut
-        torch.cat([torch.ones(3), torch.full((237,), 8e-4)]).double(),  # below it, and too large together to be sure
+        torch.cat(
+            [torch.ones(3), torch.full((237,), 8e-4)]
+        ).double(),  # below the cut, but their sum is too large for a proof
         torch.logspace(0, -12, 240, dtype=torch.float64),
     ],
 )
-def test_subspace_iteration_that_cannot_be_sure_leaves_it_to_eigenvectors(values: Tensor) -> None:
+def test_unproven_subspace_iteration_falls_back_to_eigenvectors(values: Tensor) -> None:
     C, _ = planted(240, 260, values)
     found, exact = polar(C, 1e-3, "few"), polar(C, 1e-3, "svd")
     assert found.route == "eigh"
@@ -153,7 +155,7 @@ def test_completions_of_low_rank_need_no_null_basis(rows: int, columns: int, ran
     size = min(rows, columns)
     values = torch.cat([torch.linspace(1, 0.5, rank), torch.zeros(size - rank)]).double()
     C, _ = planted(rows, columns, values)
-    if tilt is not None:  # the identity leads from the null space of one side into what the other has mapped, or nearly
+    if tilt is not None:  # the identity maps null directions (nearly) into mapped ones
         U, V = torch.eye(rows, rank).double(), torch.zeros(columns, rank).double()
         V[rank : 2 * rank], V[:rank] = torch.eye(rank).double(), tilt * torch.eye(rank).double()
         C = U @ torch.linalg.qr(V).Q.T * 2
@@ -173,7 +175,7 @@ def test_a_zero_matrix_has_rank_zero_and_is_completed_by_the_identity() -> None:
     for route in ROUTES:
         found = polar(torch.zeros(70, 80, dtype=torch.float64), CUT, route)
         assert found.rank == 0
-        assert torch.equal(complete(found).dense(), rectangular_identity(70, 80))
+        assert torch.equal(complete(found).dense(), torch.eye(70, 80, dtype=torch.float64))
 
 
 def test_a_route_that_fails_its_certificate_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +198,14 @@ def test_a_wrong_map_does_not_get_a_certificate() -> None:
     C, _ = planted(80, 80, SPECTRA["conditioned"](80))
     U, S, Vh = torch.linalg.svd(C)
     assert certify(C, U, Vh.T, S).holds
-    assert not certify(C, U, Vh.T.roll(1, dims=1), S).holds  # orthogonal, but others
-    assert not certify(C, U, -Vh.T, S).holds  # stationary, but the worst map of all
+    assert not certify(C, U, Vh.T.roll(1, dims=1), S).holds  # orthogonal, but the wrong pairs
+    assert not certify(C, U, -Vh.T, S).holds  # stationary, but the worst map
 
 
 @pytest.mark.parametrize("fault", ["turned", "worst", "stretched"])
 def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     C, _ = planted(80, 80, SPECTRA["conditioned"](80))
-    right = solver.by_qdwh(C, CUT)
+    right = ROUTES["qdwh"](C, CUT)
     assert right is not None
     assert right.certificate.holds
     turn = torch.linalg.matrix_exp(1e-4 * (randn(80, 80) - randn(80, 80).T))
@@ -220,7 +222,7 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
 @pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
-def test_many_at_once_are_what_each_is_alone(
+def test_batched_polar_factors_equal_single_ones(
     rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symmetric, "_FEW", few)
@@ -244,7 +246,7 @@ def test_many_at_once_are_what_each_is_alone(
 
 @pytest.mark.parametrize("cut", [1e-12, 1e-9, 1e-6, 1e-4, 1e-3, 0.03])
 def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
-    """Lifted values stay on their side of the cut, and every determined one arrives at 1."""
+    """Lifted values stay on their side of the cut, and every determined value converges to 1."""
     steps = halley._steps(cut)
     values = torch.logspace(0, -16, 2000, dtype=torch.float64) / 1.05
     lifted = values.clone()
@@ -259,18 +261,18 @@ def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
         C, _ = planted(90, 100, torch.cat([torch.linspace(1, 3 * cut, 86), torch.full((4,), cut / 10)]).double())
         found = polar(C, cut, route)
         assert found.rank == 86
-        assert found.route == route or cut < 1e-10  # where rounding is too near, another route may have to serve
+        assert found.route == route or cut < 1e-10  # near the rounding, another route may be used
         assert float((found.dense() - polar(C, cut, "svd").dense()).abs().max()) < 1e-6 + 1e-17 / cut
 
 
 def test_any_spectrum_is_split_at_the_cut() -> None:
-    """Values over thirteen orders, some near to the cut: the same map as by singular vectors."""
+    """For values over thirteen orders, some near the cut, the map equals that of the singular vectors."""
     for seed in range(6):
         values = 10 ** (-13 * torch.rand(120, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
         values[0] = 1.0
         near = (values / CUT).log().abs() < 0.1  # a value at the cut may fall on either side
         C, expected = planted(120, 150, values[~near].sort(descending=True).values)
-        found = solver.by_lift(C, CUT)
+        found = ROUTES["lift"](C, CUT)
         assert found is not None
         assert found.certificate.holds
         assert found.rank == int((values[~near] > CUT).sum())
@@ -278,18 +280,18 @@ def test_any_spectrum_is_split_at_the_cut() -> None:
         assert float((found.null.T @ expected).norm()) < 1e-6
 
 
-def test_full_rank_is_not_taken_for_granted_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_deficient_matrices_fail_the_full_rank_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "LARGE", 64)
     problems = [planted(80, 130, SPECTRA[name](80))[0] for name in SPECTRA]
     for C, one in zip(problems, polar_together(problems, CUT), strict=True):
         alone = polar(C, CUT, "svd")
         assert one.rank == alone.rank
         assert float((one.dense() - alone.dense()).abs().max()) < 1e-7
-    blind = halley.iterate(torch.stack(problems), CUT, look=False)
+    blind = halley.iterate(torch.stack(problems), CUT, nulls="none")
     assert [one is not None and one.certificate.holds for one in blind] == [True, True, True, False, False, False]
 
 
-def test_null_directions_that_the_identity_does_not_see_are_paired_in_order() -> None:
+def test_null_directions_without_an_identity_image_are_paired_in_order() -> None:
     """Dead units: the source's last two and the target's first two, in a square problem."""
     values = torch.linspace(1, 0.1, 78, dtype=torch.float64)
     C = torch.zeros(80, 80, dtype=torch.float64)
@@ -300,7 +302,7 @@ def test_null_directions_that_the_identity_does_not_see_are_paired_in_order() ->
 
 
 def test_the_gram_route_counts_values_near_the_cut_as_an_svd_does() -> None:
-    """A Gram matrix alone cannot: its rounding hides singular values below 1e-8."""
+    """One Gram matrix is not enough: its rounding hides singular values below 1e-8."""
     values = torch.cat([torch.ones(60, dtype=torch.float64), CUT * torch.linspace(1.3, 0.7, 40, dtype=torch.float64)])
     C, _ = planted(100, 120, values)
     expected = int((np.linalg.svd(C.numpy(), compute_uv=False) > CUT * 1.0).sum())
@@ -310,7 +312,7 @@ def test_the_gram_route_counts_values_near_the_cut_as_an_svd_does() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_a_gpu_gives_the_maps_of_the_cpu_also_together(spectrum: str) -> None:
+def test_single_and_batched_maps_on_a_gpu_equal_those_of_the_cpu(spectrum: str) -> None:
     problems = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for rows, columns in SHAPES]
     there = [complete(polar(C, CUT, "svd")).dense() for C in problems]
     for route in (None, *ROUTES):
@@ -322,7 +324,7 @@ def test_a_gpu_gives_the_maps_of_the_cpu_also_together(spectrum: str) -> None:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and still there."""
+    """Counts the bytes of live tensors that were created inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,9 +344,7 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("spectrum", ["conditioned", "down to the cut", "a few null directions", "half of them null"])
 @pytest.mark.parametrize(("rows", "columns", "many"), [(300, 300, 4), (300, 400, 10), (500, 250, 4)])
-def test_a_plan_reckons_with_what_is_held_while_maps_are_solved(
-    rows: int, columns: int, many: int, spectrum: str
-) -> None:
+def test_solving_bytes_bounds_the_peak_memory_of_the_solver(rows: int, columns: int, many: int, spectrum: str) -> None:
     matrices = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for _ in range(many)]
     _, work = solving_bytes((rows, columns), 10**6, torch.device("cuda"))
     with Live() as live:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tuneport.errors import MethodError, TuneportError
-from tuneport.maps.completion import rectangular_identity
 from tuneport.maps.covariance import CrossCovariance, rank_cut
 from tuneport.maps.procrustes import Alignment, MapSolver, procrustes, procrustes_together
 from tuneport.maps.statistics import Statistics, WeightGradient
@@ -109,8 +108,8 @@ def test_the_map_depends_on_neither_row_order_nor_batches(source: int, target: i
 
 
 @pytest.mark.parametrize("shift", [3, 6])
-def test_svd_completion_is_stable_where_the_identity_says_nothing(shift: int) -> None:
-    """Units dead in the source are alive in the target and the other way round; some are dead in both."""
+def test_svd_completion_is_stable_for_directions_without_an_identity_image(shift: int) -> None:
+    """Some units are dead in the source only, some in the target only, some in both."""
     x, y = torch.zeros(200, 14, dtype=torch.float64), torch.zeros(200, 14, dtype=torch.float64)
     x[:, :6] = randn(200, 6)
     y[:, shift : shift + 6] = x[:, :6] @ rotation(6, 1)
@@ -134,8 +133,8 @@ def test_the_rank_cut_finds_the_planted_rank_of_coarse_signals(dtype: torch.dtyp
 
 @pytest.mark.parametrize("tokens", [300, 3000, 30000])
 @pytest.mark.parametrize(("source", "target"), [(16, 24), (24, 16), (48, 64)])
-def test_rounding_of_one_signal_is_no_direction(source: int, target: int, tokens: int) -> None:
-    """The gradients behind a LayerNorm have no mean, but for rounding; the wider signal has directions to spare."""
+def test_rounding_of_one_signal_does_not_count_as_a_direction(source: int, target: int, tokens: int) -> None:
+    """Gradients behind a LayerNorm have zero mean up to rounding; the wider signal has other directions."""
     x, y = randn(tokens, source), randn(tokens, target, seed=1)
     narrow, wide = (x, y) if source < target else (y, x)
     wide[:, : narrow.shape[1]] += 3 * narrow
@@ -164,7 +163,7 @@ def test_zero_covariance_has_rank_zero() -> None:
     none, svd = (procrustes(covariance, completion=completion) for completion in ("none", "svd"))
     assert none.rank == svd.rank == 0
     assert not none.matrix.any()
-    assert torch.equal(svd.matrix, rectangular_identity(4, 6))
+    assert torch.equal(svd.matrix, torch.eye(4, 6, dtype=torch.float64))
     assert none.residual == svd.residual == 1.0
 
 
@@ -192,7 +191,7 @@ def test_residual_is_one_for_orthogonal_signals() -> None:
 
 @pytest.mark.parametrize(("source", "target"), SHAPES)
 @pytest.mark.parametrize("completion", ["none", "svd"])
-def test_residual_is_what_its_definition_says(source: int, target: int, completion) -> None:
+def test_residual_follows_its_definition(source: int, target: int, completion) -> None:
     x, y = planted(source, target, 4)
     x, y = x + randn(300, source, seed=8), y + randn(300, target, seed=9)
     found = procrustes(streamed(x, y), completion=completion)
@@ -211,7 +210,7 @@ def test_streamed_covariance_is_the_product() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_broken_covariances_are_refused(bad: float) -> None:
+def test_covariances_with_nan_or_inf_are_refused(bad: float) -> None:
     C = randn(3, 3)
     C[1, 1] = bad
     with pytest.raises(TuneportError, match="the cross-covariance holds NaN or Inf: check the models and"):
@@ -251,7 +250,7 @@ def test_completed_maps_are_isometries_for_any_shape(source: int, target: int, t
 @settings(max_examples=40, deadline=None)
 @given(source=widths, target=widths, seed=st.integers(0, 10_000))
 def test_no_isometry_fits_better(source: int, target: int, seed: int) -> None:
-    """tr(R^T C) is largest at the solution, which is what Procrustes means."""
+    """The solution maximises tr(R^T C), as Procrustes demands."""
     C = randn(source, target, seed=seed)
     best = float((procrustes(C).matrix * C).sum())
     assert best == pytest.approx(float(np.linalg.svd(C.numpy(), compute_uv=False).sum()))
@@ -330,8 +329,8 @@ def test_statistics_of_two_halves_add_up_to_the_whole() -> None:
         whole + Statistics({("q", "input"): streamed(x, y)}, passes={"forward": 1, "backward": 1})
 
 
-def test_few_tokens_are_solved_inside_their_range() -> None:
-    """The small problem of a covariance with fewer tokens than width gives the map of the full one."""
+def test_few_tokens_give_the_map_of_the_dense_covariance() -> None:
+    """With fewer tokens than the width, the small problem gives the map of the full one."""
     generator = torch.Generator().manual_seed(0)
     X, Y = (torch.randn(10, width, generator=generator, dtype=torch.float64) for width in (120, 150))
     covariance = CrossCovariance(120, 150)
@@ -365,7 +364,7 @@ def test_tokens_are_kept_while_they_are_few_and_summed_up_to_the_same_bits() -> 
     torch.testing.assert_close(both.matrix, X[:10].double().T @ Y[:10].double())
 
 
-def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_maps_are_dropped_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneport.maps.procrustes.HELD", 8 * 6 * 12 * 2)  # two maps
     own = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6, seed=9)) for index in range(4)}
     solver = MapSolver(Statistics(own))
@@ -377,11 +376,11 @@ def test_maps_are_forgotten_when_they_take_too_much(monkeypatch: pytest.MonkeyPa
     again = solver.solve(keys[:1])[keys[0]]
     assert again is not first
     assert torch.equal(again.matrix, first.matrix)
-    assert len(solver.solve(keys)) == 4  # all that one call asks for
+    assert len(solver.solve(keys)) == 4  # all maps of one call are returned
 
 
-def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 1)  # no room at all
+def test_maps_of_one_call_are_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 1)  # smaller than any map
     statistics = Statistics(
         {("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))}
     )
@@ -393,7 +392,7 @@ def test_maps_that_are_solved_together_are_solved_once(monkeypatch: pytest.Monke
 
 
 def test_groups_are_solved_in_batches_that_fit_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group at a time on a CPU; elsewhere as many as the budget holds, in batches of similar size."""
+    """A CPU solves one group at a time, an accelerator as many as fit, in batches of similar size."""
     covariances = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6)) for index in range(5)}
     groups = [[key] for key in covariances]
     calls: list[int] = []
@@ -434,8 +433,8 @@ def test_tokens_without_a_signal_change_nothing() -> None:
     assert float((procrustes(sparse).matrix - procrustes(plain).matrix).abs().max()) < 1e-9
 
 
-def test_maps_solved_together_are_those_solved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of accelerators, on a CPU: several shapes and cuts, low ranks, few tokens and NaN among them."""
+def test_batched_maps_equal_those_solved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batched solver on a CPU, for several shapes, cuts and ranks, few tokens, and NaN."""
     generator = torch.Generator().manual_seed(3)
     covariances = []
     for rows, columns, tokens, rank in [(70, 90, 400, 70), (70, 90, 400, 30), (90, 70, 300, 69), (70, 90, 20, 20)] * 4:

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport.maps import symmetric as triangles
+from tuneport.maps import symmetric
 from tuneport.maps.symmetric import inverse, inverse_root, lower_product, symmetric_product
 
 
 @pytest.fixture(params=["by halves", "at once"], autouse=True)
 def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_PART", "_LEAF", "_HALF", "_ONE_BY_ONE"):
-        monkeypatch.setattr(triangles, name, 7 if request.param == "by halves" else 10**6)
+        monkeypatch.setattr(symmetric, name, 7 if request.param == "by halves" else 10**6)
 
 
 def positive(many: int, n: int) -> Tensor:
@@ -22,7 +22,7 @@ def positive(many: int, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [1, 28, 61])
-def test_products_of_which_half_is_made(n: int) -> None:
+def test_products_by_halves_equal_full_products(n: int) -> None:
     X = torch.randn(3, n, n + 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole = X @ X.mT
     assert torch.allclose(symmetric_product(X, X), whole, atol=1e-12)
@@ -39,7 +39,7 @@ def test_an_inverse_reads_the_lower_triangle_only(n: int, many: int) -> None:
 
 
 @pytest.mark.parametrize("many", [2, 12])
-def test_an_inverse_root_is_triangular_and_says_where_there_is_none(many: int) -> None:
+def test_an_inverse_root_is_triangular_and_flags_indefinite_matrices(many: int) -> None:
     A = positive(many, 40)
     A[1, 30, 30] = -1.0  # not positive
     root, bad = inverse_root(A)

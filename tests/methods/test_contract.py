@@ -1,4 +1,4 @@
-"""The law of every registered method, on every kind of pair of models."""
+"""Every registered method keeps the law of `Method`, on every kind of model pair."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SERVED = {"gradfix": SAME_LAYERS, "transfusion": SAME_LAYERS[:3]}
 
 @functools.cache
 def posed(scenario: str, method: str, completion="svd", count: int = 64) -> Problem:
-    ours, theirs = SCENARIOS[scenario]
-    source, target = ToyViT(**ours, seed=1), ToyViT(**theirs, seed=2)
+    source_sizes, target_sizes = SCENARIOS[scenario]
+    source, target = ToyViT(**source_sizes, seed=1), ToyViT(**target_sizes, seed=2)
     moved = finetuned(source)
     with torch.no_grad():  # loose tensors move too, for the methods that carry them
         moved.class_embedding.add_(0.1)
@@ -54,7 +54,7 @@ grid = pytest.mark.parametrize(
 
 
 @grid
-def test_the_law_of_a_method(scenario: str, method: str) -> None:
+def test_every_method_keeps_the_law(scenario: str, method: str) -> None:
     given = posed(scenario, method)
     if scenario not in SERVED.get(method, SCENARIOS):
         for refuse in (lambda: METHODS[method].check(given.plan), lambda: METHODS[method].transfer(given)):
@@ -74,7 +74,7 @@ def test_the_law_of_a_method(scenario: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_law_holds_for_undetermined_directions(method: str) -> None:
-    """Few samples and the partial isometry: ranks are small and said so."""
+    """With few samples and a partial isometry, the recorded ranks are small."""
     given = posed("same" if method in SERVED else "narrower", method, "none", 4)
     answer = check_method(METHODS[method], given)
     found = [rank for record in answer.records for rank in (record.rank_in, record.rank_out) if rank is not None]
@@ -85,7 +85,7 @@ def test_the_law_holds_for_undetermined_directions(method: str) -> None:
 @pytest.mark.parametrize("scenario", ["same", "wider", "deeper"])
 @pytest.mark.parametrize("method", ["bico", "theseus", "input_only", "output_only", "gradient_only", "naive"])
 def test_isometries_keep_the_norm(scenario: str, method: str) -> None:
-    """Where the target is at least as wide on both sides, R R^T = I on both sides and no length is lost."""
+    """If the target is at least as wide on both sides, R R^T = I on both sides, so norms are kept."""
     records = METHODS[method].transfer(posed(scenario, method)).records
     assert records
     for record in records:
@@ -102,7 +102,7 @@ def test_narrower_targets_never_gain_norm(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
 @pytest.mark.parametrize("scenario", ["wider", "fused target"])
-def test_the_formula_by_hand(scenario: str, method: str) -> None:
+def test_updates_equal_the_formula_with_numpy_maps(scenario: str, method: str) -> None:
     """tau_B = R_out^T tau_A R_in and b_B = b_A R_out, with maps from NumPy's SVD of the sums."""
     given, chosen = posed(scenario, method), METHODS[method]
     answer = chosen.transfer(given)
@@ -155,7 +155,7 @@ def test_a_patch_embedding_of_another_size_is_resized_not_aligned() -> None:
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].signals])
 def test_layers_without_statistics_are_kept_with_a_reason(method: str) -> None:
-    """Nothing measured: everything but wholly fixed pairs stays, and nothing fails."""
+    """Without statistics, all pairs are kept except those with two fixed maps."""
     source = ToyViT()
     empty = Problem(plan(source, source), TaskVector.between(source.state_dict(), finetuned(source).state_dict()))
     answer = check_method(METHODS[method], empty)
@@ -165,7 +165,7 @@ def test_layers_without_statistics_are_kept_with_a_reason(method: str) -> None:
     assert "blocks.0.fc1.weight" not in answer.task_vector
 
 
-def test_a_zero_signal_is_a_reason_too() -> None:
+def test_a_layer_with_a_zero_signal_is_kept_with_a_reason() -> None:
     given = posed("same", "bico")
     key = ("blocks.1.fc1.weight", "output_gradient")
     covariance = given.statistics.covariances[key]
@@ -187,9 +187,9 @@ def test_low_rank_task_vectors_move_like_dense_ones(method: str) -> None:
     assert torch.allclose(moved.task_vector.dense(name), dense.task_vector.dense(name), atol=1e-5)
 
 
-def test_target_shapes_are_the_models() -> None:
-    for theirs in ({}, {"fused": True}):
-        target = ToyViT(**theirs)
+def test_target_shapes_equal_those_of_the_model() -> None:
+    for options in ({}, {"fused": True}):
+        target = ToyViT(**options)
         given = Problem(plan(ToyViT(), target), {})
         assert target_shapes(given) == {name: tuple(part.shape) for name, part in target.named_parameters()}
 
@@ -206,7 +206,7 @@ def test_unknown_methods_are_named_with_the_nearest() -> None:
 
 @dataclass(frozen=True)
 class Spoiled(Method):
-    """The naive method with one thing done wrong."""
+    """The naive method with one planted fault."""
 
     wrong: str
 
@@ -272,7 +272,7 @@ BREACHES = {
 
 
 @pytest.mark.parametrize("wrong", BREACHES)
-def test_the_check_finds_a_breach(wrong: str) -> None:
+def test_check_method_reports_each_breach(wrong: str) -> None:
     source = ToyViT()
     vectors = dict(TaskVector.between(source.state_dict(), finetuned(source).state_dict()))
     given = Problem(plan(source, ToyViT(seed=4)), vectors)

@@ -1,4 +1,4 @@
-"""Where tensors live: twins of every family whose residual stream alone is in another order."""
+"""Spaces of tensors, on copies of every family with a permuted residual stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IMAGES = {
     "vit": ("ViTForImageClassification", "ViTConfig", {}),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {"mlp_ratio": 2}),
 }
-# What cannot be told, by the end of its name; all else has to move.
+# Tensors whose space is unknown, by the end of their names; all others must move.
 SIGLIP_HEAD = (
     *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias", "head.attention.out_proj.weight"),
     *("head.attention.out_proj.bias", "head.layernorm.weight", "head.layernorm.bias", "head.mlp.fc1.weight"),
@@ -48,7 +48,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 
 
 class Reordered(Twin):
-    """The residual stream and what a pooler gives in another order; heads and hidden units as they were."""
+    """A permuted residual stream and pooler output; heads and hidden units keep their order."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, rotary=True, turn=False)
@@ -116,10 +116,12 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
     tuned = moved(source)
     target, wanted = (Reordered(describe_module(module)).build() for module in (source, tuned))
     with torch.no_grad():
-        torch.testing.assert_close(answer(target), answer(source), atol=2e-4, rtol=1e-4)  # the planted one is one
+        torch.testing.assert_close(
+            answer(target), answer(source), atol=2e-4, rtol=1e-4
+        )  # the copy computes the same function
     result = transfer(source, tuned, target, method="transfusion")
-    foreseen = expected(prepare(source, tuned, target, signals="transfusion"), "transfusion")
-    assert [asdict(item) for item in result.not_transported] == foreseen["not_transported"]
+    planned = expected(prepare(source, tuned, target, signals="transfusion"), "transfusion")
+    assert [asdict(item) for item in result.not_transported] == planned["not_transported"]
     before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
     kept = set()
     for name in before:
@@ -134,8 +136,8 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
 
 
 @pytest.mark.parametrize("changed", [("classifier", "query", "value"), ("query", "value", "LayerNorm")])
-def test_a_task_vector_of_some_layers(changed: tuple[str, ...]) -> None:
-    """What an adapter leaves alone still tells where the rest stands; what nothing was matched beside is kept."""
+def test_partial_task_vectors_move_or_are_kept_as_unmatched(changed: tuple[str, ...]) -> None:
+    """Unchanged weights still determine permutations; tensors without a matched neighbour are kept."""
     source = module_of("bert")
     target, wanted = (Reordered(describe_module(module)).build() for module in (source, moved(source)))
     whole = TaskVector.between(dict(source.named_parameters()), dict(moved(source).named_parameters()))
@@ -155,7 +157,7 @@ def test_a_task_vector_of_some_layers(changed: tuple[str, ...]) -> None:
 
 
 class Shuffled(Reordered):
-    """Heads in another order too, and the units inside them where positions are not turned into these."""
+    """Permuted heads too, and permuted units inside them, except those of rotary queries and keys."""
 
     def order(self, stack: str, block: int | None, cross: bool) -> Tensor:
         return Twin.order(self, stack, block, cross)
@@ -174,8 +176,8 @@ class Shuffled(Reordered):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt-neox", "modernbert"])
-def test_rotary_positions_keep_the_units_of_queries_and_keys_in_their_places(family: str) -> None:
-    """A model that reads the same: heads in another order, values inside them, queries and keys as they were."""
+def test_units_of_rotary_queries_and_keys_keep_their_order_inside_a_head(family: str) -> None:
+    """The target computes the same function: heads and value units are permuted, query and key units are not."""
     source = module_of(family)
     target, wanted = (Shuffled(describe_module(module)).build() for module in (source, moved(source)))
     with torch.no_grad():
@@ -207,7 +209,7 @@ def weights_of(module: Any) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
-def test_a_norm_across_all_heads_is_put_in_their_order() -> None:
+def test_a_norm_over_all_heads_shares_their_space() -> None:
     config = transformers.Olmo2Config(
         vocab_size=20,
         hidden_size=16,

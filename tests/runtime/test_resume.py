@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 def some_statistics() -> Statistics:
     generator = torch.Generator().manual_seed(0)
-    shared, alone = CrossCovariance(3, 4), CrossCovariance(2, 2, dtype=torch.float32)
+    shared, alone = CrossCovariance(3, 4), CrossCovariance(2, 2)
     for covariance in (shared, alone):
         rows, columns = covariance.matrix.shape
         covariance.update(torch.randn(7, rows, generator=generator), torch.randn(7, columns, generator=generator))

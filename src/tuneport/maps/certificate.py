@@ -1,54 +1,86 @@
-"""Evidence that a matrix is the polar factor it claims to be, from a few seeded random probes. Torch only."""
+"""A polar factor and its certificate, from a few seeded random probes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-ORTHOGONALITY = 1e-6  # the limits
+ORTHOGONALITY = 1e-6  # limits of a certificate that holds
 STATIONARITY = 1e-6
 PROBES = 8
+ROUNDING = 100 * torch.finfo(torch.float64).eps  # the error of the largest direction of C
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Evidence that R = U V^T is the polar factor of C, root mean squares over random probes.
+    """Evidence that R = U V^T is the polar factor of C: root mean squares over random probes.
 
-    `orthogonality` is that of U^T U - I and V^T V - I. `stationarity` is that of
-    S^-1/2 (U^T C V - S) S^-1/2: zero where R^T C is symmetric and positive on the determined directions, and a
-    bound on the error of the map between them.
+    `orthogonality` is that of U^T U - I and V^T V - I. `stationarity` is that of S^-1/2 (U^T C V - S) S^-1/2: zero if
+    R^T C is symmetric and positive on the determined directions, and a bound on the error of the map between them.
     """
 
     orthogonality: float
     stationarity: float
-    limit: float  # of the stationarity: what rounding of C itself allows in its smallest determined direction
+    limit: float  # of the stationarity, from the rounding of C in its smallest determined direction
 
     @property
     def holds(self) -> bool:
         return self.orthogonality <= ORTHOGONALITY and self.stationarity <= self.limit
 
 
+@dataclass(frozen=True, eq=False)
+class Polar:
+    """The determined part of a polar factor as factors, `left @ right.T`, with its evidence.
+
+    `left` is None for the identity: R is `right.T` then. `total` is the sum of the singular values above the cut,
+    `<R, C>`. `singular_values` are all min(d_A, d_B) of C, largest first (those far below the cut are estimates); None
+    if the route does not compute them. `null` spans the null directions of the shorter side, (min(d_A, d_B), min -
+    rank); it is empty where they are filled, or not computed.
+    """
+
+    left: Tensor | None  # (d_A, rank)
+    right: Tensor | None  # (d_B, rank); None for the identity
+    null: Tensor
+    rank: int
+    total: float
+    singular_values: Tensor | None
+    route: str
+    certificate: Certificate
+
+    @property
+    def T(self) -> Polar:  # noqa: N802 - as of a tensor
+        """The polar factor of the transposed problem."""
+        return replace(self, left=self.right, right=self.left)
+
+    def dense(self) -> Tensor:
+        """R itself (d_A, d_B)."""
+        return product(self.left, self.right)
+
+
+def product(left: Tensor | None, right: Tensor | None) -> Tensor:
+    """`left @ right.T`; one factor may be None for the identity."""
+    if left is None:
+        assert right is not None
+        return right.T
+    return left if right is None else left @ right.T
+
+
 def certify(C: Tensor, U: Tensor, V: Tensor, values: Tensor) -> Certificate:
-    """Probe U V^T where U^T C V is diagonal, `values`; costs a few products with thin matrices."""
+    """Probe U V^T for a diagonal U^T C V, `values`, by a few products with thin matrices."""
     if U.shape[1] == 0:
         return Certificate(0.0, 0.0, STATIONARITY)
     probe = gaussian(U.shape[1], PROBES, C.device)
     root = values.sqrt()[:, None]
     stationarity = U.T @ (C @ (V @ (probe / root))) / root - probe
     defects = [(side.T @ (side @ probe) - probe).square().mean() for side in (U, V)]
-    limit = rounding(C.dtype) * values[0] / values[-1]
+    limit = ROUNDING * values[0] / values[-1]
     numbers = torch.stack([*defects, stationarity.square().mean(), limit]).tolist()
     return Certificate(max(numbers[0], numbers[1]) ** 0.5, numbers[2] ** 0.5, STATIONARITY + numbers[3])
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """The error of a direction as large as C itself, by rounding of C."""
-    return 100 * torch.finfo(dtype).eps
-
-
 def gaussian(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Seeded, the same on every device."""
+    """A seeded random matrix, the same on every device."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(device)

@@ -1,7 +1,4 @@
-"""Coordinate maps from polar factors: what the data leave open is filled by the isometry nearest to the identity.
-
-Torch only. A map is kept in factors where those are thin, and applied without being formed.
-"""
+"""Coordinate maps from polar factors: the isometry nearest to the identity fills what the data leave open."""
 
 from __future__ import annotations
 
@@ -10,18 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .polar import Polar, largest_value, null_of, polar, product, thin_factors
+from .certificate import Polar, product
+from .halley import largest_values
+from .polar import null_of, polar, thin_factors
 
-BLIND = 1e-8  # a singular value of the projected identity that says nothing
-CLEAR = 1e-4  # the square of one that can be told from 1 less its complement: the map error is eps / CLEAR
+BLIND = 1e-8  # singular values of the projected identity up to this count as zero
+CLEAR = 1e-4  # the least square of one that 1 minus its complement resolves: the map error is eps / CLEAR
 
 
 @dataclass(frozen=True, eq=False)
 class CoordinateMap:
-    """A map from source to target coordinates as factors: `left @ right.T`, plus the identity where it says so.
+    """A map from source to target coordinates as factors: `left @ right.T`, plus the identity if `identity` is set.
 
-    One factor may be None, for the identity: the other one is the whole map. The identity that is added is
-    rectangular, zero-padded or cropped at the end. Apply it; form it only for a look.
+    One factor may be None for the identity. The added identity is rectangular: zero-padded or cropped at the end.
     """
 
     left: Tensor | None  # (d_A, p)
@@ -29,12 +27,9 @@ class CoordinateMap:
     identity: bool = False
 
     @property
-    def shape(self) -> tuple[int, int]:
-        left, right = self.left, self.right
-        if left is None:
-            assert right is not None
-            return right.shape[1], right.shape[0]
-        return left.shape[0], left.shape[1] if right is None else right.shape[0]
+    def T(self) -> CoordinateMap:  # noqa: N802 - as of a tensor
+        """The transposed map."""
+        return CoordinateMap(self.right, self.left, self.identity)
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +38,7 @@ class CoordinateMap:
     def dense(self) -> Tensor:
         """R itself (d_A, d_B)."""
         R = product(self.left, self.right)
-        return R + rectangular_identity(*self.shape, R.device) if self.identity else R
+        return R + torch.eye(*R.shape, device=R.device, dtype=torch.float64) if self.identity else R
 
     def carry(self, tensor: Tensor, axis: int) -> Tensor:
         """`R^T tensor` along axis 0 or `tensor R` along the last, on the map's device and in its dtype."""
@@ -56,7 +51,7 @@ class CoordinateMap:
         if right is not None:
             moved = right @ moved if axis == 0 else moved @ right.T
         if self.identity:
-            common = min(self.shape)
+            common = min(moved.shape[axis], tensor.shape[axis])
             moved.narrow(axis, 0, common).add_(tensor.narrow(axis, 0, common))
         return moved
 
@@ -65,13 +60,12 @@ def complete(found: Polar) -> CoordinateMap:
     """Fill the determined part up to an isometry: between the two null spaces, the one nearest to the identity.
 
     With N the null basis of the shorter side, the identity between the null spaces is N F, F = N^T E (I - V V^T),
-    and its polar factor is N times that of F. Where F is blind (the identity pairs a direction with nothing),
-    directions are paired in order.
+    and its polar factor is N times that of F. Directions that F leaves open (the identity pairs them with nothing)
+    are paired in order.
     """
     U, V, N = found.left, found.right, found.null
-    if V is None or (U is not None and U.shape[0] > V.shape[0]):
-        turned = complete(found.T)
-        return CoordinateMap(turned.right, turned.left, turned.identity)
+    if V is None or (U is not None and len(U) > len(V)):
+        return complete(found.T).T
     n, m = V.shape[1] if U is None else len(U), len(V)
     if found.rank == 0:
         return CoordinateMap(V.new_zeros(n, 0), V.new_zeros(m, 0), identity=True)
@@ -88,7 +82,7 @@ def complete(found: Polar) -> CoordinateMap:
     blind = N.shape[1] - left.shape[1]
     if blind:
         mapped = torch.cat([V, right], dim=1)
-        right = torch.cat([right, complement(mapped, blind)], dim=1)
+        right = torch.cat([right, _pivoted([(mapped, -1.0)], 0, blind)], dim=1)
         left = torch.cat([left, _pivoted([(N, 1.0), (left, -1.0)], n, blind)], dim=1)
     if U is None:
         return CoordinateMap(None, V + right @ left.T)
@@ -96,12 +90,12 @@ def complete(found: Polar) -> CoordinateMap:
 
 
 def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
-    """`complete` for ranks up to half the width, without a null basis; None where the identity is blind somewhere.
+    """`complete` for ranks up to half the width, without a null basis; None if the identity leaves directions open.
 
     The identity between the null spaces is M = P E (I - V V^T), P = I - U U^T. With W = P V_1 (V_1: the rows of V that
     E reaches), M M^T = P - W W^T, so that W^T W = Q diag(l) Q^T, of the size of the rank, holds its spectrum: M is 1
-    but for s = sqrt(1 - l). Its polar factor is M + W Q / (s (1 + s)) Q^T W^T M. Where s is small, rounding of l
-    would show; these directions, W Q / sqrt(l), are solved by themselves.
+    except for s = sqrt(1 - l). Its polar factor is M + W Q / (s (1 + s)) Q^T W^T M. A small s suffers from the
+    rounding of l; these directions, W Q / sqrt(l), are solved separately.
     """
     n, m = len(U), len(V)
     W = V[:n] - U @ (U.T @ V[:n])
@@ -127,22 +121,21 @@ def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
 
 
 def complete_thin(found: Polar) -> CoordinateMap:
-    """`complete` where the rank r is far below both widths: the identity plus a correction of rank 2 r or so.
+    """`complete` for a rank r far below both widths: the identity plus a correction of rank about 2 r.
 
-    Outside W_A = span(U, E V) the completed map is the identity E itself, and what that reaches is orthogonal to
+    Outside W_A = span(U, E V) the completed map is the identity E itself, and its image is orthogonal to
     W_B = span(E^T W_A, V); from W_A to W_B it is a problem of size 2 r x 3 r.
     """
     U, V = found.left, found.right
     assert U is not None
     assert V is not None
     if len(U) > len(V):
-        turned = complete_thin(found.T)
-        return CoordinateMap(turned.right, turned.left, turned.identity)
+        return complete_thin(found.T).T
     n, m, r = len(U), len(V), U.shape[1]
     if r == 0 or not completes_thin(r, n):
         return complete(found)
-    W_A = _orthonormal(torch.cat([U, V[:n]], dim=1))
-    beyond = _orthonormal(V[n:])  # W_B is W_A, padded, beside this in the rows that E does not reach
+    W_A = torch.linalg.qr(torch.cat([U, V[:n]], dim=1)).Q
+    beyond = torch.linalg.qr(V[n:]).Q  # W_B is the padded W_A, and this in the rows that E does not reach
     p = W_A.shape[1]
 
     def spread(columns: Tensor) -> Tensor:
@@ -160,7 +153,7 @@ def complete_thin(found: Polar) -> CoordinateMap:
         mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), spread(torch.cat([v, seen_right], 1))
         left = torch.cat([left, _pivoted([(W_A, 1.0), (mapped_left, -1.0)], n, blind)], dim=1)
         padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))
-        free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E - what is mapped already
+        free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E, minus the mapped directions
         right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
     return CoordinateMap(left, right, identity=True)
 
@@ -171,24 +164,19 @@ def completes_thin(rank: int, width: int) -> bool:
 
 
 def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the polar factor of F outside span(V), where F says something."""
+    """Factors of the polar factor of F outside span(V), on its singular values above BLIND."""
     F = F - (F @ V) @ V.T
-    size = largest_value(F) if len(F) else 0.0
+    size = float(largest_values(F[None])) if len(F) else 0.0
     if size <= BLIND:
         return F.new_zeros(len(F), 0), V.new_zeros(len(V), 0)
     return thin_factors(polar(F, BLIND / size))
 
 
-def complement(basis: Tensor, count: int) -> Tensor:
-    """`count` orthonormal columns orthogonal to `basis`, which depend on its span only, not on its columns."""
-    return _pivoted([(basis, -1.0)], 0, count)
-
-
 def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) -> Tensor:
     """The first columns of a pivoted Cholesky factorisation of a projector, which is never formed.
 
-    The projector is the identity on the rows from `identity_from` on, plus sign * B B^T for each term. The pivot is
-    the first index near the largest, since among equals rounding would choose.
+    The projector is the identity on the rows from `identity_from` on, plus sign * B B^T for each term. The pivot is the
+    first index near the largest: among equal ones, rounding would choose. So the columns depend on the span of B only.
     """
     first = terms[0][0]
     weight = first.new_zeros(len(first))
@@ -207,14 +195,3 @@ def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) 
         columns[:, index] = column / column[pivot].sqrt()
         weight = weight - columns[:, index].square()
     return columns
-
-
-def rectangular_identity(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:
-    """The map that "no alignment" means: the identity, zero-padded or cropped at the end of each axis."""
-    return torch.eye(rows, columns, device=device, dtype=torch.float64)
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns whose span holds the given ones."""
-    Q: Tensor = torch.linalg.qr(columns).Q
-    return Q

@@ -35,16 +35,8 @@ class CrossCovariance:
     (torch.Size([2, 3]), 5, 5.0)
     """
 
-    def __init__(
-        self,
-        source_width: int,
-        target_width: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
+    def __init__(self, source_width: int, target_width: int, *, device: torch.device | str | None = None) -> None:
         self.shape = (source_width, target_width)
-        self.dtype = dtype
         self.rows: list[tuple[Tensor, Tensor]] | None = []  # the unsummed tokens, by batch; None after they are summed
         self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
@@ -59,7 +51,12 @@ class CrossCovariance:
     @property
     def matrix(self) -> Tensor:
         """C (d_A, d_B), computed at each access while the tokens are kept."""
-        return self._total() if self._sum is None else self._sum
+        if self._sum is not None:
+            return self._sum
+        total = torch.zeros(self.shape, device=self.device, dtype=torch.float64)
+        for source, target in self.rows or ():
+            add_product(total, source, target)
+        return total
 
     @matrix.setter
     def matrix(self, value: Tensor) -> None:
@@ -69,7 +66,7 @@ class CrossCovariance:
     def nbytes(self) -> int:
         """The memory held now."""
         if self.rows is None:
-            return self.shape[0] * self.shape[1] * self.dtype.itemsize
+            return 8 * self.shape[0] * self.shape[1]
         return sum(part.numel() * part.element_size() for pair in self.rows for part in pair)
 
     def update(self, source: Tensor, target: Tensor) -> None:
@@ -89,8 +86,8 @@ class CrossCovariance:
             if not bool(alive.all()):
                 source, target = source[alive], target[alive]
         more = source.numel() * source.element_size() + target.numel() * target.element_size()
-        if self.rows is not None and not self.keeps_tokens(self.nbytes + more, self.shape, self.dtype):
-            self.matrix = self._total()
+        if self.rows is not None and not self.keeps_tokens(self.nbytes + more, self.shape):
+            self.matrix = self.matrix  # from here on, summed
         if self.rows is None:
             add_product(self.matrix, source, target)
         elif len(source):
@@ -102,8 +99,18 @@ class CrossCovariance:
         return (self.source_energy * self.target_energy).sqrt()
 
     def cut(self, size: float, whole: float) -> float:
-        """The rank cut; the norm of C and `whole` are passed in so that a GPU is synchronised once per batch."""
-        return cut_above_noise(self.signal_dtype, self.dtype, self.shape, self.tokens, size, whole)
+        """The rank cut of C with norm `size`, above the rounding of one signal; `whole` is |X_A| |X_B|.
+
+        A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding of
+        eps |X_A| / sqrt(M d) per token. Its product with an unrelated direction of the other signal sums up to
+        eps |X_A| |X_B| / sqrt(M d). With equal widths both signals are empty there. Cuts are in steps of four, so that
+        many maps share one. Both numbers are passed in so that a GPU is synchronised once per batch.
+        """
+        cut, eps = rank_cut(self.signal_dtype, torch.float64, max(self.shape)), torch.finfo(self.signal_dtype).eps
+        if eps >= _FINE or not size > 0 or not self.tokens:
+            return cut
+        above = _ABOVE_NOISE * float(eps * whole / ((self.tokens * min(self.shape)) ** 0.5 * size)) / cut
+        return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut
 
     @property
     def most(self) -> int:
@@ -116,20 +123,14 @@ class CrossCovariance:
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
-    def _total(self) -> Tensor:
-        total = torch.zeros(self.shape, device=self.device, dtype=self.dtype)
-        for source, target in self.rows or ():
-            add_product(total, source, target)
-        return total
-
     def __add__(self, other: CrossCovariance) -> CrossCovariance:
         """The sum over both sets of tokens."""
-        total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
+        total = CrossCovariance(*self.shape, device=self.device)
         total.source_energy = self.source_energy + other.source_energy
         total.target_energy = self.target_energy + other.target_energy
         total.tokens = self.tokens + other.tokens
         total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
-        kept = self.keeps_tokens(self.nbytes + other.nbytes, self.shape, self.dtype)
+        kept = self.keeps_tokens(self.nbytes + other.nbytes, self.shape)
         if self.rows is not None and other.rows is not None and kept:
             total.rows = [*self.rows, *other.rows]
         else:
@@ -137,9 +138,9 @@ class CrossCovariance:
         return total
 
     @staticmethod
-    def keeps_tokens(nbytes: int, shape: tuple[int, int], dtype: torch.dtype = torch.float64) -> bool:
+    def keeps_tokens(nbytes: int, shape: tuple[int, int]) -> bool:
         """Whether tokens that take `nbytes` in both signals are kept, not summed."""
-        return 2 * nbytes <= shape[0] * shape[1] * dtype.itemsize
+        return 2 * nbytes <= 8 * shape[0] * shape[1]
 
     @staticmethod
     def is_thin(tokens: int, shape: tuple[int, int]) -> bool:
@@ -155,7 +156,6 @@ class CrossCovariance:
             tensors |= {f"source.{index}": source, f"target.{index}": target}
         values = {
             "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
             "tokens": self.tokens,
             "signal_dtype": str(self.signal_dtype).removeprefix("torch."),
             "batches": None if self.rows is None else len(self.rows),
@@ -165,7 +165,7 @@ class CrossCovariance:
     @classmethod
     def from_state(cls, values: Mapping[str, Any], read: Callable[[str], Tensor]) -> CrossCovariance:
         """Restore a sum; `read` returns its tensors by name, on the device of the sum."""
-        restored = CrossCovariance(*values["shape"], dtype=getattr(torch, values["dtype"]))
+        restored = CrossCovariance(*values["shape"])
         if values["batches"] is None:
             restored.matrix = read("matrix")
         else:
@@ -187,12 +187,12 @@ class CrossCovariance:
 
     def reduce(self, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
         """The sum over all processes, valid in process `owner`; `facts` are those of all. Overwrites this sum."""
-        total = CrossCovariance(*self.shape, device=self.device, dtype=self.dtype)
+        total = CrossCovariance(*self.shape, device=self.device)
         total.tokens = sum(other["tokens"] for other in facts)
         total.source_energy += sum(other["energies"][0] for other in facts)
         total.target_energy += sum(other["energies"][1] for other in facts)
         total.signal_dtype = _coarser(*(other["dtype"] for other in facts))
-        kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape, self.dtype)
+        kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape)
         if kept and self.rows is not None and all(other["rows"] for other in facts):
             total.rows = self._gather([other["rows"] for other in facts])
         else:
@@ -217,28 +217,24 @@ def _coarser(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
-    """Add X_A^T X_B to a sum, one piece of rows at a time; its bits depend on these rows alone, not on earlier ones."""
+    """Add X_A^T X_B to a sum, one piece of rows at a time; its bits depend on these rows alone, not on earlier ones.
+
+    Half-precision signals are multiplied in float32, exactly (also with TF32), and added by blocks of the product, so
+    that no second matrix of the sum's size is needed.
+    """
     halves = are_half(source.dtype, target.dtype)
     size = PIECE
     if total.device.type == "cpu":
         size = HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
     pieces = -(-len(source) // size) or 1
+    rows = max(_block(total.device) // max(target.shape[1], 1), 1)
     for x, y in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
-        if halves:
-            _add_halves(total, x, y)
-        else:
+        if not halves:
             total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
-
-
-def _add_halves(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add one block of rows of the product at a time, so that no second matrix of the sum's size is needed.
-
-    The product is exact in float32, also where a GPU uses TF32: it represents half-precision numbers exactly.
-    """
-    x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
-    rows = max(_block(total.device) // max(y.shape[1], 1), 1)
-    for start in range(0, x.shape[1], rows):
-        total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
+            continue
+        x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+        for start in range(0, x.shape[1], rows):
+            total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
 
 
 def _block(device: torch.device) -> int:
@@ -275,24 +271,7 @@ def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> f
     relative amplitude a in both signals has a^2 in C, and counts while a is above the error of the signals.
     Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of float32, in a
     direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once, from sums in float32:
-    (4 eps)^2. Where the widths differ, the cut may be higher (`cut_above_noise`).
+    (4 eps)^2. Where the widths differ, the cut may be higher (`CrossCovariance.cut`).
     """
     eps = torch.finfo(signal_dtype).eps
     return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
-
-
-def cut_above_noise(
-    signal_dtype: torch.dtype, sum_dtype: torch.dtype, shape: tuple[int, int], tokens: int, size: float, whole: float
-) -> float:
-    """The rank cut of C with norm `size`, above the rounding of one signal; `whole` is |X_A| |X_B|.
-
-    A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding of
-    eps |X_A| / sqrt(M d) per token. Its product with an unrelated direction of the other signal sums up to
-    eps |X_A| |X_B| / sqrt(M d). With equal widths both signals are empty there. Cuts are in steps of four, so that
-    many maps share one.
-    """
-    cut, eps = rank_cut(signal_dtype, sum_dtype, max(shape)), torch.finfo(signal_dtype).eps
-    if eps >= _FINE or not size > 0 or not tokens:
-        return cut
-    above = _ABOVE_NOISE * float(eps * whole / ((tokens * min(shape)) ** 0.5 * size)) / cut
-    return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut

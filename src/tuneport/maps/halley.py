@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .certificate import PROBES, STATIONARITY, Certificate, gaussian, rounding
+from .certificate import PROBES, ROUNDING, STATIONARITY, Certificate, Polar, gaussian
 from .symmetric import inverse, inverse_root, lower_product, symmetric_product
 
+QDWH, LIFT = "qdwh", "lift"  # routes: by inverse iteration, by a projector
 NULLS = 8  # inverse iteration finds fewer null directions than this
 _HEAVIEST = 1e6  # the largest weight c
 _MARGIN = 1.05  # above the estimate of the largest singular value, which is a lower bound
@@ -31,41 +33,25 @@ Weights = tuple[float, float, float]
 Nulls = Literal["none", "few", "any", "both"]
 
 
-class Iterated(NamedTuple):
-    """The polar factor of one matrix on its determined directions, completed with `fill`."""
+def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) -> list[Polar | None]:
+    """Polar factors of float64 matrices (B, n, m), n <= m, on the singular values above `cut` times the largest.
 
-    matrix: Tensor  # (n, m)
-    null: Tensor  # (n, n - rank), empty where the matrix is completed
-    rank: int
-    total: float  # the sum of the singular values above the cut
-    certificate: Certificate
-    split: bool = False  # whether a projector removed the null directions
-
-
-def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) -> list[Iterated | None]:
-    """Polar factors of a stack of matrices on the singular values above `cut` times the largest.
-
-    Args:
-        C: float64 matrices (B, n, m), n <= m.
-        cut: the rank cut.
-        nulls: how null directions are removed. "few": inverse iteration, for fewer than NULLS of them. "any": a
-            projector, from the sign of a Gram matrix minus the cut; it fails for a value within 1e-4 of the cut.
-            "both": "few", then "any" for the matrices that are left. "none": full rank is assumed, which saves an
-            inverse; where that is wrong, the result is None or not certified.
-        fill: map null directions as near to the identity as possible.
-
-    Returns:
-        None for a matrix with too many null directions, with values too near to the cut, or with null directions
-        that the identity does not determine.
+    `nulls` says how null directions are removed. "few": inverse iteration, for fewer than NULLS of them. "any": a
+    projector, the sign of a Gram matrix minus the cut; it fails for a value within 1e-4 of the cut. "both": "few", then
+    "any" for the other matrices. "none": full rank is assumed; where that is wrong, the result is None or not
+    certified. `fill` maps null directions as near to the identity as possible. The result is None for too many null
+    directions, a value too near to the cut, or null directions that the identity does not determine.
     """
     steps, size = _steps(cut), largest_values(C)
-    X = _lift(C, size, steps)
+    X = C / (_MARGIN * size[:, None, None])
+    for weights in steps.heavy:
+        X = _step_matrix(X, weights) @ X
     if nulls == "none":
         return _certify(C, cut, size, _finish(X, steps.tail), None, fill)
     if nulls == "any":
         return _split(C, X, size, cut, steps, fill)
     null, unclear = _null_directions(X, steps)
-    results: list[Iterated | None] = [None] * len(C)
+    results: list[Polar | None] = [None] * len(C)
     for clear in (True, False) if nulls == "both" else (True,):
         indices = (unclear != clear).nonzero()[:, 0]
         if not len(indices):
@@ -81,12 +67,12 @@ def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) 
     return results
 
 
-def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Iterated | None]:
+def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: bool) -> list[Polar | None]:
     below = _projector_below(symmetric_product(X, X), steps.lifted**2)
     X = _finish((below @ X).neg_().add_(X), steps.tail)
     X = (below @ X).neg_().add_(X)
     found = _certify(C, cut, size, X, below, fill)
-    return [None if one is None else one._replace(split=True) for one in found]
+    return [None if one is None else replace(one, route=LIFT) for one in found]
 
 
 def _select(stack: Tensor, indices: Tensor) -> Tensor:
@@ -130,12 +116,6 @@ def _steps(cut: float) -> Steps:
 
 
 @lru_cache(maxsize=64)
-def _sign_steps(limit: float) -> Steps:
-    """The steps to the sign of eigenvalues in [-1, 1] with an absolute value of at least 1e-4 times `limit`."""
-    heavy, low = _heavy_steps(1e-4 * limit, _least_value)
-    return Steps(heavy, low, _tail(low))
-
-
 def _heavy_steps(low: float, image: Callable[[Weights, float], float]) -> tuple[tuple[Weights, ...], float]:
     """Steps with capped weights, which keep small values in order and below all others; and the image of `low`."""
     heavy = []
@@ -147,21 +127,19 @@ def _heavy_steps(low: float, image: Callable[[Weights, float], float]) -> tuple[
 
 @lru_cache(maxsize=64)
 def _tail(low: float) -> Tail:
-    """From singular values in [low, 1] to 1."""
+    """From singular values in [low, 1] to 1.
+
+    The polynomial of order four is (1 - x)^-1/2 for x in [0, 1 - low^2]: to 10^-10 for _NEAR, and to 10^-12 above.
+    """
     steps = []
     while low < _NEAR:
         steps.append(step_weights(low))
         low = _least_value(steps[-1], low)
-    return Tail(tuple(steps), _polynomial(low))
-
-
-def _polynomial(low: float) -> tuple[float, ...]:
-    """(1 - x)^-1/2 for x in [0, 1 - low^2] as a polynomial of order four: to 10^-10 for _NEAR, and to 10^-12 above."""
     width = 1 - min(low, 0.99) ** 2  # a narrower interval gives large errors outside it
     angles = torch.arange(1, 10, 2, dtype=torch.float64) * math.pi / 10
     spots = (1 - angles.cos()) / 2  # Chebyshev nodes
     found = torch.linalg.solve(torch.linalg.vander(spots), (1 - width * spots).rsqrt())
-    return tuple(float(value) / width**order for order, value in enumerate(found))
+    return Tail(tuple(steps), tuple(float(value) / width**order for order, value in enumerate(found)))
 
 
 def step_weights(low: float) -> Weights:
@@ -184,13 +162,6 @@ def _least_value(weights: Weights, low: float) -> float:
     """The least image of values in [low, 1] under a step."""
     spots = torch.logspace(math.log10(low), 0, 512, dtype=torch.float64)
     return min(_value(weights, float(spot)) for spot in spots)
-
-
-def _lift(C: Tensor, size: Tensor, steps: Steps) -> Tensor:
-    X = C / (_MARGIN * size[:, None, None])
-    for weights in steps.heavy:
-        X = _step_matrix(X, weights) @ X
-    return X
 
 
 def _step_matrix(X: Tensor, weights: Weights) -> Tensor:
@@ -238,10 +209,11 @@ def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
 
 def _projector_below(gram: Tensor, limit: float) -> Tensor:
     """The projector onto the eigenvectors with eigenvalues below `limit`, for eigenvalues in [0, 1]."""
-    sign, steps = _add_identity(gram.neg_(), limit), _sign_steps(limit)
-    for weights in steps.heavy:
+    sign = _add_identity(gram.neg_(), limit)
+    heavy, low = _heavy_steps(1e-4 * limit, _least_value)  # eigenvalues nearer to the limit have no sign
+    for weights in heavy:
         sign = _step_matrix(sign, weights) @ sign
-    sign = _finish(sign, steps.tail)
+    sign = _finish(sign, _tail(low))
     sign = torch.baddbmm(sign, symmetric_product(sign, sign), sign, beta=1.5, alpha=-0.5)  # an error e becomes e^2
     return _add_identity((sign + sign.mT).div_(4), 0.5)
 
@@ -269,7 +241,7 @@ def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     return found * null[:, None], unclear | null.all(-1)
 
 
-def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Iterated | None]:
+def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Polar | None]:
     """Certify and fill all matrices at once; the host waits only here.
 
     `null` spans the null directions: orthonormal columns, zero columns, or a projector; None if there are none.
@@ -289,8 +261,8 @@ def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None
             orthogonality = torch.maximum(orthogonality, _size(X @ (X.mT @ probe) - probe))
             bad = bad | blind
     bad = bad | (size == 0) | ~total.isfinite()
-    numbers = torch.stack([bad.double(), ranks, total, orthogonality, stationarity, rounding(C.dtype) * spread]).T
-    results: list[Iterated | None] = []
+    numbers = torch.stack([bad.double(), ranks, total, orthogonality, stationarity, ROUNDING * spread]).T
+    results: list[Polar | None] = []
     for index, (refused, rank, value, defect, residual, limit) in enumerate(numbers.tolist()):
         if refused:
             results.append(None)
@@ -300,7 +272,8 @@ def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None
             there = null[index] @ gaussian(null.shape[-1], C.shape[-2] - int(rank), C.device)
             there = torch.linalg.qr(there).Q
         matrix = X[index] if len(C) == 1 else X[index].clone()  # a view would keep the whole batch alive
-        results.append(Iterated(matrix, there, int(rank), value, Certificate(defect, residual, STATIONARITY + limit)))
+        certificate = Certificate(defect, residual, STATIONARITY + limit)
+        results.append(Polar(None, matrix.T, there, int(rank), value, None, QDWH, certificate))
     return results
 
 

@@ -8,14 +8,15 @@ result that fails its certificate is dropped for the next route; the last one is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import TuneportError
-from .certificate import Certificate, certify, gaussian
-from .halley import Iterated, Nulls, iterate, largest_values
+from .certificate import Polar, certify, gaussian
+from .halley import LIFT, QDWH, Nulls, iterate
 
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
 SMALL = 64  # up to this width an SVD is the fastest route
@@ -28,48 +29,6 @@ LARGE = 2048  # from this width on, full rank is tried first
 TOGETHER = 48  # the matrices of one batch take 1/TOGETHER of the memory, the work on them twelve times that
 
 
-@dataclass(frozen=True, eq=False)
-class Polar:
-    """The determined part of a polar factor as factors, `left @ right.T`, with its evidence.
-
-    `left` is None for the identity: R is `right.T` then. `total` is the sum of the singular values above the cut,
-    `<R, C>`. `singular_values` are all min(d_A, d_B) of C, largest first (those far below the cut are estimates); None
-    if the route does not compute them. `null` spans the null directions of the shorter side, (min(d_A, d_B), min -
-    rank); it is empty where they are filled, or not computed.
-    """
-
-    left: Tensor | None  # (d_A, rank)
-    right: Tensor | None  # (d_B, rank); None for the identity
-    null: Tensor
-    rank: int
-    total: float
-    singular_values: Tensor | None
-    route: str
-    certificate: Certificate
-
-    @property
-    def T(self) -> Polar:  # noqa: N802 - as of a tensor
-        """The polar factor of the transposed problem."""
-        return replace(self, left=self.right, right=self.left)
-
-    def to(self, device: torch.device) -> Polar:
-        """Move all tensors to another device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
-
-    def dense(self) -> Tensor:
-        """R itself (d_A, d_B)."""
-        return product(self.left, self.right)
-
-
-def product(left: Tensor | None, right: Tensor | None) -> Tensor:
-    """`left @ right.T`; one factor may be None for the identity."""
-    if left is None:
-        assert right is not None
-        return right.T
-    return left if right is None else left @ right.T
-
-
 def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None = None) -> Polar:
     """The polar factor of C on the directions whose singular value exceeds `cut` times the largest.
 
@@ -80,7 +39,8 @@ def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None =
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route, most=most).T
     if C.device.type != "cpu" and len(C) <= NEAR and route is None:
-        return polar(C.cpu(), cut).to(C.device)
+        found = polar(C.cpu(), cut)
+        return replace(found, **{key: part.to(C.device) for key, part in vars(found).items() if torch.is_tensor(part)})
     names = list(ROUTES)
     for name in names[names.index(route or _choose(C, most)) :]:
         found = ROUTES[name](C, cut)
@@ -130,29 +90,18 @@ def together_bytes(device: torch.device, budget: int | None = None) -> int:
     return usual if budget is None else min(usual, max(budget // TOGETHER, 1))
 
 
+def by_iteration(C: Tensor, cut: float, nulls: Nulls = "few") -> Polar | None:
+    """The weighted Halley iteration (`iterate`), by products only."""
+    return _iterate(C[None], cut, nulls)[0]
+
+
 def _iterate(C: Tensor, cut: float, nulls: Nulls, fill: bool = False) -> list[Polar | None]:
     try:
-        found = iterate(C, cut, nulls=nulls, fill=fill)
-    except RuntimeError as error:  # small eigenvectors on an accelerator may fail
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+        return iterate(C, cut, nulls=nulls, fill=fill)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # small eigenvectors on an accelerator may fail
         return [None] * len(C)
-    return [_polar_of(one) if one is not None else None for one in found]
-
-
-def _polar_of(one: Iterated) -> Polar:
-    name = LIFT if one.split else QDWH
-    return Polar(None, one.matrix.T, one.null, one.rank, one.total, None, name, one.certificate)
-
-
-def by_qdwh(C: Tensor, cut: float) -> Polar | None:
-    """The weighted Halley iteration (`iterate`): products only, for matrices with few null directions."""
-    return _iterate(C[None], cut, "few")[0]
-
-
-def by_lift(C: Tensor, cut: float) -> Polar | None:
-    """The same iteration with a projector onto the directions above the cut, for any rank."""
-    return _iterate(C[None], cut, "any")[0]
 
 
 def by_svd(C: Tensor, cut: float) -> Polar:
@@ -240,10 +189,9 @@ def _decomposed(route: str, C: Tensor, basis: Tensor, V: Tensor, core: Tensor, v
     return Polar(U, V, null, len(core), float(core.sum()), values, route, certify(C, U, V, core))
 
 
-QDWH, LIFT = "qdwh", "lift"
 ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most special to the most general
-    QDWH: by_qdwh,
-    LIFT: by_lift,
+    QDWH: by_iteration,
+    LIFT: partial(by_iteration, nulls="any"),
     "few": by_few,
     "eigh": by_eigh,
     "svd": by_svd,
@@ -295,11 +243,6 @@ def null_of(basis: Tensor) -> Tensor:
     """An orthonormal basis of the complement of orthonormal columns."""
     Q: Tensor = torch.linalg.qr(basis, mode="complete").Q
     return Q[:, basis.shape[1] :]
-
-
-def largest_value(C: Tensor) -> float:
-    """A close lower bound of the largest singular value."""
-    return float(largest_values(C[None]))
 
 
 def _decompose(decompose: Callable[..., Sequence[Tensor]], matrix: Tensor, **options: bool) -> Sequence[Tensor]:

@@ -1,9 +1,4 @@
-"""The mathematics of a coordinate change: streamed cross-covariances and orthogonal Procrustes maps.
-
-Torch only: no models, no files. Statistics are sums over tokens, so memory does not grow with the data.
-Signals may come in any floating dtype; sums and solves are float64 unless told otherwise (products of half-precision
-signals: `products`). Every map says how much of it the data determine (rank) and how well it fits (residual).
-"""
+"""Orthogonal Procrustes maps from cross-covariances, with their rank and residual."""
 
 from __future__ import annotations
 
@@ -17,25 +12,24 @@ from torch import Tensor
 
 from ..errors import MethodError, TuneportError
 from ..types import Completion
-from .certificate import Certificate
+from .certificate import Certificate, Polar
 from .completion import CoordinateMap, complete, complete_thin
 from .covariance import CrossCovariance, rank_cut
-from .polar import Polar, polar, polar_of_factors, polar_together, together_bytes
+from .polar import polar, polar_of_factors, polar_together, together_bytes
 from .statistics import Key, Statistics
 
 COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
-HELD = 2**28  # bytes of solved maps that a MapSolver remembers
+HELD = 2**28  # bytes of solved maps that a MapSolver caches
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
     """An orthogonal map from source to target coordinates, with its evidence.
 
-    `map` is R (d_A, d_B) as factors, `matrix` R itself: `x_A R` stands in target coordinates. `rank` directions
-    are determined by the data, the rest comes from the completion. `residual` is sqrt(1 - s^2) with
-    s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1], over all tokens and features: 0 when one orthogonal map and one
-    scale explain everything, 1 when nothing does; None where only C was given. `route` and `certificate` say how
-    the map was found and how well it holds; `singular_values` of C are there where that route finds them.
+    `map` is R (d_A, d_B) as factors: `x_A R` is in target coordinates. The data determine `rank` directions, the
+    completion the rest. `residual` is sqrt(1 - s^2) with s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1]: 0 if one
+    orthogonal map and one scale explain everything, 1 if they explain nothing, None if only C was given. `route` names
+    the solver; some routes do not compute the `singular_values` of C.
     """
 
     map: CoordinateMap
@@ -51,7 +45,7 @@ class Alignment:
 
     @cached_property
     def matrix(self) -> Tensor:
-        """R itself (d_A, d_B), made when first looked at; `map` applies it without."""
+        """R itself (d_A, d_B), computed at the first access; `map` applies R without forming it."""
         return self.map.dense()
 
 
@@ -60,11 +54,10 @@ def procrustes(
 ) -> Alignment:
     """Solve orthogonal Procrustes, `argmin_R ||X_A R - X_B||_F` (eqs. 6 and 7), from `C = X_A^T X_B`.
 
-    R = U V^T of the thin SVD. d_A <= d_B gives R R^T = I; d_A > d_B gives R^T R = I. Below full rank U V^T
-    is not unique: `completion="none"` keeps the determined part only (the partial isometry U_r V_r^T);
-    `completion="svd"` fills the rest, as a thin SVD does, with an isometry between the two null spaces, and
-    picks among them the one nearest to the identity, so that the result depends neither on the order of the
-    rows nor on the linear-algebra library.
+    R = U V^T of the thin SVD. d_A <= d_B gives R R^T = I; d_A > d_B gives R^T R = I. Below full rank U V^T is not
+    unique: `completion="none"` keeps the determined part only, the partial isometry U_r V_r^T; `completion="svd"` adds
+    the isometry between the two null spaces that is nearest to the identity, so that the result depends neither on
+    the order of the rows nor on the linear-algebra library.
 
     >>> rotation = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
     >>> points = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, 4.0]], dtype=torch.float64)
@@ -80,20 +73,20 @@ def procrustes(
         raise TuneportError(f"a cross-covariance must be a matrix, got shape {tuple(C[0].shape)}")
     if not all(bool(torch.isfinite(part).all()) for part in C):
         raise TuneportError(_NOT_FINITE)
-    whole = float(streamed.whole) if streamed is not None else None
+    if streamed is None:
+        cut = rank_cut(torch.float64, C[0].dtype, max(C[0].shape)) if rtol is None else rtol
+        return _align(polar(C[0].double(), cut), None, completion)
+    whole = float(streamed.whole)
     if rtol is None:
-        size = 0.0 if few else float(C[0].norm())  # of few tokens, all directions are seen
-        rtol = rank_cut(torch.float64, C[0].dtype, max(C[0].shape))
-        rtol = rtol if streamed is None or whole is None else streamed.cut(size, whole)
-    most = streamed.most if streamed is not None else None
-    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=most)
-    return _alignment(found, whole, completion, thin=few is not None)
+        rtol = streamed.cut(0.0 if few else float(C[0].norm()), whole)  # few tokens have no noise to cut
+    found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=streamed.most)
+    return _align(found, whole, completion, thin=few is not None)
 
 
 def procrustes_together(
     covariances: Sequence[CrossCovariance], completion: Completion = "svd", budget: int | None = None
 ) -> list[Alignment]:
-    """`procrustes` of each; on an accelerator, those of one shape in batches that suit `budget` bytes of memory."""
+    """`procrustes` of each; an accelerator solves those of one shape in batches (see `polar_together`)."""
     alignments: dict[int, Alignment] = {}
     together: list[int] = []
     for index, covariance in enumerate(covariances):
@@ -112,15 +105,15 @@ def procrustes_together(
         matrices = [covariances[i].matrix.double() for i in indices]
         found = polar_together(matrices, cut, fill=completion == "svd", budget=budget)
         for index, solved in zip(indices, found, strict=True):
-            alignments[index] = _alignment(solved, sizes[index][1], completion)
+            alignments[index] = _align(solved, sizes[index][1], completion)
     return [alignments[index] for index in range(len(covariances))]
 
 
 _NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
-def _alignment(found: Polar, whole: float | None, completion: Completion, thin: bool = False) -> Alignment:
-    """`whole` is |X_A| |X_B|, where it is known."""
+def _align(found: Polar, whole: float | None, completion: Completion, thin: bool = False) -> Alignment:
+    """Complete a polar factor; `whole` is |X_A| |X_B|, if known."""
     if completion == "none":
         mapping = CoordinateMap(found.left, found.right)
     else:
@@ -135,61 +128,49 @@ def _alignment(found: Polar, whole: float | None, completion: Completion, thin: 
 class MapSolver:
     """Solves the maps of statistics, each one once, and several together where that is faster.
 
-    Solved maps are remembered; when they take more than `held_bytes`, the oldest are dropped. `budget` is the memory
-    of the device in bytes, None for all that it has.
+    Solved maps are cached; above `held_bytes`, the oldest are dropped. `budget` is the memory of the device in bytes,
+    None for all of it.
     """
 
     def __init__(self, statistics: Statistics, completion: Completion = "svd", budget: int | None = None) -> None:
         self._statistics, self._completion, self._budget = statistics, completion, budget
-        self._solved: dict[int, Alignment] = {}  # by the id of the covariance
+        self._solved: dict[CrossCovariance, Alignment] = {}
 
     def solve(self, keys: Iterable[Key]) -> dict[Key, Alignment]:
         """The maps of these layers and signals."""
         asked = {key: self._statistics.covariances[key] for key in keys}
-        unsolved = {id(found): found for found in asked.values() if id(found) not in self._solved}
+        wanted = dict.fromkeys(asked.values())
+        unsolved = [covariance for covariance in wanted if covariance not in self._solved]
         if unsolved:
-            found = procrustes_together(list(unsolved.values()), self._completion, self._budget)
-            wanted = {id(covariance) for covariance in asked.values()}
+            found = procrustes_together(unsolved, self._completion, self._budget)
             held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))
-            room = held_bytes(next(iter(unsolved.values())).device, self._budget)
+            limit = held_bytes(unsolved[0].device, self._budget)
             for earlier in [known for known in self._solved if known not in wanted]:
-                if held > room:
+                if held > limit:
                     held -= self._solved.pop(earlier).map.nbytes
             self._solved.update(zip(unsolved, found, strict=True))
-        return {key: self._solved[id(covariance)] for key, covariance in asked.items()}
+        return {key: self._solved[covariance] for key, covariance in asked.items()}
 
     def solve_groups(self, groups: Sequence[Sequence[Key]]) -> Iterator[dict[Key, Alignment]]:
-        """The maps of each group (block) in turn, solved group by group on a CPU.
+        """Yield the maps of each group (block) in turn.
 
-        On an accelerator, as many groups as may be held are solved together, in batches of similar size.
+        A CPU solves one group at a time, an accelerator as many as may be held, in batches of similar size.
         """
-        start = 0
-        for count in self._batches(groups):
-            batch = groups[start : start + count]
-            maps = self.solve(key for keys in batch for key in keys)
-            yield from ({key: maps[key] for key in keys} for keys in batch)
-            start += count
-
-    def _batches(self, groups: Sequence[Sequence[Key]]) -> Iterator[int]:
-        """The number of groups in each batch."""
-        sizes, room = [], 0
-        for keys in groups:
-            distinct = {id(found): found for found in (self._statistics.covariances[key] for key in keys)}
-            sizes.append(sum(8 * found.shape[0] * found.shape[1] for found in distinct.values()))
-            device = next((found.device for found in distinct.values()), None)
-            if device is not None and device.type != "cpu":
-                room = held_bytes(device, self._budget)
-        share = sum(sizes) / max(-(-sum(sizes) // room), 1) if room else 0.0
-        count, held = 0, 0
-        for size in sizes:
-            if count and held + size > share:
-                yield count
-                count, held = 0, 0
-            count, held = count + 1, held + size
-        if count:
-            yield count
+        distinct = [{self._statistics.covariances[key] for key in keys} for keys in groups]
+        sizes = [sum(8 * math.prod(covariance.shape) for covariance in group) for group in distinct]
+        device = next((covariance.device for group in distinct for covariance in group), torch.device("cpu"))
+        share = 0.0
+        if device.type != "cpu":
+            share = sum(sizes) / -(-sum(sizes) // held_bytes(device, self._budget))
+        start, held = 0, 0.0
+        for stop, size in enumerate([*sizes, math.inf]):
+            if stop > start and held + size > share:
+                maps = self.solve(key for keys in groups[start:stop] for key in keys)
+                yield from ({key: maps[key] for key in keys} for keys in groups[start:stop])
+                start, held = stop, 0.0
+            held += size
 
 
 def held_bytes(device: torch.device, budget: int | None = None) -> int:
-    """The bytes of maps that a MapSolver remembers, those of the last call not counted: more on accelerators."""
+    """The bytes of maps that a MapSolver caches, without those of the last call: more on accelerators."""
     return HELD if device.type == "cpu" else max(HELD, together_bytes(device, budget))

@@ -1,25 +1,28 @@
-"""Products and inverses of many symmetric matrices at once, of which half is enough: nearly all by plain products.
+"""Products and inverses of many symmetric matrices (B, n, m) in float64, mostly by plain products.
 
-Torch only. Matrices are (B, n, m) in float64. A product runs at full speed on a GPU, a factorisation does not: Cholesky
-factors are made, and inverted, by halves down to small leaves. What is known to be zero, or the mirror of something,
-is left out in a few large parts.
+A product runs at full speed on a GPU, a factorisation does not: Cholesky factors are computed and inverted by halves
+down to small leaves. Parts that are zero or mirrored are not computed.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 _PARTS = 4  # into which a triangle is divided
-_PART = 128  # the least width of a part that is worth a product of its own
-_LEAF = 192  # width of an inverse that is not divided any more
+_PART = 128  # the least width of a part with its own product
+_LEAF = 192  # up to this width an inverse is not divided
 _HALF = 384  # from this width on, a triangular factor is multiplied by halves
-_FEW = 9  # matrices, of which fewer have their Cholesky factors from the library
-_ONE_BY_ONE = 1024  # from this width on, the library makes a few of them faster one by one
+_FEW = 9  # fewer matrices than this get their Cholesky factors from the library
+_ONE_BY_ONE = 1024  # from this width on, the library is faster on a few matrices one by one
+
+Triangular = Literal["lower X", "upper Y", "lower Y"]
 
 
 def lower_product(X: Tensor, Y: Tensor) -> Tensor:
-    """The lower triangle of X Y^T; what stands above the diagonal blocks is not set."""
+    """The lower triangle of X Y^T; entries above the diagonal blocks are undefined."""
     n = X.shape[-2]
     if n < _PARTS * _PART:
         return X @ Y.mT
@@ -30,7 +33,7 @@ def lower_product(X: Tensor, Y: Tensor) -> Tensor:
 
 
 def symmetric_product(X: Tensor, Y: Tensor) -> Tensor:
-    """X Y^T where it is known to be symmetric."""
+    """X Y^T, if it is known to be symmetric."""
     whole = lower_product(X, Y)
     if whole.shape[-1] >= _PARTS * _PART:
         for start, stop in _parts(whole.shape[-1]):
@@ -39,9 +42,9 @@ def symmetric_product(X: Tensor, Y: Tensor) -> Tensor:
 
 
 def inverse(A: Tensor) -> Tensor:
-    """The inverse of a positive definite matrix of which the lower triangle is read, in its place.
+    """The inverse of a positive definite matrix, in place; only its lower triangle is read.
 
-    By way of the inverse of its Cholesky factor: halving A itself would square its condition.
+    It uses the inverse of the Cholesky factor: halving A itself would square its condition.
     """
     root, _ = inverse_root(A)
     n = A.shape[-1]
@@ -55,7 +58,7 @@ def inverse(A: Tensor) -> Tensor:
 
 
 def inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of the Cholesky factor, lower triangular, and where there is none."""
+    """The inverse of the Cholesky factor, lower triangular, and which matrices have none."""
     whole = torch.zeros_like(A, memory_format=torch.contiguous_format)
     if len(A) >= _FEW:
         return whole, _put_inverse_root(A, whole)
@@ -81,52 +84,36 @@ def _put_inverse_root(A: Tensor, into: Tensor) -> Tensor:
     k = n // 2
     first, corner, second = into[..., :k, :k], into[..., k:, :k], into[..., k:, k:]
     bad = _put_inverse_root(A[..., :k, :k], first)
-    below = _times_upper(A[..., k:, :k], first.mT)
+    below = _multiply(A[..., k:, :k], first.mT, "upper Y")
     rest = A[..., k:, k:].clone()
     for start, stop in _parts(n - k) if n - k >= _HALF else [(0, n - k)]:
         rest[..., start:, start:stop].baddbmm_(below[..., start:, :], below[..., start:stop, :].mT, alpha=-1)
     worse = _put_inverse_root(rest, second)
-    _put_times_lower(_lower_times(second, below).neg_(), first, corner)
+    _multiply(_multiply(second, below, "lower X").neg_(), first, "lower Y", out=corner)
     return bad | worse
 
 
-def _times_upper(M: Tensor, T: Tensor) -> Tensor:
-    """M T for an upper triangular T."""
-    n = T.shape[-1]
-    if n < _HALF:
-        return M @ T
-    h = n // 2
-    whole = M.new_empty(M.shape)
-    torch.bmm(M[..., :h], T[..., :h, :h], out=whole[..., :h])
-    torch.bmm(M, T[..., h:], out=whole[..., h:])
-    return whole
-
-
-def _lower_times(T: Tensor, M: Tensor) -> Tensor:
-    """T M for a lower triangular T."""
-    n = T.shape[-1]
-    if n < _HALF:
-        return T @ M
-    h = n // 2
-    whole = M.new_empty(M.shape)
-    torch.bmm(T[..., :h, :h], M[..., :h, :], out=whole[..., :h, :])
-    torch.bmm(T[..., h:, :], M, out=whole[..., h:, :])
-    return whole
-
-
-def _put_times_lower(M: Tensor, T: Tensor, into: Tensor) -> None:
-    """M T for a lower triangular T."""
-    n = T.shape[-1]
-    if n < _HALF:
-        torch.bmm(M, T, out=into)
-        return
-    h = n // 2
-    torch.bmm(M, T[..., :h], out=into[..., :h])
-    torch.bmm(M[..., h:], T[..., h:, h:], out=into[..., h:])
+def _multiply(X: Tensor, Y: Tensor, triangular: Triangular, out: Tensor | None = None) -> Tensor:
+    """X Y, without the products with the zero half of the triangular factor."""
+    if out is None:
+        out = X.new_empty(*X.shape[:-1], Y.shape[-1])
+    h = X.shape[-1] // 2
+    if X.shape[-1] < _HALF:
+        torch.bmm(X, Y, out=out)
+    elif triangular == "lower X":
+        torch.bmm(X[..., :h, :h], Y[..., :h, :], out=out[..., :h, :])
+        torch.bmm(X[..., h:, :], Y, out=out[..., h:, :])
+    elif triangular == "upper Y":
+        torch.bmm(X[..., :h], Y[..., :h, :h], out=out[..., :h])
+        torch.bmm(X, Y[..., h:], out=out[..., h:])
+    else:
+        torch.bmm(X, Y[..., :h], out=out[..., :h])
+        torch.bmm(X[..., h:], Y[..., h:, h:], out=out[..., h:])
+    return out
 
 
 def _put_triangular_inverse(root: Tensor, into: Tensor) -> None:
-    """Of lower triangular matrices: all blocks on the diagonal at once, then by products, pair by pair."""
+    """Invert lower triangular matrices: all diagonal blocks at once, then pairs of blocks by products."""
     n = root.shape[-1]
     size, odd = min(_LEAF, n), n % min(_LEAF, n)
     starts = range(0, n - odd, size)

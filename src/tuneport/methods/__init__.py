@@ -13,40 +13,31 @@ from .transfusion import TransFusion
 
 METHODS: dict[str, Method] = {
     "bico": BilinearAlignment(
-        in_signal="input",
-        out_signal="output_gradient",
+        "input",
+        "output_gradient",
         summary="the paper's method: layer inputs on one side, output gradients on the other",
     ),
     "bico+": BilinearAlignment(
-        in_signal="input",
-        out_signal="output_gradient",
+        "input",
+        "output_gradient",
         rehearses=True,
         usual_scale="auto",
         summary="bico with changed views of the samples and a scale chosen on held-out samples",
     ),
     "theseus": BilinearAlignment(
-        in_signal="input",
-        out_signal="output",
-        summary="layer inputs and layer outputs; forward passes only, no labels",
+        "input", "output", summary="layer inputs and layer outputs; forward passes only, no labels"
     ),
     "input_only": BilinearAlignment(
-        in_signal="input", out_signal=None, summary="ablation: layer inputs; the output side is padded or cropped"
+        "input", None, summary="ablation: layer inputs; the output side is padded or cropped"
     ),
     "output_only": BilinearAlignment(
-        in_signal=None,
-        out_signal="output_gradient",
-        summary="ablation: output gradients; the input side is padded or cropped",
+        None, "output_gradient", summary="ablation: output gradients; the input side is padded or cropped"
     ),
     "gradient_only": BilinearAlignment(
-        in_signal="input_gradient",
-        out_signal="output_gradient",
-        summary="ablation: gradients with respect to the layer's input and output",
+        "input_gradient", "output_gradient", summary="ablation: gradients with respect to the layer's input and output"
     ),
     "naive": BilinearAlignment(
-        in_signal=None,
-        out_signal=None,
-        moves_loose=True,
-        summary="add the task vector as it is, zero-padded or cropped; needs no data",
+        None, None, moves_loose=True, summary="add the task vector as it is, zero-padded or cropped; needs no data"
     ),
     "transfusion": TransFusion(summary="permute the source's units to match the target's weights; same architecture"),
     "gradfix": GradFix(summary="keep the entries that agree with the target's gradient signs; same architecture"),

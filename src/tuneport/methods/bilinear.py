@@ -146,8 +146,8 @@ def _pad(pair: LoosePair, tau: Entry) -> Entry:
     tau = as_dense(tau)
     shape = [size for size in pair.target.shape if size > 1] or [1]
     tau = tau.reshape([size for size in tau.shape if size > 1] or [1])
-    tau = tau[(0,) * max(tau.ndim - len(shape), 0)]
-    tau = tau.reshape((1,) * (len(shape) - tau.ndim) + tuple(tau.shape))
+    more = tau.ndim - len(shape)
+    tau = tau[(0,) * more + (None,) * -more]
     for axis, width in enumerate(shape):
         tau = _resize(tau, axis, width)
     return tau.reshape(pair.target.shape)

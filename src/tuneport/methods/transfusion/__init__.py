@@ -187,11 +187,8 @@ def _match_heads(spaces: Collection[Space], count: int, weights: list[Weights]) 
 def _assign_inside_heads(gain: Tensor, order: Tensor) -> Tensor:
     """The permutation of units that keeps a head matching: one assignment inside each matched pair of heads."""
     size = len(gain) // len(order)
-    parts = []
-    for head, other in enumerate(order.tolist()):
-        block = gain[head * size : (head + 1) * size, other * size : (other + 1) * size]
-        parts.append(other * size + _assign(block))
-    return torch.cat(parts)
+    blocks = gain.unflatten(0, (-1, size)).unflatten(2, (-1, size))  # (head, unit, head, unit)
+    return torch.cat([other * size + _assign(blocks[head, :, other]) for head, other in enumerate(order.tolist())])
 
 
 def _assign(gain: Tensor) -> Tensor:

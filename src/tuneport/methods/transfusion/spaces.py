@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -69,7 +69,7 @@ class Places:
 
 def places_of(plan: Plan) -> Places:
     """Find the spaces of every target tensor that a plan pairs, or the reason why there are none."""
-    model = _Model.of(plan)
+    model = _Model(plan)
     layers, sizes, kept = dict[str, Axes](), dict[Space, int](), list[Kept]()
     for layer in sorted((pair.target for pair in plan.pairs), key=lambda layer: layer.block is None):
         axes = model.axes_of(layer)
@@ -93,28 +93,17 @@ def places_of(plan: Plan) -> Places:
     return Places(layers, loose, tuple(dict.fromkeys(kept)), shortcuts)
 
 
-@dataclass(frozen=True)
 class _Model:
-    """The structure of the target.
+    """The structure of the target."""
 
-    `reading` are the stacks with cross-attention; `ends` the roles of the layers after the blocks; `turned` the
-    rotary queries by stack and block; `same` maps a space to the one whose order it shares.
-    """
-
-    blocks: Mapping[str, int]
-    reading: frozenset[str]
-    ends: frozenset[str]
-    turned: Mapping[tuple[str, int | None], Layer]
-    same: Mapping[Space, Space] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Model:
+    def __init__(self, plan: Plan) -> None:
         layers = plan.target_layers or [pair.target for pair in plan.pairs]
-        reading = frozenset(layer.stack for layer in layers if layer.role.startswith("cross_"))
-        ends = frozenset(layer.role for layer in layers if layer.block is None) - {"patch"}
-        turned = {(layer.stack, layer.block): layer for layer in layers if layer.rotary and layer.role == "q"}
-        model = cls(plan.target_blocks or count_blocks(layers), reading, ends, turned)
-        return replace(model, same=model._join_spaces(pair.target for pair in plan.loose))
+        self.blocks = plan.target_blocks or count_blocks(layers)
+        self.reading = {layer.stack for layer in layers if layer.role.startswith("cross_")}  # with cross-attention
+        self.ends = {layer.role for layer in layers if layer.block is None} - {"patch"}  # after the blocks
+        self.queries = {(layer.stack, layer.block): layer for layer in layers if layer.rotary and layer.role == "q"}
+        self.same: dict[Space, Space] = {}  # from a space to the one whose order it shares
+        self.same = self._join_spaces(pair.target for pair in plan.loose)
 
     def axes_of(self, layer: Layer) -> Axes | None:
         """The spaces of the output and the input axis; None where they are unknown."""
@@ -143,9 +132,8 @@ class _Model:
             role = part.role.removesuffix(".bias")
             if IN_HEADS.search(role):
                 return self._norm_of_heads(part, part.block)
-            return (
-                self._inner(LOOSE_SPACES[role], part.stack, part.block) if role in LOOSE_SPACES else None
-            ) or UNKNOWN
+            kind = LOOSE_SPACES.get(role)
+            return (self._inner(kind, part.stack, part.block) if kind else None) or UNKNOWN
         if part.kind == "vocabulary head":
             return self._last() or UNKNOWN
         if part.kind == "normalisation":
@@ -157,7 +145,7 @@ class _Model:
 
     def _norm_of_heads(self, part: LooseTensor, block: int) -> Space | str | None:
         """q_norm or k_norm: per head (order fixed under RoPE) or over all heads."""
-        queries = self.turned.get((part.stack, block))
+        queries = self.queries.get((part.stack, block))
         if queries is None or not queries.heads:
             return UNKNOWN
         if part.shape[-1] * queries.heads == queries.out_features:
