@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..pairing import LayerPair, LoosePair
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Signal
 from .base import Method, Problem, Transfer
-from .entries import NOT_RUN, Entries, bias_of, device_of, keep_layer, matrix_of, record_of, spectrum_of
+from .entries import NOT_RUN, Entries, bias_of, keep_layer, matrix_of, record_of, spectrum_of
 
 Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and crop
 
@@ -61,19 +61,13 @@ class BilinearAlignment(Method):
             R_out = align_out.map if align_out else pair.output_map
             tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
             moved = _transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
-            entries.put(pair.target, _to_device(moved, device_of(tau)))
+            entries.put(pair.target, moved.to(tau.device, torch.float32))
             bias = bias_of(pair, problem.task_vector)
             if bias is not None:
                 carried = _carry(bias.double(), R_out, pair.target.out_features, 0)
                 entries.put_bias(pair.target, carried.to(bias.device))
-            evidence = {
-                "rank_in": align_in.rank if align_in else None,
-                "rank_out": align_out.rank if align_out else None,
-                "residual_in": align_in.residual if align_in else None,
-                "residual_out": align_out.residual if align_out else None,
-                "spectrum_in": _spectrum(align_in, pair.source.in_features, pair.target.in_features),
-                "spectrum_out": _spectrum(align_out, pair.source.out_features, pair.target.out_features),
-            }
+            evidence = _evidence("in", align_in, min(pair.source.in_features, pair.target.in_features))
+            evidence |= _evidence("out", align_out, min(pair.source.out_features, pair.target.out_features))
             records.append(record_of(pair, tau, moved, **evidence))
         for loose in problem.plan.loose if self.moves_loose else ():
             entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
@@ -99,10 +93,12 @@ def _why_unsolved(key: Key, maps: Mapping[Key, Alignment]) -> str | None:
     return None if maps[key].rank else f"the {key[1].replace('_', ' ')} at this layer is zero"
 
 
-def _spectrum(alignment: Alignment | None, *widths: int) -> tuple[float, ...] | None:
-    """Thinned singular values; None where no map was solved, or by a route that does not compute them."""
-    values = alignment.singular_values if alignment is not None else None
-    return spectrum_of(values, min(widths)) if values is not None else None
+def _evidence(side: str, found: Alignment | None, width: int) -> dict[str, Any]:
+    """The fields of a LayerRecord for one side; none if no map was solved. Some routes give no singular values."""
+    if found is None:
+        return {}
+    spectrum = None if found.singular_values is None else spectrum_of(found.singular_values, width)
+    return {f"rank_{side}": found.rank, f"residual_{side}": found.residual, f"spectrum_{side}": spectrum}
 
 
 def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:
@@ -111,12 +107,6 @@ def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Ent
         B, A = tau.out_factor.double(), tau.in_factor.double()
         return LowRank(_carry(B, R_out, shape[0], 0), _carry(A, R_in, shape[1], 1))
     return _carry(_carry(tau.double(), R_out, shape[0], 0), R_in, shape[1], 1)
-
-
-def _to_device(moved: Entry, device: torch.device) -> Entry:
-    if isinstance(moved, LowRank):
-        return LowRank(moved.out_factor.to(device, torch.float32), moved.in_factor.to(device, torch.float32))
-    return moved.to(device, torch.float32)
 
 
 def _carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:

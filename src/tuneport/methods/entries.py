@@ -73,10 +73,10 @@ class Entries:
         """Take a layer's (out, in) matrix."""
         held = self._entries.setdefault(layer.weight, [])
         if isinstance(held, list) and isinstance(matrix, LowRank):
-            held.append((layer, LowRank(matrix.out_factor.float(), matrix.in_factor.float())))
+            held.append((layer, matrix.to(torch.float32)))
             return
         if isinstance(held, list):  # a weight with a dense part is dense
-            self._entries[layer.weight] = torch.zeros(layer.weight_shape, device=device_of(matrix))
+            self._entries[layer.weight] = torch.zeros(layer.weight_shape, device=matrix.device)
             for part, factors in held:
                 self.put(part, factors)
         self._store(layer, layer.weight, layer.weight_shape, as_dense(matrix))
@@ -88,9 +88,7 @@ class Entries:
 
     def put_loose(self, name: str, entry: Entry) -> None:
         """Take a whole tensor."""
-        if isinstance(entry, LowRank):
-            entry = LowRank(entry.out_factor.float(), entry.in_factor.float())
-        self._entries[name] = entry if isinstance(entry, LowRank) else entry.float()
+        self._entries[name] = entry.to(torch.float32)
 
     def task_vector(self) -> TaskVector:
         """The entries, each with the stored shape of its tensor."""
@@ -124,11 +122,6 @@ def _join_factors(parts: list[tuple[Layer, LowRank]]) -> LowRank:
     if first.transposed:
         return LowRank(in_.T.contiguous(), out.T.contiguous())
     return LowRank(out, in_.reshape(-1, *first.weight_shape[1:]))
-
-
-def device_of(entry: Entry) -> torch.device:
-    """The device of a dense entry or of its factors."""
-    return entry.out_factor.device if isinstance(entry, LowRank) else entry.device
 
 
 def check_same_shapes(plan: Plan, method: str) -> None:

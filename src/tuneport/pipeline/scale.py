@@ -186,8 +186,6 @@ class Scaled:
 
 def _beside(entry: Entry, parameter: Tensor) -> Entry:
     """An entry on the device of its parameter, in its own dtype: rounded to half precision, a small change would go."""
-    if isinstance(entry, LowRank):
-        return LowRank(entry.out_factor.to(parameter.device), entry.in_factor.to(parameter.device))
     return entry.to(parameter.device)
 
 

@@ -21,7 +21,6 @@ from ..measure.signals import NEEDS_BACKWARD
 from ..methods import Method, get_method
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair
-from ..task_vectors.low_rank import LowRank
 from ..types import Sides
 from .forecast import Forecast, NeedsValuesError
 from .passes import Passes, check_by_layer, grouped, units
@@ -246,7 +245,7 @@ def result_device(job: Job) -> torch.device:
         (pair.source.weight for pair in job.plan.pairs), key=lambda name: math.prod(job.task_vector.spec(name).shape)
     )
     entry = job.task_vector[smallest]
-    found = entry.out_factor.device if isinstance(entry, LowRank) else entry.device
+    found = entry.device
     return torch.device("cpu") if found.type == "meta" else found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ class LowRank:
         """Dtype of the product: at least float32, since half precision would round it."""
         widest = torch.promote_types(self.out_factor.dtype, self.in_factor.dtype)
         return torch.promote_types(widest, torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the factors."""
+        return self.out_factor.device
+
+    def to(self, *args: Any) -> LowRank:
+        """Move or cast both factors, with the arguments of `Tensor.to`."""
+        return LowRank(self.out_factor.to(*args), self.in_factor.to(*args))
 
     def dense(self) -> torch.Tensor:
         """Return the product as one tensor."""
