@@ -27,6 +27,14 @@ class CoordinateMap:
     identity: bool = False
 
     @property
+    def shape(self) -> tuple[int, int]:
+        left, right = self.left, self.right
+        if left is None:
+            assert right is not None
+            return right.shape[1], right.shape[0]
+        return left.shape[0], left.shape[1] if right is None else right.shape[0]
+
+    @property
     def T(self) -> CoordinateMap:  # noqa: N802 - as of a tensor
         """The transposed map."""
         return CoordinateMap(self.right, self.left, self.identity)

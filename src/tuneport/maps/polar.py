@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,9 @@ def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None =
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route, most=most).T
     if C.device.type != "cpu" and len(C) <= NEAR and route is None:
-        found = polar(C.cpu(), cut)
-        return replace(found, **{key: part.to(C.device) for key, part in vars(found).items() if torch.is_tensor(part)})
+        near = polar(C.cpu(), cut)
+        tensors: dict[str, Any] = {name: part for name, part in vars(near).items() if isinstance(part, Tensor)}
+        return replace(near, **{name: part.to(C.device) for name, part in tensors.items()})
     names = list(ROUTES)
     for name in names[names.index(route or _choose(C, most)) :]:
         found = ROUTES[name](C, cut)

@@ -76,7 +76,8 @@ class BilinearAlignment(Method):
     def _solve(self, problem: Problem) -> Iterator[tuple[LayerPair, Mapping[Key, Alignment]]]:
         """Yield all pairs, each with the maps of its block, which are solved at the first pair of the block."""
         blocks = problem.plan.blocks()
-        keys = [[key for pair in block for key in self._keys(pair) if key in problem.statistics] for block in blocks]
+        known = problem.statistics
+        keys = [[key for pair in block for key in self._keys(pair) if key and key in known] for block in blocks]
         solver = MapSolver(problem.statistics, problem.completion, problem.memory_budget)
         for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):
             yield from ((pair, maps) for pair in block)

@@ -43,8 +43,8 @@ def record_of(pair: LayerPair, tau: Entry, moved: Entry, **evidence: Any) -> Lay
     """The record of one moved layer; a dense norm is taken in the precision of the matrix."""
     norms = [entry.norm() if isinstance(entry, LowRank) else float(entry.norm()) for entry in (tau, moved)]
     rank = moved.rank if isinstance(moved, LowRank) else None
-    names = {"target": pair.target.name, "source": pair.source.name}
-    return LayerRecord(**names, norm_source=norms[0], norm_target=norms[1], rank=rank, **evidence)
+    evidence |= {"norm_source": norms[0], "norm_target": norms[1], "rank": rank}
+    return LayerRecord(pair.target.name, pair.source.name, **evidence)
 
 
 def keep_layer(layer: Layer, reason: str) -> list[Kept]:
