@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -60,10 +60,6 @@ class Placement:
     blocks: tuple[str, ...] = ()
     fetched: frozenset[str] = frozenset()
     home: Mapping[str, Tensor] | None = None
-
-    def on_meta(self) -> Placement:
-        """The same placement for a copy of the module on the meta device."""
-        return replace(self, device=torch.device("meta"), home=None)
 
 
 def replace_by_placeholders(module: nn.Module) -> None:

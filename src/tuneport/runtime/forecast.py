@@ -237,7 +237,9 @@ class Forecast:
             if self.on_meta:
                 stack.enter_context(meta_errors())
                 for module, placement in zip(modules, placements or (None, None), strict=True):
-                    stack.enter_context(placed(module, placement.on_meta() if placement is not None else None))
+                    if placement is not None:
+                        moved = replace(placement, device=torch.device("meta"), home=None)
+                        stack.enter_context(placed(module, moved))
                 stack.enter_context(TrueOnMeta())
             stack.enter_context(live)
             found = measure_pairs(

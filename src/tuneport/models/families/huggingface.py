@@ -26,7 +26,6 @@ from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, 
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
 Built = tuple[nn.Module, list[str], list[str]]  # a module, its tensors missing in the files, those of another shape
-Build = Callable[..., Built]  # of a class and its options
 
 
 class HuggingFace(Family):
@@ -116,7 +115,7 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
 
 
 @quiet()
-def _fitting(folder: Path, stored: Checkpoint | None, build: Build) -> nn.Module:
+def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built]) -> nn.Module:
     """Build the class that config.json names or, for a text model, one with fewer parts that the weights fit."""
     import transformers
 

@@ -35,7 +35,6 @@ TEXT_KINDS: Mapping[str, str] = {
 CLASSIFIER = "ForSequenceClassification"
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
-SEQ2SEQ_TOWER = ("shared.", "encoder.", "decoder.")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
 LONGEST = 512  # tokens, even if the model accepts more
 POOLING = {  # the keys of sentence-transformers
@@ -80,7 +79,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     classifies, writes = head == CLASSIFIER, head in WRITERS
     within: tuple[str, ...] = ()  # the name prefixes of everything but heads over the vocabulary
     if writes or head == "ForMaskedLM":
-        within = SEQ2SEQ_TOWER if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)
+        within = ("shared.", "encoder.", "decoder.") if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)
     layers = _layers(module, config, within)
     loose = find_loose(module, layers, within=within)
     reader = None
