@@ -43,7 +43,7 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
 @pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
 def test_the_count_equals_that_of_torch(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are summed here: a transfer leaves out tokens without a signal, which a count cannot know."""
-    monkeypatch.setattr("tuneport.maps.covariance._with_signal", lambda source, target: (source, target))
+    monkeypatch.setattr("tuneport.maps.covariance._drop_zeros", lambda source, target: (source, target))
     job = eager(zoo, family, signals=method)
     cost = cost_of(job)
     found = cost["counted"]

@@ -82,9 +82,7 @@ class CrossCovariance:
         self.target_energy += energy(target)
         self.tokens += len(source)
         if self.rows is not None:
-            alive = source.any(dim=1) & target.any(dim=1)
-            if not bool(alive.all()):
-                source, target = source[alive], target[alive]
+            source, target = _drop_zeros(source, target)
         more = source.numel() * source.element_size() + target.numel() * target.element_size()
         if self.rows is not None and not self.keeps_tokens(self.nbytes + more, self.shape):
             self.matrix = self.matrix  # from here on, summed
@@ -210,6 +208,12 @@ class CrossCovariance:
             dist.all_gather(parts, own)
             sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True)])
         return list(zip(sides[0], sides[1], strict=True))
+
+
+def _drop_zeros(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop the tokens that are zero in either signal, which add nothing to C."""
+    alive = source.any(dim=1) & target.any(dim=1)
+    return (source, target) if bool(alive.all()) else (source[alive], target[alive])
 
 
 def _coarser(*dtypes: torch.dtype) -> torch.dtype:
