@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -23,6 +22,9 @@ def model_card(record: Record, library: str | None = None) -> str:
     data = record.get("data", {}).get("name")
     kept = "\n".join(f"- {count} tensors: {_text(reason)}" for reason, count in kept_rows(record))
     rows = [*summary_rows(record), ("calibration data", data or "batches given in Python")]
+    licences = "; ".join(
+        f"{key} {_span(part['name'])}: {_text(part.get('license') or 'not stated')}" for key, part in parts.items()
+    )
     return f"""---
 {_metadata(record, library).to_yaml()}
 ---
@@ -48,7 +50,7 @@ Ported skills are approximate: evaluate this model on your own held-out data bef
 fine-tuned source and of its training data come along.
 
 ## Licence
-{_licences(parts)} All of them apply to this model.
+{licences}. All of them apply to this model.
 """
 
 
@@ -66,7 +68,6 @@ def training_card(record: Record) -> str:
 
 
 def _metadata(record: Record, library: str | None) -> ModelCardData:
-    """The hub's metadata."""
     names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
     stated = {record[key].get("license") for key in ("source", "finetuned", "target")}
     several = len(stated - {None}) > 1
@@ -77,11 +78,6 @@ def _metadata(record: Record, library: str | None) -> ModelCardData:
         library_name="peft" if "adapter" in record else library,
         tags=["tuneport", "task-vector", _plain_name(record["method"])],
     )
-
-
-def _licences(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    said = (f"{key} {_span(part['name'])}: {_text(part.get('license') or 'not stated')}" for key, part in parts.items())
-    return "; ".join(said) + "."
 
 
 def _plain_name(text: Any) -> str:

@@ -1,7 +1,7 @@
-"""report.html: a run record as one page that opens offline. `page.html.jinja`, `page.css` and `page.js` make it up.
+"""report.html: a run record as one page that opens offline, from `page.html.jinja`, `page.css` and `page.js`.
 
-Names in a record come from outside: the template escapes everything. The page's policy lets nothing run but its own
-script and nothing be fetched. Every number in a figure also stands in a table.
+Names in a record are untrusted: the template escapes everything, and the page's policy allows only its own script and
+no requests. Every number in a figure is also in a table.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import base64
 import hashlib
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from .plots import Curves, HeatMap, Number, curves, heat_map
+from .plots import Curves, HeatMap, Kind, Number, curves, heat_map
 from .record import Record
-from .summary import LAYER_COLUMNS, layer_rows, number_text, repeat_command, summary_rows
+from .summary import LAYER_COLUMNS, kept_rows, layer_rows, number_text, repeat_command, summary_rows
 
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
@@ -36,7 +36,7 @@ LIKENESS = {
 def report_page(record: Record) -> str:
     """The page about one transfer."""
     style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    choice, data = record.get("scale_choice"), record.get("data", {}).get("name")
+    data = record.get("data", {}).get("name")
     return _ENVIRONMENT.get_template("page.html.jinja").render(
         record=record,
         style=style,
@@ -44,7 +44,7 @@ def report_page(record: Record) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         tiles=_tiles(record),
         summary_rows=[*summary_rows(record), *([("calibration data", data)] if data else [])],
-        strength=_strength(choice["candidates"]) if choice else None,
+        strength=_strength((record.get("scale_choice") or {}).get("candidates", ())),
         similarity=_similarity(record.get("similarity") or ()),
         layer_maps=_layer_maps(record["layers"]),
         layer_curves=_layer_curves(record["layers"]),
@@ -93,12 +93,9 @@ def _tiles(record: Record) -> list[tuple[str, str]]:
         tiles.append((f"{found['after'] - found['before']:+.1f}", words))
     if verdict := record.get("verdict"):
         tiles.append((str(verdict["verdict"]), "the pre-flight's word"))
-    return [
-        *tiles,
-        (f"{len(record['layers']):,}", f"layers moved, {len(record['not_transported']):,} tensors kept"),
-        (f"{record['samples']:,}", "calibration samples"),
-        (f"{record['seconds']:.1f} s", "to measure, align and move"),
-    ]
+    tiles.append((f"{len(record['layers']):,}", f"layers moved, {len(record['not_transported']):,} tensors kept"))
+    tiles.append((f"{record['samples']:,}", "calibration samples"))
+    return [*tiles, (f"{record['seconds']:.1f} s", "to measure, align and move")]
 
 
 def _strength(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,40 +141,42 @@ def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _layer_maps(layers: Layers) -> list[HeatMap]:
     """Heat maps over blocks and roles: residuals, ranks and the change of length."""
-    ratios = [ratio for item in layers if (ratio := _ratio(item)) is not None]
     maps = []
     for side, words in SIDES:
-        residuals = [item[f"residual_{side}"] for item in layers]
-        maps.append(_by_block(f"Residual, {words}", layers, residuals, "0 fits, 1 nothing"))
+        maps.append(
+            _by_block(f"Residual, {words}", layers, [item[f"residual_{side}"] for item in layers], "0 fits, 1 nothing")
+        )
+        shares = [_ratio(item[f"rank_{side}"], item.get(f"width_{side}")) for item in layers]
         note = "share of directions that the data determine"
-        maps.append(_by_block(f"Rank, {words}", layers, [_share(item, side) for item in layers], note, kind="cool"))
-    if ratios:
-        top, values = max(1.0, *ratios), [_ratio(item) for item in layers]
-        maps.append(_by_block("|tau| after / before", layers, values, "1 keeps its length", high=top, kind="cool"))
+        maps.append(_by_block(f"Rank, {words}", layers, shares, note, kind="cool"))
+    ratios = [_ratio(item["norm_target"], item["norm_source"]) for item in layers]
+    top = max((ratio for ratio in ratios if ratio is not None), default=1.0)
+    note = "1 keeps its length"
+    maps.append(_by_block("|tau| after / before", layers, ratios, note, high=max(1.0, top), kind="cool"))
     return [figure for figure in maps if figure is not None]
 
 
+def _ratio(part: Number, whole: Number) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
 def _by_block(
-    title: str,
-    layers: Layers,
-    values: Sequence[Number],
-    note: str,
-    high: float = 1.0,
-    kind: Literal["hot", "cool"] = "hot",
+    title: str, layers: Layers, values: Sequence[Number], note: str, high: float = 1.0, kind: Kind = "hot"
 ) -> HeatMap | None:
     """Blocks as rows, roles as columns; layers outside the blocks have a row each, with one wide cell."""
     if all(value is None for value in values):
         return None
-    roles = list(dict.fromkeys(str(item["role"]) for item in layers if item.get("block") is not None))
+    inside = [item for item in layers if item.get("block") is not None]
+    roles = list(dict.fromkeys(str(item["role"]) for item in inside))
     columns = roles or ["value"]
+    stacks = _short_names(str(item.get("stack")) for item in inside)
     rows: dict[str, Any] = defaultdict(lambda: [None] * len(columns))
-    stacks = _short_names(str(item.get("stack")) for item in layers if item.get("block") is not None)
     for item, value in zip(layers, values, strict=True):
-        if item.get("block") is None:
-            rows |= {str(item.get("role", item["target"])): value} if value is not None else {}
-        else:
+        if item.get("block") is not None:
             label = f"{stacks[str(item.get('stack'))]} {item['block']}" if len(stacks) > 1 else str(item["block"])
             rows[label][roles.index(str(item["role"]))] = value
+        elif value is not None:
+            rows[str(item.get("role", item["target"]))] = value
     return heat_map(title, columns, rows, high=high, note=note, kind=kind)
 
 
@@ -193,12 +192,8 @@ def _short_names(names: Iterable[str]) -> dict[str, str]:
 
 def _layer_curves(layers: Layers) -> list[Curves]:
     """Residuals and lengths along the model, and the spectra."""
-    labels = [
-        f"block {item['block']} {item.get('role')}"
-        if item.get("block") is not None
-        else str(item.get("role", item["target"]))
-        for item in layers
-    ]
+    blocks = [f"block {item['block']} " if item.get("block") is not None else "" for item in layers]
+    labels = [block + str(item.get("role", item["target"])) for block, item in zip(blocks, layers, strict=True)]
     residuals = {words: [item[f"residual_{side}"] for item in layers] for side, words in SIDES}
     norms = {side: [item[f"norm_{side}"] for item in layers] for side in ("source", "target")}
     x_label = "layers in order"
@@ -217,12 +212,10 @@ def _spectra(layers: Layers) -> Curves | None:
     points = 0
     for side, words in SIDES:
         spectra = [item[f"spectrum_{side}"] for item in layers if item.get(f"spectrum_{side}")]
-        if spectra:
-            points = len(spectra[0])
-            places = list(zip(*spectra, strict=True))
-            lines[f"{words}, median layer"] = [max(statistics.median(place), FLOOR) for place in places]
-            lines[f"{words}, steepest"] = [max(min(place), FLOOR) for place in places]
-            lines[f"{words}, flattest"] = [max(max(place), FLOOR) for place in places]
+        places = list(zip(*spectra, strict=True))
+        points = len(places) or points
+        for name, choose in (("median layer", statistics.median), ("steepest", min), ("flattest", max)):
+            lines[f"{words}, {name}"] = [max(choose(place), FLOOR) for place in places]
     labels = [f"{100 * index / max(points - 1, 1):.0f} %" for index in range(points)]
     title, x_label = "Spectrum of the cross-covariance, largest value 1", "of the directions, strongest first"
     return curves(title, lines, labels, x_label=x_label, logarithmic=True)
@@ -230,26 +223,16 @@ def _spectra(layers: Layers) -> Curves | None:
 
 def _kept(record: Record) -> list[dict[str, Any]]:
     """The tensors that stayed and those that were left behind, with counts by reason."""
-    groups = (("not_transported", "stay as they were"), ("left_behind", "of the fine-tune find no place"))
+    groups = {"not_transported": "stay as they were", "left_behind": "of the fine-tune find no place"}
     return [
         {
             "words": words,
-            "tensors": [(item["tensor"], item["reason"]) for item in items],
-            "reasons": [(count, reason) for reason, count in Counter(item["reason"] for item in items).most_common()],
+            "tensors": [(item["tensor"], item["reason"]) for item in record[key]],
+            "reasons": [(count, reason) for reason, count in kept_rows(record, key)],
         }
-        for key, words in groups
-        if (items := record.get(key))
+        for key, words in groups.items()
+        if record.get(key)
     ]
-
-
-def _share(item: Mapping[str, Any], side: str) -> float | None:
-    rank, width = item[f"rank_{side}"], item.get(f"width_{side}")
-    return rank / width if rank is not None and width else None
-
-
-def _ratio(item: Mapping[str, Any]) -> float | None:
-    source, target = item["norm_source"], item["norm_target"]
-    return target / source if source and target is not None else None
 
 
 def _mean(values: Iterable[Number]) -> float | None:

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 Number = float | int | None
+Kind = Literal["hot", "cool"]  # "hot" where a high number is a warning
 
 
 class Cell(NamedTuple):
@@ -29,7 +30,7 @@ class HeatMap:
     columns: Sequence[str]
     rows: Mapping[str, Sequence[Cell]]
     note: str
-    kind: Literal["hot", "cool"]
+    kind: Kind
 
 
 def heat_map(
@@ -39,16 +40,12 @@ def heat_map(
     *,
     high: float = 1.0,
     note: str = "",
-    kind: Literal["hot", "cool"] = "hot",
+    kind: Kind = "hot",
 ) -> HeatMap:
-    """A table of numbers whose cells are coloured from 0 to `high`; None is an empty cell.
-
-    A row that is one number belongs to no column and spans them all. `kind` is the colour: "hot" where a high number
-    is a warning, "cool" where it is not.
-    """
+    """A table of numbers with colours from 0 to `high`; None is an empty cell, and a single number spans its row."""
 
     def cell(value: Number, span: int = 1) -> Cell:
-        if value is None or not math.isfinite(value):
+        if not _is_finite(value):
             return Cell()
         return Cell(f"{value:.2f}", f"{100 * min(max(value / (high or 1.0), 0.0), 1.0):.0f}", span)
 
@@ -95,10 +92,8 @@ def curves(
     """Lines over evenly spaced labels; None if there is no number to draw. Lines without a number are left out.
 
     Args:
-        title: The caption.
         lines: The values of each line by its name; None and NaN are gaps.
-        labels: The name of each position.
-        x_label: What the positions are.
+        x_label: What the labels are.
         low: The lower end of the scale; the smallest value if None.
         high: The upper end of the scale; the largest value if None.
         logarithmic: Use a scale of powers of ten.
@@ -122,10 +117,11 @@ def curves(
     def runs(values: Sequence[Number]) -> list[str]:
         """The points of each stretch without a gap; a single point is doubled, since a polyline needs two."""
         found: list[str] = []
-        for drawn, stretch in groupby(enumerate(values), lambda item: item[1] is not None):
-            if drawn:
-                points = [f"{100 * at / max(len(labels) - 1, 1):.2f},{height(scale(value))}" for at, value in stretch]
-                found.append(" ".join(points * 2 if len(points) == 1 else points))
+        last = max(len(labels) - 1, 1)
+        for _, stretch in groupby(enumerate(values), lambda item: item[1] is None):
+            points = [f"{100 * at / last:.2f},{height(scale(value))}" for at, value in stretch if value is not None]
+            if points:
+                found.append(" ".join(points if len(points) > 1 else points * 2))
         return found
 
     rounded = {
@@ -144,7 +140,7 @@ def curves(
     )
 
 
-def _is_finite(value: Number) -> bool:
+def _is_finite(value: Number) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import metadata_load
 from torch import nn
@@ -34,7 +34,14 @@ LARGEST_CARD = 2**18  # bytes of a model card that is searched for a licence
 def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     """The name and path of a model and the SHA-256 of each of its files."""
     if isinstance(model, Adapter):
-        return _adapter_identity(model)
+        identity: Input = files_identity(model.name, model.files) if model.files else {"name": model.name}
+        task = model.config.get("task_type")
+        identity["adapter"] = {
+            "rank": model.config.get("r"),
+            "base_model": model.config.get("base_model_name_or_path"),
+            "task_type": getattr(task, "value", task),
+        }
+        return identity
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
     if isinstance(model, Model):
@@ -47,12 +54,12 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     path = Path(reference)
     kind, mark, place = reference.rpartition(":")
     if mark and not path.exists() and Path(place).exists():  # NAME:FILE
-        return {"name": f"{kind}:{Path(place).name}", "path": reference, "sha256": _by_name(files)}
+        return {**files_identity(reference, files), "name": f"{kind}:{Path(place).name}"}
     path = local(path)
     companion_files = companions(path, README) if path.is_dir() else []
     home = path if path.is_dir() else path.parent
     digests = file_digests([*files, *companion_files])
-    identity: Input = {
+    identity = {
         "name": path.absolute().name,
         "path": str(path),
         "license": _licence(path / README),
@@ -65,24 +72,8 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
 
 def files_identity(path: str | Path, files: Iterable[Path]) -> Input:
     """The name of a folder or file, and the SHA-256 of the given files by their bare names."""
-    return {"name": Path(path).absolute().name, "path": str(path), "sha256": _by_name(files)}
-
-
-def _by_name(files: Iterable[Path]) -> dict[str, str]:
-    return {Path(name).name: digest for name, digest in file_digests(files).items()}
-
-
-def _adapter_identity(adapter: Adapter) -> Input:
-    identity: Input = files_identity(adapter.name, adapter.files) if adapter.files else {"name": adapter.name}
-    task = adapter.config.get("task_type")
-    return {
-        **identity,
-        "adapter": {
-            "rank": adapter.config.get("r"),
-            "base_model": adapter.config.get("base_model_name_or_path"),
-            "task_type": getattr(task, "value", task),
-        },
-    }
+    digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
+    return {"name": Path(path).absolute().name, "path": str(path), "sha256": digests}
 
 
 def base_note(adapter: Adapter, source: Model) -> str | None:
@@ -127,13 +118,8 @@ def data_identity(
 
 def versions() -> Versions:
     """The versions of the packages that a result depends on, and of Python."""
-    return {
-        "torch": package_version("torch"),
-        "transformers": package_version("transformers"),
-        "safetensors": package_version("safetensors"),
-        "numpy": package_version("numpy"),
-        "python": platform.python_version(),
-    }
+    names = ("torch", "transformers", "safetensors", "numpy")
+    return cast(Versions, {name: package_version(name) for name in names} | {"python": platform.python_version()})
 
 
 def package_version(package: str) -> str:

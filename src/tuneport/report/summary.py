@@ -28,9 +28,9 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
     ]
     for side in ("in", "out"):
-        found = sorted(layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None)
-        if found:
-            text = f"residual {found[0]:.3f} to {found[-1]:.3f}, median {median_high(found):.3f}"
+        residuals = sorted(layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None)
+        if residuals:
+            text = f"residual {residuals[0]:.3f} to {residuals[-1]:.3f}, median {median_high(residuals):.3f}"
             rows.append((f"{side}put side", text))
     if "adapter" in record:
         modules = record["adapter"]["modules"]
@@ -78,9 +78,9 @@ def layer_rows(record: Record) -> list[list[str]]:
     ]
 
 
-def kept_rows(record: Record) -> list[tuple[str, int]]:
-    """The number of tensors that were not transported, by reason."""
-    return Counter(item["reason"] for item in record["not_transported"]).most_common()
+def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, int]]:
+    """The number of tensors that were not transported, or were left behind, by reason."""
+    return Counter(item["reason"] for item in record[key]).most_common()
 
 
 def repeat_command(record: Record) -> str | None:
