@@ -413,7 +413,7 @@ def spoil_lines(content: bytes, choose: random.Random) -> bytes:
 
 
 def fuzz(cases: int, seed: int = 0, scratch: Path | None = None) -> dict[str, Any]:
-    """Run so many cases over all kinds and return what happened."""
+    """Run a number of cases over all kinds and return what happened."""
     choose = random.Random(seed)
     outcomes: dict[str, Counter[str]] = {}
     failures: list[str] = []
@@ -443,9 +443,9 @@ def fuzz(cases: int, seed: int = 0, scratch: Path | None = None) -> dict[str, An
             except BaseException as error:
                 outcome = "wrong"
                 where = traceback.extract_tb(error.__traceback__)
-                ours = [frame for frame in where if "tuneport" in frame.filename] or list(where)
+                frames = [frame for frame in where if "tuneport" in frame.filename] or list(where)
                 failures.append(
-                    f"{kind}: {type(error).__name__}: {str(error)!r:.150} at {ours[-1].name}:{ours[-1].lineno}"
+                    f"{kind}: {type(error).__name__}: {str(error)!r:.150} at {frames[-1].name}:{frames[-1].lineno}"
                 )
                 if isinstance(error, KeyboardInterrupt):
                     raise

@@ -74,7 +74,7 @@ def work_of(out: Path) -> bool:
 
 
 def run_until(process: subprocess.Popen[str], out: Path, after_work: float | None, after_start: float) -> bool:
-    """Kill a process so many seconds after it has saved work (or after its start); whether it was still running."""
+    """Kill a process some seconds after it has saved work (or after its start); whether it was still running."""
     started = time.perf_counter()
     saved: float | None = None
     while process.poll() is None:
@@ -148,7 +148,7 @@ def main() -> None:
         f"{options.runs} runs of `tuneport transfer` (two small vision transformers, 240 samples, saved after each "
         "batch), each aimed at with SIGKILL at a random moment once or more, then resumed; some had ended before. "
         "After each kill the output was absent or whole; each resumed run ended in the same bytes as an undisturbed "
-        "one (timings aside) and left no other file behind.",
+        "one (except timings) and left no other file behind.",
         "",
         "| what happened | times |",
         "|---|---|",

@@ -9,7 +9,7 @@ the scale is chosen. On test samples every candidate scale is scored. Rows are a
 not run again; with --losses they hold the held-out loss of every sample at every scale too. The table gives the gain
 over the target's own accuracy and the share of the fine-tuning gain that it is, averaged over cells, with a paired
 bootstrap interval against bico at scale 1 over cells. Needs the shared zoo; text cells need the shared encoders too,
-with fine-tunes of the source beside them (minilm-l6-trec6, made with `tuneport finetune`). Says so where they are not
+with fine-tunes of the source next to them (minilm-l6-trec6, made with `tuneport finetune`). Says so where they are not
 there.
 """
 

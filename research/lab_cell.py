@@ -141,12 +141,12 @@ class Bench(nn.Module):
             {layer.block: layer for layer in model.layers if any(role in layer.name for role in READS[:1] + READS[2:4])}
             for model in (self.job.source, self.job.target)
         ]
-        alike = torch.zeros(len(places[1]), len(places[0]))
-        for column, ours in enumerate(places[0].values()):
-            pairs = [LayerPair(ours, theirs) for theirs in places[1].values()]
+        similarities = torch.zeros(len(places[1]), len(places[0]))
+        for column, source in enumerate(places[0].values()):
+            pairs = [LayerPair(source, target) for target in places[1].values()]
             found = self.sums("input", self.batches(""), pairs=pairs, full=True)
-            alike[:, column] = torch.tensor([similarity(found[pair.target.name]) for pair in pairs])
-        matched = in_order(alike)
+            similarities[:, column] = torch.tensor([similarity(found[pair.target.name]) for pair in pairs])
+        matched = in_order(similarities)
         return Bench(*self.given, like=self, depth_rule=lambda block, *_: matched[block])
 
     def forward(self, batch: Any) -> Tensor:
@@ -282,8 +282,8 @@ class Bench(nn.Module):
             return self.rematched.change(BICO, part)
         if idea.after == "two sources":
             assert self.other is not None
-            ours, theirs = self.change(BICO, part), self.other.change(BICO, part)
-            return {name: (ours[name] + theirs[name]) / 2 for name in ours}
+            one, two = self.change(BICO, part), self.other.change(BICO, part)
+            return {name: (one[name] + two[name]) / 2 for name in one}
         if idea.after == "apart":
             return scaled_apart(self.change(BICO, part), *self.factors)
         return self._entries(idea, part, maps)
@@ -353,18 +353,18 @@ class Bench(nn.Module):
             return result.setdefault(name, torch.zeros_like(self.base[name]))
 
         for pair in self.job.plan.pairs:
-            name, ours, theirs = pair.target.name, pair.source, pair.target
+            name, source, target = pair.target.name, pair.source, pair.target
             if (pair.input_map is None and name not in into) or (pair.output_map is None and name not in out):
                 continue  # nothing flows through it: the pooler of an encoder that is pooled by means
-            device = self.base[theirs.weight].device
-            tau = as_dense(matrix_of(ours, vector[ours.weight])).to(device).double()
+            device = self.base[target.weight].device
+            tau = as_dense(matrix_of(source, vector[source.weight])).to(device).double()
             if idea.after == "half":
                 tau = half_of_energy(tau)
             P = into[name] if pair.input_map is None else pair.input_map.to(tau)
             L = out[name] if pair.output_map is None else pair.output_map.to(tau)
             moved, bias = L.T @ tau @ P, None
-            if theirs.bias is not None and ours.bias is not None and idea.after != "no bias":
-                bias = ours.vector(as_dense(vector[ours.bias])).to(device).double() @ L
+            if target.bias is not None and source.bias is not None and idea.after != "no bias":
+                bias = source.vector(as_dense(vector[source.bias])).to(device).double() @ L
                 if idea.after == "affine" and name in X:
                     bias = bias + (tau @ (X[name].a / X[name].n - P @ (X[name].b / X[name].n))) @ L
             factor = float(tau.norm() / moved.norm().clamp_min(1e-30)) if idea.keep_norm else 1.0
@@ -377,24 +377,24 @@ class Bench(nn.Module):
                 factor = trusted[0].get(name, 1.0) * trusted[1].get(name, 1.0)
             if idea.after == "effect" and name in X:
                 m = X[name]
-                own = [ours.matrix(weights[ours.weight].detach()), theirs.matrix(self.base[theirs.weight])]
+                own = [source.matrix(weights[source.weight].detach()), target.matrix(self.base[target.weight])]
                 own = [w.reshape(len(w), -1).double() for w in own]
                 ratios = ((d @ S @ d.T).trace() / (w @ S @ w.T).trace()
                           for d, w, S in ((tau, own[0], m.AA.double()), (moved, own[1], m.BB.double())))  # fmt: skip
                 wanted, there = ratios
                 factor = float((wanted / there.clamp_min(1e-30)).sqrt())
             if idea.after in ("sign", "gate"):
-                slope = theirs.matrix(gradients[theirs.weight]).reshape(moved.shape).double()
+                slope = target.matrix(gradients[target.weight]).reshape(moved.shape).double()
                 against = moved * slope > 0 if idea.after == "sign" else (moved * slope).sum() > 0
                 moved = torch.where(against, 0.0, moved)
-            view = theirs.matrix(at(theirs.weight))
+            view = target.matrix(at(target.weight))
             view.add_((factor * moved).reshape(view.shape).to(view))
-            if bias is not None and theirs.bias is not None:
-                theirs.vector(at(theirs.bias)).add_((factor * bias).to(view))
+            if bias is not None and target.bias is not None:
+                target.vector(at(target.bias)).add_((factor * bias).to(view))
             if idea.after == "norms" and any(role in name for role in ("q_proj", "fc1")):
                 norm = {"self_attn.q_proj.weight": "layer_norm1.bias", "mlp.fc1.weight": "layer_norm2.bias"}
                 role = next(role for role in norm if name.endswith(role))
-                old, new = (side.name.removesuffix(role) + norm[role] for side in (ours, theirs))
+                old, new = (side.name.removesuffix(role) + norm[role] for side in (source, target))
                 at(new).add_((as_dense(vector[old]).to(device).double() @ P).to(view))
             if idea.after == "embeddings" and "patch_embedding" in name:
                 self._embeddings(at, L)
@@ -482,14 +482,14 @@ def scaled_apart(change: Change, attention: float, mlp: float) -> Change:
     return {name: (mlp if is_mlp(name) else attention) * delta for name, delta in change.items()}
 
 
-def in_order(alike: Tensor) -> list[int]:
+def in_order(similarities: Tensor) -> list[int]:
     """For each row the column that it takes, never before that of the row above, so that the sum is the largest.
 
     >>> in_order(torch.tensor([[0.1, 0.9], [0.8, 0.7], [0.2, 0.3]]))
     [1, 1, 1]
     """
-    best, ways = alike[0].tolist(), [[column] for column in range(alike.shape[1])]
-    for row in alike[1:].tolist():
+    best, ways = similarities[0].tolist(), [[column] for column in range(similarities.shape[1])]
+    for row in similarities[1:].tolist():
         at = [max(range(column + 1), key=best.__getitem__) for column in range(len(row))]
         ways = [[*ways[before], column] for column, before in enumerate(at)]
         best = [best[before] + row[column] for column, before in enumerate(at)]

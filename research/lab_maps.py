@@ -16,10 +16,10 @@ from torch import Tensor
 class Moments:
     """First and second moments of two signals over the same tokens; unless `full`, of AA and BB the traces only."""
 
-    def __init__(self, ours: int, theirs: int, device: Any, full: bool = True) -> None:
-        shapes = {"AB": (ours, theirs), "a": (ours,), "b": (theirs,), "tA": (), "tB": ()}
+    def __init__(self, source: int, target: int, device: Any, full: bool = True) -> None:
+        shapes = {"AB": (source, target), "a": (source,), "b": (target,), "tA": (), "tB": ()}
         if full:
-            shapes |= {"AA": (ours, ours), "BB": (theirs, theirs)}
+            shapes |= {"AA": (source, source), "BB": (target, target)}
         types = {"AA": torch.float32, "BB": torch.float32}  # large, and for ridges only
         self.parts = {
             name: torch.zeros(shape, dtype=types.get(name, torch.float64), device=device)
@@ -28,8 +28,8 @@ class Moments:
         self.n = 0.0
         self.source_energy = self.target_energy = torch.ones((), device=device)  # `measure` looks at these
 
-    def update(self, ours: Tensor, theirs: Tensor) -> None:
-        x, y = ours.double(), theirs.double()
+    def update(self, source: Tensor, target: Tensor) -> None:
+        x, y = source.double(), target.double()
         more = {"AB": x.T @ y, "a": x.sum(0), "b": y.sum(0), "tA": x.square().sum(), "tB": y.square().sum()}
         if "AA" in self.parts:
             more |= {"AA": x.T @ x, "BB": y.T @ y}
@@ -70,7 +70,7 @@ class Moments:
 
 CUTS = (0.1, 0.03, 0.01, 0.003, 0.0)  # shares of the largest singular value
 
-Sums = dict[str, Moments]  # by target layer; layers that read one tensor share theirs
+Sums = dict[str, Moments]  # by target layer; layers that read one tensor share one
 
 
 def joined(combine: Callable[..., Moments], *many: Sums) -> Sums:
@@ -102,7 +102,7 @@ HIDDEN = [  # who writes a hidden space and who reads it, by name
     ("v_proj", "out_proj"), ("self.value", "output.dense"), ("attn.v", "attn.o"),
     ("fc1", "fc2"), ("intermediate.dense", "output.dense"),
 ]  # fmt: skip
-ALIKE = [("q_proj", "k_proj"), ("self.query", "self.key"), ("attn.q", "attn.k")]  # both write one space
+SAME_SPACE = [("q_proj", "k_proj"), ("self.query", "self.key"), ("attn.q", "attn.k")]  # both write one space
 
 
 def in_hidden_spaces(X: Sums, G: Sums) -> dict[str, Sums]:
@@ -116,7 +116,7 @@ def in_hidden_spaces(X: Sums, G: Sums) -> dict[str, Sums]:
     for name in G:
         for other in partners(name, HIDDEN)[:1]:
             inputs[other] = gradients[name] = G[name].unit() + X[other].unit()
-        for other in partners(name, ALIKE)[:1]:
+        for other in partners(name, SAME_SPACE)[:1]:
             gradients[name] = gradients[other] = G[name].unit() + G[other].unit()
     return {"X": inputs, "G": gradients}
 
@@ -190,8 +190,8 @@ def cross_validated(C: Tensor, first: Tensor, second: Tensor) -> Tensor:
     maps = [polar(first), polar(second)]
     for at in CUTS:
         shares = torch.full((len(C),), at, dtype=C.dtype, device=C.device)
-        ours, theirs = (cut(half, shares, R) if at else R for half, R in zip((first, second), maps, strict=True))
-        fits.append((ours * second).sum((1, 2)) + (theirs * first).sum((1, 2)))
+        one, two = (cut(half, shares, R) if at else R for half, R in zip((first, second), maps, strict=True))
+        fits.append((one * second).sum((1, 2)) + (two * first).sum((1, 2)))
     shares = torch.tensor(CUTS, dtype=C.dtype, device=C.device)[torch.stack(fits).argmax(0)]
     R = polar(C)
     return torch.where(shares[:, None, None] > 0, cut(C, shares, R), R)
@@ -211,12 +211,12 @@ def headwise(C: Tensor, heads: tuple[int, int]) -> Tensor:
 
     A map between what heads write is cut into blocks on both sides; each target head gets one source head at most.
     """
-    ours, theirs = heads
-    blocks = C.reshape(ours, C.shape[0] // ours, theirs, C.shape[1] // theirs).transpose(1, 2)
-    maps = polar(blocks.flatten(0, 1)).unflatten(0, (ours, theirs))
+    source, target = heads
+    blocks = C.reshape(source, C.shape[0] // source, target, C.shape[1] // target).transpose(1, 2)
+    maps = polar(blocks.flatten(0, 1)).unflatten(0, (source, target))
     fit, R = (maps * blocks).sum((2, 3)).cpu(), torch.zeros_like(maps)
     for _ in range(min(heads)):
-        i, j = divmod(int(fit.argmax()), theirs)
+        i, j = divmod(int(fit.argmax()), target)
         R[i, j] = maps[i, j]
         fit[i], fit[:, j] = -1.0, -1.0
     return R.transpose(1, 2).reshape(C.shape)

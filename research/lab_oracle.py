@@ -4,7 +4,7 @@
     python research/lab_oracle.py --out oracle.jsonl --table
 
 Where the zoo has the target's own fine-tune (a and c on cifar10 and mnist), the truth is known: its task vector, in the
-tensors that a transfer moves. Beside BiCo stand the truth itself; the best that orthogonal maps can do, which is the
+tensors that a transfer moves. Compared with BiCo: the truth itself; the best that orthogonal maps can do, which is the
 truth with the source's singular values in place of its own (U_B S_A V_B^T, up to padding); and BiCo with the truth in
 one kind of layer, or in one third of the blocks, to see where it loses the most. At scale 1, and at the scale that is
 best on test images, scored in bfloat16: a study of limits. Says so where the zoo is not there.
@@ -43,12 +43,12 @@ def truth_of(target: Any, tuned: Path) -> dict[str, Tensor]:
     return {name: (after[name] - base).detach() for name, base in target.module.named_parameters()}
 
 
-def with_values_of(ours: Tensor, truth: Tensor) -> Tensor:
+def with_values_of(source: Tensor, truth: Tensor) -> Tensor:
     """The truth with the singular values of the source's change: the nearest that two orthogonal maps can bring it."""
     if truth.ndim < 2:
-        return truth * (ours.norm() / truth.norm().clamp_min(1e-30))
+        return truth * (source.norm() / truth.norm().clamp_min(1e-30))
     U, S, Vh = torch.linalg.svd(truth.flatten(1).double(), full_matrices=False)
-    values = torch.linalg.svdvals(ours.flatten(1).double())
+    values = torch.linalg.svdvals(source.flatten(1).double())
     kept = torch.zeros_like(S)
     count = min(len(S), len(values))
     kept[:count] = values[:count]

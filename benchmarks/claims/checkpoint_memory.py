@@ -1,6 +1,6 @@
 """Claim: `extract` and `apply` need memory for the largest tensor, not for the model.
 
-Makes a synthetic pair of sharded bfloat16 checkpoints (6 GB each unless told otherwise) in a temporary folder, runs
+Makes a synthetic pair of sharded bfloat16 checkpoints (6 GB each by default) in a temporary folder, runs
 both commands as processes of their own and records their peak resident memory. Exits 1 above the limit.
 
     python benchmarks/claims/checkpoint_memory.py --out benchmarks/results/checkpoint-memory.md

@@ -6,8 +6,8 @@
     python benchmarks/claims/dtype.py --root ../shared --out planted.jsonl --planted --cuts 1e-3 1e-4 1e-5 1e-6
 
 Each cell (source, target, task) of the shared zoo is ported with bico at scale 1, both models in float32 and in
-bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as whoever
-loads the result would. `held-out` is the loss of each half of the calibration samples under the maps of the other: by
+bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as a user who
+loads the result would score it. `held-out` is the loss of each half of the calibration samples under the maps of the other: by
 it, not by test accuracy, one may choose. `agreement` is the cosine between the transferred change and that of float32.
 --cuts tries other rank cuts on the bfloat16 signals than the library's own. --planted ports to a twin
 of the source instead (stream and hidden units permuted, heads permuted and turned), where the exact answer is known.
@@ -112,10 +112,10 @@ def likeness(one: TaskVector, other: TaskVector) -> float:
     """Cosine between two task vectors."""
     dot = lengths = squares = 0.0
     for name in one:
-        ours, theirs = one.dense(name).double(), other.dense(name).double()
-        dot += float((ours * theirs).sum())
-        lengths += float(ours.square().sum())
-        squares += float(theirs.square().sum())
+        first, second = one.dense(name).double(), other.dense(name).double()
+        dot += float((first * second).sum())
+        lengths += float(first.square().sum())
+        squares += float(second.square().sum())
     return dot / (lengths * squares) ** 0.5
 
 
@@ -147,7 +147,7 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
             with rank_cut_of(cut):
                 moved = [
                     METHODS["bico"].transfer(problem_of(job, found)) for found in (*parts, parts[0] + parts[1])
-                ]  # the sums of both halves are solved anew for each cut
+                ]  # the sums of both halves are solved again for each cut
             whole = moved[-1]
             exact = exact or whole.task_vector
             ranks = [

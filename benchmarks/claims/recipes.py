@@ -4,7 +4,7 @@
 
 `--root` is the folder with zoo/ and data/images/ (and encoders/, for the text recipe). First all models that the
 recipes need are fine-tuned into --cache (OUT/models); then the recipes run, `--jobs` of them side by side, each in a
-process of its own, with its log beside its folder. A recipe that fails does not stop the others, and one whose folder
+process of its own, with its log next to its folder. A recipe that fails does not stop the others, and one whose folder
 is there is not run again. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
 run, and its numbers mean nothing. OUT/summary.md says what was done, when, and where the paper's order was not found.
 `--draw` only draws the plots of OUT again, from each results.json.

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def write(result: Comparing, options: argparse.Namespace) -> None:
-    """Save a comparison with how it was made beside the numbers."""
+    """Save a comparison with how it was made next to the numbers."""
     settings = result.comparison
     words = {
         "tasks": settings.data,

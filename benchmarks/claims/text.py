@@ -196,8 +196,8 @@ def main() -> None:
         splits = read_splits(task, options.data, options.test)
         head = choose_head(source, None, splits["train"])
         tuned = tune(source, head, splits["train"], options.steps)
-        ours = Judge(source, head, splits["test"])
-        fixed = {"source": ours.zero_shot(source.module), "fine-tuned source": ours.zero_shot(tuned)}
+        judged = Judge(source, head, splits["test"])
+        fixed = {"source": judged.zero_shot(source.module), "fine-tuned source": judged.zero_shot(tuned)}
         for name in targets:
             target = open_model(options.encoders / name, device=options.device)
             judge = Judge(target, choose_head(target, None, splits["train"]), splits["test"])
@@ -249,7 +249,7 @@ def markdown(
                 lines.append(f"| {method} | {count or 'all'} | {' | '.join(texts)} | {statistics.mean(means):.1f} |")
             lines.append("")
     lines += [
-        "## Beside it",
+        "## Details",
         "",
         "| task | source, zero-shot | fine-tuned source | target | few-shot: validation accuracy by rate x steps |",
         "|---|---|---|---|---|",

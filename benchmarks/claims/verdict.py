@@ -1,4 +1,4 @@
-"""Does the pre-flight verdict foretell the gain? Every pair and task of the zoo, BiCo at scale 1, N = 100.
+"""Does the pre-flight verdict predict the gain? Every pair and task of the zoo, BiCo at scale 1, N = 100.
 
     python -m benchmarks.claims.verdict --shared ../shared --runs runs-verdict
     python -m benchmarks.claims.verdict --runs runs-verdict --write benchmarks/results/verdict.md
@@ -6,7 +6,7 @@
 The first command runs `tuneport.pipeline.preflight.compare` for each cell on the calibration samples that the
 transfers of
 zoo-n100.json drew (the same seed), and keeps a file per cell. The second holds them against the real gains of
-zoo-n100.json: rank correlations of every candidate feature, the verdicts, and thresholds chosen anew with each pair
+zoo-n100.json: rank correlations of every candidate feature, the verdicts, and thresholds chosen again with each pair
 and each task left out.
 """
 
@@ -173,7 +173,7 @@ def write(options: argparse.Namespace) -> None:
     measured = load(options)
     cells = [cell for cell in measured if cell["seed"] == 0]
     fresh = [cell for cell in measured if cell["seed"] != 0]
-    lines = ["# Does the pre-flight verdict foretell the gain?", ""]
+    lines = ["# Does the pre-flight verdict predict the gain?", ""]
     lines += [
         f"{len(cells)} cells of the zoo, BiCo at scale 1, N = 100. Gain: test accuracy of the ported target minus that "
         "of the target, in points, with the same seed. Trial: calibration samples only, by cross-fitting.",
@@ -186,8 +186,8 @@ def write(options: argparse.Namespace) -> None:
     lines += ["", "## Verdicts", "", "| verdict | cells | true | false |", "|---|---|---|---|"]
     for word in (LIKELY, UNCERTAIN, UNLIKELY):
         total = sum(count for (name, _), count in counts.items() if name == word)
-        told = ("–", "–") if word == UNCERTAIN else (counts[word, 1], counts[word, -1])
-        lines.append(f"| {word} | {total} | {told[0]} | {told[1]} |")
+        shown = ("–", "–") if word == UNCERTAIN else (counts[word, 1], counts[word, -1])
+        lines.append(f"| {word} | {total} | {shown[0]} | {shown[1]} |")
     lines += ["", f"A gain above {HARM} points counts as help, one below it as none."]
     lines += ["", "Thresholds chosen without the cells they are tried on:", ""]
     lines += ["| left out | true | false | uncertain |", "|---|---|---|---|"]

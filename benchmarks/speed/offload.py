@@ -108,7 +108,7 @@ def main() -> None:
         planning = now(device) - started
         flops = flops_of(job, options.samples)
         assert flops is not None
-        anew = passes.placements is not None and any(placement.blocks for placement in passes.placements)
+        recomputed = passes.placements is not None and any(placement.blocks for placement in passes.placements)
         returned = 4 * sum(
             entry.numel()
             for name, entry in target.named_parameters()
@@ -118,7 +118,7 @@ def main() -> None:
             flops,
             rates,
             runs=len(passes.groups),
-            recomputed=anew,
+            recomputed=recomputed,
             fetched=passes.fetched_bytes,
             returned=returned if passes.placements else 0,
         )

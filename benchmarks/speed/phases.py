@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=vit.SHAPES, default="tiny")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--depth", type=int, help="use only so many blocks of each")
+    parser.add_argument("--depth", type=int, help="use only this number of blocks of each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--out", type=Path)

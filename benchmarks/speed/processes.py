@@ -4,7 +4,7 @@
 
 The towers of vit.py on the CPU. Every process builds the same models and the same samples, measures its part of the
 batches and reduces the sums; models and samples are not in the time. One and several processes take turns; ratios are
-taken within a turn, and their median is told. On a machine with other work, look at CPU seconds: those of the process
+taken within a turn, and their median is shown. On a machine with other work, look at CPU seconds: those of the process
 that took most, which is what the wall clock would show on idle cores. Every bit of the covariances that a process owns
 is compared between the turns.
 """
@@ -84,7 +84,7 @@ def measured(size: int, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="tiny")
-    parser.add_argument("--depth", type=int, help="use only so many blocks of each")
+    parser.add_argument("--depth", type=int, help="use only this number of blocks of each")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])

@@ -37,13 +37,15 @@ def reference_transfer(
     ]
     depths = [1 + max(int(n.split(".layers.")[1].split(".")[0]) for n in side) for side in names]
     started = _now(source)
-    ours = _record(source, names[0], batches, losses[0])
-    theirs = _record(target, names[1], batches, losses[1])
+    sources = _record(source, names[0], batches, losses[0])
+    targets = _record(target, names[1], batches, losses[1])
     measured = _now(source)
     deltas: dict[str, Tensor] = {}
     for name in names[1]:
         match = _source_name(name, *depths)
-        R_in, R_out = (_procrustes(_matched(a, b, grids), b) for a, b in zip(ours[match], theirs[name], strict=True))
+        R_in, R_out = (
+            _procrustes(_matched(a, b, grids), b) for a, b in zip(sources[match], targets[name], strict=True)
+        )
         tau = task_vector[f"{match}.weight"].double()
         deltas[f"{name}.weight"] = (R_out.T @ tau @ R_in).float()
         if f"{match}.bias" in task_vector:

@@ -7,7 +7,7 @@
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
 short warm-up: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
-With --max-tokens, `limited` is tuneport from so many tokens: other maps, so a row by itself. With --dtype, `half` is
+With --max-tokens, `limited` is tuneport from that number of tokens: other maps, so a row by itself. With --dtype, `half` is
 tuneport with both models in it, `half-bare` the bare passes of these, and `half-reference` the reference on these. Peak
 memory is what a contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU
 seconds of --threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SHAPES, default="tiny")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--depth", type=int, help="use only so many blocks of each")
+    parser.add_argument("--depth", type=int, help="use only this number of blocks of each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--tf32", action="store_true", help="let the models' products use TF32")
@@ -275,8 +275,8 @@ def main() -> None:
     name = f"vit-{options.shapes}{blocks}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
     only = f", {options.depth} blocks" if options.depth else ""
     title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{only}\n\n"
-    told = floor(options)
-    publish(name, options.out, title + told + table(head, lines), data, torch.device(options.device))
+    bound = floor(options)
+    publish(name, options.out, title + bound + table(head, lines), data, torch.device(options.device))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tuneport.bench.charts import COLOURS, bar_chart, colours_of, line_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAN = math.nan
-LINES = {"target": [50.0, 50.0], "bico": [45.0, 60.0], "bico, auto": [NAN, 55.0]}
+LINES = {"target": {10: 50.0, 100: 50.0}, "bico": {10: 45.0, 100: 60.0}, "bico, auto": {100: 55.0}}
 
 
 def texts(svg: str) -> list[str]:
@@ -32,17 +32,17 @@ def line_svg(**changes: object) -> str:
         "title": "A & B",
         "x_label": "samples",
         "y_label": "accuracy, %",
-        "spread": {"bico": [1.0, 2.5]},
+        "spread": {"bico": {10: 1.0, 100: 2.5}},
         "variants": {"bico, auto": "bico"},
         "notes": ["fine-tuned target: 88.0"],
     }
-    return line_chart(LINES, [10, 100], **(settings | changes))  # type: ignore[arg-type]
+    return line_chart(LINES, **(settings | changes))  # type: ignore[arg-type]
 
 
 def test_lines_are_as_high_as_their_values() -> None:
     svg = line_svg()
     target, bico, auto = (shape(svg, f"line {name}")[0] for name in LINES)
-    assert [len(line) for line in (target, bico, auto)] == [2, 2, 1]  # NaN is a gap
+    assert [len(line) for line in (target, bico, auto)] == [2, 2, 1]  # a missing value is a gap
     assert target[0][1] == target[1][1]
     unit = (bico[0][1] - target[0][1]) / 5  # points of the page for one percent; y points down
     assert unit > 0
@@ -98,7 +98,7 @@ def test_same_numbers_give_the_same_file() -> None:
 @pytest.mark.parametrize("name", ['<script>alert(1)</script>&"', "$x^2$ and $"])
 def test_names_are_plain_text(name: str) -> None:
     for svg in (
-        line_chart({name: [1.0]}, [1], title=name, x_label=name, y_label=name, notes=[name]),
+        line_chart({name: {1: 1.0}}, title=name, x_label=name, y_label=name, notes=[name]),
         bar_chart({name: 1.0}, title=name, x_label=name),
     ):
         assert not list(ElementTree.fromstring(svg).iter(f"{SVG}script"))
@@ -113,5 +113,5 @@ def test_colours_differ_and_variants_share() -> None:
 
 
 def test_empty_chart_is_an_svg() -> None:
-    assert ElementTree.fromstring(line_chart({}, [], title="t", x_label="x", y_label="y")).tag == f"{SVG}svg"
+    assert ElementTree.fromstring(line_chart({}, title="t", x_label="x", y_label="y")).tag == f"{SVG}svg"
     assert ElementTree.fromstring(bar_chart({}, title="t", x_label="x")).tag == f"{SVG}svg"

@@ -367,7 +367,7 @@ class TestWriting:
     def test_everything_written_can_be_read(self, result: Comparing, tmp_path: Path) -> None:
         out = save(result, tmp_path / "out")
         assert sorted(path.name for path in out.iterdir()) == ["plot.svg", "results.json", "table.csv", "table.md"]
-        columns, lines = table_rows(result)
+        columns, *lines = table_rows(result)
         with (out / "table.csv").open(newline="") as file:
             assert list(csv.reader(file)) == [columns, *lines]
         record = json.loads((out / "results.json").read_text())
@@ -391,7 +391,7 @@ class TestWriting:
         rows += [Row(task, "bico", "1", 5, seed, found) for (task, seed), found in accuracies.items()]
         rows += [Row("a", "naive", "1", 5, 0, 50.0)]
         comparison = Comparison("s", "t", {"a": "x", "b": "y"}, {"a": "x", "b": "y"}, shots=(5,), seeds=(0, 1))
-        columns, lines = table_rows(Comparing(comparison, tuple(rows), {}))
+        columns, *lines = table_rows(Comparing(comparison, tuple(rows), {}))
         assert columns == ["method", "scale", "shots", "a", "b", "mean", "± seeds", "gain"]
         assert lines[0] == ["target", "-", "–", "20.0", "20.0", "20.0", "0.0", "+0.0"]
         assert lines[1] == ["bico", "1", "5", "15.0", "45.0", "30.0", "14.1", "+10.0"]  # task means 20 and 40
@@ -456,7 +456,7 @@ class TestMerging:
             parts.append(Comparing(comparison, (Row(task, "target", "-", 0, 0, accuracy),), {"seconds": 2.5}))
         whole = merge(parts)
         assert whole.comparison.finetuned == {"a": "a-tuned", "b": "b-tuned"}
-        assert table_rows(whole)[1] == [["target", "-", "–", "10.0", "30.0", "20.0", "–", "+0.0"]]
+        assert table_rows(whole)[1:] == [["target", "-", "–", "10.0", "30.0", "20.0", "–", "+0.0"]]
         assert whole.about == {"seconds": 5.0, "runs": 2}
 
     def test_unsuitable_runs_are_not_merged(self, result: Comparing) -> None:

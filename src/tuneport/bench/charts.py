@@ -25,45 +25,48 @@ PLAIN = "#8c959f"
 
 
 def line_chart(
-    lines: Mapping[str, Sequence[float]],
-    ticks: Sequence[float],
+    lines: Mapping[str, Mapping[float, float]],
     *,
     title: str,
     x_label: str,
     y_label: str,
-    spread: Mapping[str, Sequence[float]] | None = None,
+    spread: Mapping[str, Mapping[float, float]] | None = None,
     variants: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> str:
     """Draw a line per name over evenly spaced ticks, as SVG.
 
     Args:
-        lines: Values by name; NaN is a gap. The legend is in the order of the last values.
-        ticks: The value of x at each point.
+        lines: Values by name and x; a missing one is a gap. The legend is in the order of the last values.
         title: The title of the chart.
         x_label: The name of the x-axis.
         y_label: The name of the y-axis.
-        spread: Half the length of the error bars, by name and point.
+        spread: Half the length of the error bars, by name and x.
         variants: The line that a line is a variant of: it has the same colour and is dashed.
         notes: Lines of text below the legend.
     """
     spread, variants = spread or {}, variants or {}
     colours = colours_of(lines, variants)
+    ticks = sorted({tick for values in lines.values() for tick in values})
+
+    def points(values: Mapping[float, float]) -> list[float]:
+        return [values.get(tick, math.nan) for tick in ticks]
+
     with _chart(title) as (axes, drawn):
-        handles, labels = [], []
-        for name in sorted(lines, key=lambda name: -_last(lines[name])):
+        handles = {}
+        for name in sorted(lines, key=lambda name: -max(lines[name].items(), default=(0, -math.inf))[1]):
+            errors = points(spread[name]) if name in spread else None
             style = {"color": colours[name], "linestyle": "--" if name in variants else "-", "marker": "o"}
-            found = axes.errorbar(range(len(ticks)), lines[name], yerr=spread.get(name), capsize=3, **style)
-            found[0].set_gid(f"line {name}")
-            handles.append(found[0])
-            labels.append(name)
-        if any(value > 0 for values in spread.values() for value in values):
+            handles[name], *_ = axes.errorbar(range(len(ticks)), points(lines[name]), yerr=errors, capsize=3, **style)
+            handles[name].set_gid(f"line {name}")
+        if any(value > 0 for values in spread.values() for value in values.values()):
             notes = [*notes, "error bars: ± one deviation over seeds"]
-        handles += [axes.plot([], [], " ")[0] for _ in notes]
+        blanks = [axes.plot([], [], " ")[0] for _ in notes]
         axes.set(xlabel=x_label, ylabel=y_label)
         axes.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
         axes.grid(axis="y", color="#e1e6eb")
-        axes.legend(handles, [*labels, *notes], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+        labels = [*handles, *notes]
+        axes.legend([*handles.values(), *blanks], labels, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return drawn.getvalue()
 
 
@@ -131,7 +134,3 @@ def colours_of(names: Iterable[str], variants: Mapping[str, str]) -> dict[str, s
         base = variants.get(name, name)
         found[name] = COLOURS.get(base) or found.get(base) or next(free)
     return found
-
-
-def _last(points: Sequence[float]) -> float:
-    return next((value for value in reversed(points) if math.isfinite(value)), -math.inf)

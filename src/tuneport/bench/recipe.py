@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..data.dataset import Dataset
 from ..data.samplers import SAMPLERS, select
 from ..data.tasks import read_data, split_reference
 from ..errors import DataError, TuneportError, first_of, plain, unknown_name
 from ..io.hub import looks_like_hub_id
 from ..models.open import path_of
-from .schema import KINDS, PATTERN, Comparison, Keys, unknown_key, validated
+from .schema import KINDS, PATTERN, Comparison, Keys, PaperRows, validated
 
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
@@ -196,8 +196,7 @@ def _conflicts(comparison: Comparison, kind: str, wrong: set[str]) -> Iterator[s
 
 def _disk_problems(comparison: Comparison) -> Iterator[str]:
     """Missing models and data, and data that cannot be read or have too few samples."""
-    made = comparison.finetune is not None
-    tuned = () if made else (*comparison.finetuned.values(), *comparison.reference.values())
+    tuned = (*comparison.finetuned.values(), *comparison.reference.values()) if comparison.finetune is None else ()
     for path in dict.fromkeys((comparison.source, comparison.target, *tuned)):
         if path and not model_exists(path):
             yield f"{path} does not exist"
@@ -205,14 +204,18 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
         try:
             place = split_reference(reference)[1] if ":" in reference else Path(reference)
             if not (os.path.exists(place) or looks_like_hub_id(reference)):
-                yield f"{reference} does not exist"
-                continue
+                raise DataError(f"{reference} does not exist")
             data = read_data(reference, "train")
             read_data(reference, "test")
         except TuneportError as error:
             yield f"{task}: {plain(str(error))}"
             continue
-        yield from (f"{task}: {text}" for text in _too_few(comparison, data))
+        for sampler, seed in product(comparison.samplers, comparison.seeds) if comparison.budgets else ():
+            blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features are not known yet
+            try:
+                select(data, sampler=blind, seed=seed, **comparison.largest)
+            except TuneportError as error:
+                yield f"{task}: {plain(str(error))}"
 
 
 def model_exists(path: str, *, made: bool = False) -> bool:
@@ -223,52 +226,29 @@ def model_exists(path: str, *, made: bool = False) -> bool:
     return (not made and (looks_like_hub_id(path) or ":" in path)) or os.path.exists(path_of(path))
 
 
-def _too_few(comparison: Comparison, data: Dataset) -> Iterator[str]:
-    if not comparison.budgets:
-        return
-    most = comparison.budgets[-1]
-    samples, shots = (None, most) if comparison.shots else (most, None)
-    for sampler in comparison.samplers:
-        blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features are not known yet
-        for seed in comparison.seeds:
-            try:
-                select(data, samples=samples, shots=shots, sampler=blind, seed=seed)
-            except TuneportError as error:
-                yield plain(str(error))
-                break
-
-
-def _printed(content: Mapping[str, Any], tasks: Sequence[str], problems: list[str]) -> tuple[Printed, ...]:
-    """The paper's rows: [method, budget, a value per task, mean], or [method, budget, mean].
-
-    `tasks` names the columns if they are not the recipe's own, `deviations` has rows of the same form with
-    standard deviations, `marks` has [method, budget, column, what is wrong with it].
-    """
-    known = ("tasks", "rows", "deviations", "marks")
-    problems += [f"printed: {unknown_key(key, known)}" for key in content if key not in known]
-    columns = content.get("tasks", list(tasks))
-    found: dict[tuple[str, int], Printed] = {}
+def _printed(content: PaperRows, tasks: Sequence[str], problems: list[str]) -> tuple[Printed, ...]:
+    """The checked rows of the paper; `tasks` names their columns if the content does not."""
+    columns = [*(content.tasks or tasks), "mean"]
+    found: dict[tuple[str, int], dict[str, float]] = {}
     spread: dict[tuple[str, int], dict[str, float]] = {}
-    for name in ("deviations", "rows"):
-        for row in content.get(name, ()):
+    marks: dict[tuple[str, int], dict[str, str]] = {}
+    for table, rows in ((found, content.rows), (spread, content.deviations)):
+        for row in rows:
             match row:
-                case [str(method), int(budget), *values, int() | float() as mean] if len(values) in (
-                    0,
-                    len(columns),
-                ) and all(type(value) in (int, float) for value in values):
-                    cells = dict(zip(columns, values, strict=False))
-                    if name == "deviations":
-                        spread[method, budget] = {**cells, "mean": mean}
-                    else:
-                        found[method, budget] = Printed(method, budget, cells, mean, spread.get((method, budget), {}))
+                case [str(method), int(budget), *values] if len(values) in (1, len(columns)) and all(
+                    type(value) in (int, float) for value in values
+                ):
+                    table[method, budget] = dict(zip(columns[-len(values) :], values, strict=True))
                 case _:
-                    form = f"[method, budget, {len(columns)} values and their mean]"
+                    form = f"[method, budget, {len(columns) - 1} values and their mean]"
                     problems.append(f"printed: a row is {form}, got {row!r}")
-    for mark in content.get("marks", ()):
+    for mark in content.marks:
         match mark:
             case [str(method), int(budget), str(column), str(text)] if (method, budget) in found:
-                row = found[method, budget]
-                found[method, budget] = replace(row, marks={**row.marks, column: text})
+                marks.setdefault((method, budget), {})[column] = text
             case _:
                 problems.append(f"printed: a mark is [method, budget, column, text] of an existing row, got {mark!r}")
-    return tuple(found.values())
+    return tuple(
+        Printed(*key, mean=row.pop("mean"), values=row, deviations=spread.get(key, {}), marks=marks.get(key, {}))
+        for key, row in found.items()
+    )

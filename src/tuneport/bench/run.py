@@ -1,12 +1,12 @@
-"""Running recipes: many transfers and evaluations on equal terms, methods, budgets and seeds side by side.
+"""Run recipes: everything is checked before any work, and cells are kept in a hidden file until the run is complete.
 
-A comparison measures each (task, sampler, seed) once: one capture serves every method, and every method gets the
-same samples, the same scale rule and the same test split. Nothing is chosen by looking at test data. Everything is
-checked before any work, and finished cells are kept in a hidden file next to the output until the run is complete.
+One capture of each (task, sampler, seed) serves every method, and every method gets the same samples, the same scale
+rules and the same test split. Nothing is chosen by looking at test data.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -34,13 +34,12 @@ from ..runtime.resume import fingerprint
 from ..training.finetune import prepare_training, run_training
 from ..types import Stage, count_steps
 from . import require
-from .cells import run_cell
+from .cells import Task, run_cell
 from .figures import figure_cell, write_figure
 from .recipe import FIGURES, RECIPES, Recipe, model_exists, read_recipe
 from .schema import Comparison
 from .tables import RESULTS, Comparing, Row, write_tables
 
-Note = Callable[[str], None]
 PASSES = ("captures", "forward", "backward")
 
 
@@ -93,9 +92,6 @@ class Cells:
         content = self.path.read_bytes() if self.path.is_file() else b""
         return content[: content.rfind(b"\n") + 1]
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
 
 def _sound(cell: dict[str, Any]) -> dict[str, Any]:
     """A checked cell; raises ValueError, KeyError or TypeError if it is malformed."""
@@ -116,7 +112,7 @@ def run_recipe(
     resume: bool = False,
     overwrite: bool = False,
     stage: Stage | None = None,
-    note: Note | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Path:
     """Run a recipe and write its tables or figure to `out`; fine-tuned models that it makes go to `cache`.
 
@@ -140,18 +136,24 @@ def run_recipe(
     for line in plan_lines(recipe, kept):
         say(line)
     check_models(recipe)
-    cells = Cells(out, fingerprint(json.loads(to_json(_conditions(recipe)))))
+    cells = Cells(out, _fingerprint(recipe))
     with claimed(out):
         if not resume:
-            cells.remove()
+            cells.path.unlink(missing_ok=True)
         done = cells.load()
         if resume:
             say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting over")
         made = make_finetunes(recipe, kept, stage=stage)
         results = {name: run_pair(made, name, cells, done, stage) for name in made.comparisons}
         with new_folder(out, overwrite=overwrite, marks=marks) as folder:
-            _write(recipe, results, folder)
-        cells.remove()
+            if recipe.kind in FIGURES:
+                write_figure(recipe, results, folder, _machine(pick_device(recipe.comparison.device)))
+            else:
+                for name, result in results.items():
+                    place = folder / name if several else folder
+                    place.mkdir(exist_ok=True)
+                    write_tables(result, place, recipe)
+        cells.path.unlink(missing_ok=True)
         if cache is None:
             shutil.rmtree(kept, ignore_errors=True)
     return out
@@ -160,42 +162,29 @@ def run_recipe(
 def _inputs(recipe: Recipe) -> Iterator[Path]:
     """Paths of the models, data and head files of a recipe; a head given by name is in a model's folder."""
     for part in recipe.comparisons.values():
-        tables = (part.finetuned, part.reference, part.data)
-        given = (part.source, part.target, *(path for table in tables for path in table.values()))
+        given = (part.source, part.target, *part.finetuned.values(), *part.reference.values(), *part.data.values())
         yield from (path_of(path) for path in given if path)
         yield from (Path(head) for head in part.heads.values() if Path(head).is_file())
 
 
-def _conditions(recipe: Recipe) -> dict[str, Any]:
-    plain = {name: asdict(part) for name, part in recipe.comparisons.items()}
-    for part in plain.values():
-        part.pop("device")
-    return {"kind": recipe.kind, "pairs": plain, "versions": [package_version("tuneport"), torch.__version__]}
-
-
-def _write(recipe: Recipe, results: Mapping[str, Comparing | list[dict[str, Any]]], folder: Path) -> None:
-    """The files of a recipe: one set, or a sub-folder per pair of a table."""
-    tables = {name: result for name, result in results.items() if isinstance(result, Comparing)}
-    for name, result in tables.items():
-        place = folder if len(tables) == 1 else folder / name
-        place.mkdir(exist_ok=True)
-        write_tables(result, place, recipe)
-    if not tables:
-        points = {name: result for name, result in results.items() if not isinstance(result, Comparing)}
-        write_figure(recipe, points, folder, _machine(pick_device(recipe.comparison.device)))
+def _fingerprint(recipe: Recipe) -> str:
+    """Of all that the numbers depend on; they are the same on every device."""
+    pairs = {name: {**asdict(part), "device": None} for name, part in recipe.comparisons.items()}
+    versions = [package_version("tuneport"), torch.__version__]
+    return fingerprint(json.loads(to_json({"kind": recipe.kind, "pairs": pairs, "versions": versions})))
 
 
 def plan_lines(recipe: Recipe, cache: Path) -> Iterator[str]:
     """The plan of a recipe, in a few lines."""
+    where = f" ({recipe.where})" if recipe.where else ""
     size = ", small variant" if recipe.small else ", as in the paper" if recipe.where else ""
-    yield f"{recipe.title}{f' ({recipe.where})' if recipe.where else ''}: {recipe.kind}{size}"
+    yield f"{recipe.title}{where}: {recipe.kind}{size}"
     for name, part in recipe.comparisons.items():
-        pair = f"{part.source} to {part.target}" if part.target else part.source
-        yield f"  {name if len(recipe.comparisons) > 1 else 'pair'}: {pair}; tasks {first_of(part.data)}"
-        budgets = (
-            f"{'shots' if part.shots else 'samples'} {', '.join(map(str, part.budgets))}; " if part.budgets else ""
-        )
-        yield f"  {budgets}seeds {', '.join(map(str, part.seeds))}; {len(cell_names(recipe.kind, part))} cells"
+        label = name if len(recipe.comparisons) > 1 else "pair"
+        yield f"  {label}: {' to '.join(filter(None, (part.source, part.target)))}; tasks {first_of(part.data)}"
+        budgets = f"{'shots' if part.shots else 'samples'} {', '.join(map(str, part.budgets))}; "
+        seeds = ", ".join(map(str, part.seeds))
+        yield f"  {budgets if part.budgets else ''}seeds {seeds}; {len(cell_names(recipe.kind, part))} cells"
         for path, place, _ in wanted_finetunes(recipe.kind, part, cache):
             yield f"  {'found' if place.exists() else 'to be fine-tuned'}: {path}, kept as {place}"
 
@@ -208,17 +197,22 @@ def cell_names(kind: str, comparison: Comparison) -> list[tuple[str, str, int]]:
 
 def run_pair(
     recipe: Recipe, name: str, cells: Cells | None, done: Mapping[str, Mapping[str, Any]], stage: Stage | None
-) -> Comparing | list[dict[str, Any]]:
-    """All cells of one pair: rows of a table, or points of a figure."""
+) -> Any:
+    """All cells of one pair: the Comparing of a table, or the points of a figure."""
     comparison = recipe.comparisons[name]
-    started = time.time()
     device = pick_device(comparison.device)
-    opened: list[Model] = []
-    judges: dict[str, Any] = {}
+    started, seconds, counts = time.time(), 0.0, dict.fromkeys(PASSES, 0)
     found: list[dict[str, Any]] = []
-    counts = dict.fromkeys(PASSES, 0)
+
+    @functools.cache
+    def models() -> list[Model]:
+        return [open_model(path, device=device) for path in (comparison.source, comparison.target) if path]
+
+    @functools.lru_cache(maxsize=1)
+    def task_of(task: str) -> Task:
+        return Task(comparison, models(), task)
+
     names = cell_names(recipe.kind, comparison)
-    seconds = 0.0
     for index, (task, sampler, seed) in enumerate(names):
         if stage is not None:
             stage("comparing", index, len(names))
@@ -226,16 +220,11 @@ def run_pair(
         content = done.get(label)
         if content is None:
             began = time.time()
-            if not opened:
-                opened = [open_model(path, device=device) for path in (comparison.source, comparison.target) if path]
-            passes = dict.fromkeys(counts, 0)
-            if recipe.kind in FIGURES:
-                rows = figure_cell(recipe.kind, comparison, opened, task, sampler, seed)
-            else:
-                rows = [asdict(row) for row in run_cell(comparison, opened, task, sampler, seed, passes, judges)]
-            content = {"rows": rows, "passes": passes, "seconds": round(time.time() - began, 2)}
+            rows, passes = _run_cell(recipe.kind, task_of(task), sampler, seed)
+            spent = round(time.time() - began, 2)
+            content = json.loads(to_json({"rows": rows, "passes": passes, "seconds": spent}))
             if cells is not None:
-                cells.add(label, json.loads(to_json(content)))
+                cells.add(label, content)
         found += content["rows"]
         counts = {key: counts[key] + content["passes"][key] for key in counts}
         seconds += content["seconds"]
@@ -243,13 +232,16 @@ def run_pair(
         stage("comparing", len(names), len(names))
     if recipe.kind in FIGURES:
         return found
-    about = {
-        "machine": _machine(device),
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(max(time.time() - started, seconds), 1),
-        **counts,
-    }
+    spent = round(max(time.time() - started, seconds), 1)
+    about = {"machine": _machine(device), "date": time.strftime("%Y-%m-%d"), "seconds": spent, **counts}
     return Comparing(comparison, tuple(Row(**row) for row in found), about)
+
+
+def _run_cell(kind: str, task: Task, sampler: str, seed: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    if kind in FIGURES:
+        return figure_cell(kind, task, sampler, seed), dict.fromkeys(PASSES, 0)
+    rows, passes = run_cell(task, sampler, seed)
+    return [asdict(row) for row in rows], passes
 
 
 def _machine(device: torch.device) -> str:
@@ -291,38 +283,35 @@ def wanted_finetunes(
     """Missing fine-tuned models: the path in the recipe, the path in the cache, and (role, base, task)."""
     if comparison.finetune is None:
         return
-    roles = [("finetuned", comparison.source, comparison.finetuned)]
-    roles += [("reference", comparison.target, comparison.reference)]
+    roles = {
+        "finetuned": (comparison.source, comparison.finetuned),
+        "reference": (comparison.target, comparison.reference),
+    }
     if kind == "drift":
-        roles = [("finetuned", comparison.source, dict.fromkeys(comparison.data, ""))]
-    for role, base, paths in roles:
-        for task, path in paths.items():
-            if path and model_exists(path, made=True):
-                continue
-            schedule = asdict(comparison.finetune)
-            identity = [base, comparison.data[task], comparison.heads.get(task), schedule, comparison.checkpoint_every]
-            digest = fingerprint({"identity": identity})[:8]
-            yield (
-                path or f"{Path(base).name} on {task}",
-                cache / f"{Path(base).name}-{task}-{digest}",
-                (role, base, task),
-            )
+        roles = {"finetuned": (comparison.source, dict.fromkeys(comparison.data, ""))}
+    wanted = [(role, base, task, path) for role, (base, paths) in roles.items() for task, path in paths.items()]
+    for role, base, task, path in wanted:
+        if path and model_exists(path, made=True):
+            continue
+        settings = [asdict(comparison.finetune), comparison.checkpoint_every]
+        identity = [base, comparison.data[task], comparison.heads.get(task), *settings]
+        digest = fingerprint({"identity": identity})[:8]
+        name = Path(base).name
+        yield path or f"{name} on {task}", cache / f"{name}-{task}-{digest}", (role, base, task)
 
 
 def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stage: Stage | None = None) -> Recipe:
     """Fine-tune the missing models (or `only` one of them) into the cache; returns the recipe with their paths."""
     parts = {}
     for name, part in recipe.comparisons.items():
-        places: dict[str, dict[str, str]] = {"finetuned": dict(part.finetuned), "reference": dict(part.reference)}
+        places = {"finetuned": dict(part.finetuned), "reference": dict(part.reference)}
         for _, place, (role, base, task) in wanted_finetunes(recipe.kind, part, cache):
-            assert part.finetune is not None
             places[role][task] = str(place)
-            if place.exists() or only not in (None, place.name):
+            if part.finetune is None or place.exists() or only not in (None, place.name):
                 continue
             cache.mkdir(parents=True, exist_ok=True)
-            training = prepare_training(
-                base, part.data[task], part.finetune, head=part.heads.get(task), device=part.device
-            )
+            head = part.heads.get(task)
+            training = prepare_training(base, part.data[task], part.finetune, head=head, device=part.device)
             progress = count_steps(stage, f"fine-tuning {place.name}", part.finetune.steps)
             run_training(training, place, checkpoint_every=part.checkpoint_every, progress=progress)
         parts[name] = replace(part, finetuned=places["finetuned"], reference=places["reference"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,7 +21,6 @@ from pydantic import (
 
 from ..data.samplers import SAMPLERS
 from ..errors import TuneportError, plain, unknown_name
-from ..measure.accuracy import PROTOCOLS
 from ..methods import get_method
 from ..pipeline.transfer import check_scale
 from ..training.finetune import Schedule
@@ -37,7 +36,7 @@ PATTERN = "{task}"  # the key of a path with {task} in it, until the tasks are f
 
 
 def _check(check: Callable[[str], object]) -> AfterValidator:
-    """A validator that calls `check` and passes on the text of its TuneportError."""
+    """A validator that passes on the text of a TuneportError of `check`."""
 
     def validate(value: str) -> str:
         try:
@@ -50,36 +49,35 @@ def _check(check: Callable[[str], object]) -> AfterValidator:
 
 
 def _one_of(kind: str, known: Iterable[str]) -> AfterValidator:
-    def validate(value: str) -> str:
+    def check(value: str) -> None:
         if value not in known:
-            raise ValueError(unknown_name(kind, value, known))
-        return value
+            raise TuneportError(unknown_name(kind, value, known))
 
-    return AfterValidator(validate)
-
-
-def _schedule(value: Any) -> Any:
-    """Refuse values that pydantic converts to numbers; an empty table means no fine-tuning."""
-    if isinstance(value, Mapping):
-        problems = [
-            f"'{key}' of finetune must be a number of 0 or more, got {item!r}"
-            for key, item in value.items()
-            if type(item) not in (int, float) or not 0 <= item < math.inf
-        ]
-        if value.get("steps") == 0:
-            problems.append("'steps' of finetune must be a whole number above 0")
-        if problems:
-            raise ValueError("; ".join(problems))
-    return None if value == {} else value
+    return _check(check)
 
 
 Words = tuple[StrictStr, ...]
 Count = Annotated[int, Field(gt=0, strict=True)]
+Index = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Share = Annotated[Number, Field(ge=0)]
 Method = Annotated[StrictStr, _check(get_method)]
 Paths = Annotated[
     Mapping[StrictStr, StrictStr], BeforeValidator(lambda value: {PATTERN: value} if isinstance(value, str) else value)
 ]
+
+
+@dataclass(frozen=True)
+class Tuning(Schedule):
+    """A schedule whose keys are checked."""
+
+    steps: Count
+    batch_size: Count = Schedule.batch_size
+    learning_rate: Share = Schedule.learning_rate
+    weight_decay: Share = Schedule.weight_decay
+    warmup_share: Share = Schedule.warmup_share
+    seed: Index = Schedule.seed
+    warmup: Index | None = Schedule.warmup
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -103,7 +101,7 @@ class Comparison:
     shots: tuple[Count, ...] = ()
     samplers: tuple[Annotated[StrictStr, _one_of("sampler", SAMPLERS)], ...] = ("random",)
     exclude: Words = ()
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)] = (0,)
+    seeds: Annotated[tuple[Index, ...], Field(min_length=1)] = (0,)
     scales: tuple[Annotated[StrictStr, _check(check_scale)], ...] = ("1", "auto")
     steps: tuple[Count, ...] = ()
     warm_start: Annotated[StrictStr, _check(lambda name: name and get_method(name))] | None = None
@@ -113,16 +111,40 @@ class Comparison:
     heads: Paths = field(default_factory=dict)
     reference: Paths = field(default_factory=dict)
     stated: Mapping[StrictStr, Number] = field(default_factory=dict)
-    protocol: Annotated[StrictStr, _one_of("protocol", PROTOCOLS)] = "zero-shot"
+    protocol: Annotated[StrictStr, _one_of("protocol", ("zero-shot", "linear-probe"))] = "zero-shot"
     source_rows: StrictBool = False
     test_samples: Count | None = None
-    finetune: Annotated[Schedule | None, BeforeValidator(_schedule)] = None
-    checkpoint_every: Annotated[int, Field(ge=0, strict=True)] = 0
+    finetune: Annotated[Tuning | None, BeforeValidator(lambda value: None if value == {} else value)] = None
+    checkpoint_every: Index = 0
     device: StrictStr = "auto"
 
     @property
     def budgets(self) -> tuple[int, ...]:
         return tuple(sorted(self.shots or self.samples))
+
+    @property
+    def largest(self) -> dict[str, Any]:
+        """The largest budget, as an argument of `select` and `prepare`."""
+        return {"shots" if self.shots else "samples": self.budgets[-1]}
+
+    @property
+    def pair(self) -> str:
+        """The names of the models."""
+        return " to ".join(Path(path).name for path in (self.source, self.target) if path)
+
+
+@dataclass(frozen=True)
+class PaperRows:
+    """The paper's rows: [method, budget, a value per task, mean], or [method, budget, mean].
+
+    `tasks` names the columns if they are not the recipe's own, `deviations` has rows of the same form with
+    standard deviations, `marks` has [method, budget, column, what is wrong with it].
+    """
+
+    tasks: Words | None = None
+    rows: tuple[Any, ...] = ()
+    deviations: tuple[Any, ...] = ()
+    marks: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +158,7 @@ class Keys(Comparison):
     root: StrictStr | None = None
     tasks: Words | None = None
     pairs: tuple[dict[str, Any], ...] = ()
-    printed: dict[str, Any] = field(default_factory=dict)
+    printed: PaperRows = PaperRows()
     small: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,7 +168,7 @@ _EXPECTED = {  # by the error type of pydantic
     "too_short": "a list of at least one",
     "dict_type": "a table",
     "mapping_type": "a table",
-    "dataclass_type": "a table with steps, learning_rate and so on",
+    "dataclass_type": "a table",
     "string_type": "text",
     "int_type": "a whole number",
     "float_type": "a number",
@@ -161,11 +183,10 @@ def validated(content: Mapping[str, Any]) -> tuple[Keys, list[tuple[str, str]]]:
     except ValidationError as error:
         errors = error.errors(include_url=False)
     rest = dict(content)
-    for item in reversed(errors):  # the last item of a list first
-        key, *inner = item["loc"]
-        if inner and isinstance(inner[0], int) and isinstance(rest.get(str(key)), list):
-            rest[str(key)] = [*rest[str(key)][: inner[0]], *rest[str(key)][inner[0] + 1 :]]
-        if not inner or not isinstance(inner[0], int) or not rest.get(str(key)):
+    for key, *inner in (item["loc"] for item in reversed(errors)):  # the last item of a list first
+        if inner and isinstance(inner[0], int) and len(rest.get(str(key), ())) > 1:
+            rest[str(key)] = [item for index, item in enumerate(rest[str(key)]) if index != inner[0]]
+        else:
             rest.pop(str(key), None)
     return _ADAPTER.validate_python(rest), [(str(item["loc"][0]), _problem(item)) for item in errors]
 
@@ -174,20 +195,20 @@ def _problem(error: Any) -> str:
     """One problem that pydantic found: the key, what was given, what was expected."""
     key, *inner = error["loc"]
     if error["type"] == "unexpected_keyword_argument":
-        known = [item.name for item in fields(Schedule if inner else Keys)]
-        return f"{key}: {unknown_key(str(inner[0]), known)}" if inner else unknown_key(key, known)
+        known = fields({"finetune": Tuning, "printed": PaperRows}[key] if inner else Keys)
+        return "".join(f"{outer}: " for outer in error["loc"][:-1]) + unknown_key(error["loc"][-1], known)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
         return f"'{inner[-1]}' of {key} is missing"
     expected = _EXPECTED.get(error["type"]) or error["msg"].replace("Input should be ", "")
-    place = f"item {inner[0] + 1} of '{key}'" if inner and isinstance(inner[0], int) else f"'{key}'"
-    if inner and isinstance(inner[0], str):
-        place = f"{inner[0]!r} of {place}"
+    place = f"'{key}'"
+    if inner:
+        place = f"item {inner[0] + 1} of '{key}'" if isinstance(inner[0], int) else f"{inner[0]!r} of '{key}'"
     return f"{place} must be {expected}, got {error['input']!r}"
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def unknown_key(key: str, known: Iterable[Any]) -> str:
     """Like unknown_name, without the long list of keys if one is near: a recipe may have many problems."""
-    text = unknown_name("key", key, known)
+    text = unknown_name("key", key, [item.name for item in known])
     return text.partition(" Known:")[0] if "Did you mean" in text else text

@@ -51,39 +51,29 @@ def bench(
     json: Json = False,
 ) -> None:
     """Run a recipe, or compare methods on equal terms: the same samples, seeds and scale rules, one capture for all."""
-    given = _given_keys(context)
+    keys = [name for name in KEYS if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    given = [f"--{name.replace('_', '-')}" for name in keys]
     if list_recipes or (recipe is None and not given):
         _list_recipes(json)
         return
     from ..bench.recipe import Recipe, make_recipe
     from ..bench.run import run_recipe
 
-    wanted: Recipe | str
-    if recipe is not None:
-        if given:
-            raise TuneportError(
-                f"{', '.join(given)} would be overruled by {recipe}: write it there, or leave the recipe out."
-            )
-        wanted = recipe
-    else:
-        content: dict[str, Any] = {
-            "finetuned": _by_task("finetuned", finetuned),
-            "data": _by_task("data", data),
-            "reference": _by_task("reference", reference),
-            "heads": _by_task("head", head),
-            "methods": _words(methods),
-            "samples": _numbers("samples", samples),
-            "shots": _numbers("shots", shots),
-            "samplers": _words(samplers),
-            "seeds": _numbers("seeds", seeds),
-            "scales": _words(scales),
-            "protocol": protocol,
-            "steps": _numbers("steps", steps),
-            "learning_rate": learning_rate,
-            "device": device,
-        }
-        named = {"source": source, "target": target, "warm_start": warm_start}
-        content |= {key: value for key, value in named.items() if value is not None}
+    if recipe is not None and given:
+        raise TuneportError(
+            f"{', '.join(given)} would be overruled by {recipe}: write it there, or leave the recipe out."
+        )
+    wanted: Recipe | str = recipe or ""
+    if recipe is None:
+        content: dict[str, Any] = {"source": source, "target": target, "warm_start": warm_start}
+        content |= {"protocol": protocol, "learning_rate": learning_rate, "device": device}
+        tables = {"finetuned": finetuned, "data": data, "reference": reference, "heads": head}
+        numbers = {"samples": samples, "shots": shots, "seeds": seeds, "steps": steps}
+        words = {"methods": methods, "samplers": samplers, "scales": scales}
+        content |= {key: _by_task(key.rstrip("s"), value) for key, value in tables.items()}
+        content |= {key: _numbers(key, value) for key, value in numbers.items()}
+        content |= {key: _words(value) for key, value in words.items()}
+        content = {key: value for key, value in content.items() if value is not None}
         wanted = make_recipe(content, "tuneport bench", root=root)
     with stages() as stage:
         run_recipe(
@@ -105,12 +95,6 @@ KEYS = (
     *("source", "target", "finetuned", "data", "reference", "head", "methods", "samples", "shots", "samplers", "seeds"),
     *("scales", "protocol", "steps", "warm_start", "learning_rate"),
 )
-
-
-def _given_keys(context: typer.Context) -> list[str]:
-    """Options on the command line that are keys of a recipe."""
-    given = [name for name in KEYS if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def _list_recipes(json: bool) -> None:
