@@ -6,9 +6,10 @@
     python benchmarks/claims/dtype.py --root ../shared --out planted.jsonl --planted --cuts 1e-3 1e-4 1e-5 1e-6
 
 Each cell (source, target, task) of the shared zoo is ported with bico at scale 1, both models in float32 and in
-bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as a user who
-loads the result would score it. `held-out` is the loss of each half of the calibration samples under the maps of the other: by
-it, not by test accuracy, one may choose. `agreement` is the cosine between the transferred change and that of float32.
+bfloat16, from the same samples. The target with the transferred change is scored in float32 in both cases, as a user
+of the result would score it. `held-out` is the loss of each half of the calibration samples under the maps of the
+other: by it, not by test accuracy, one may choose. `agreement` is the cosine between the transferred change and that of
+float32.
 --cuts tries other rank cuts on the bfloat16 signals than the library's own. --planted ports to a twin
 of the source instead (stream and hidden units permuted, heads permuted and turned), where the exact answer is known.
 """

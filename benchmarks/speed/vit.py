@@ -7,7 +7,7 @@
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
 short warm-up: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
-With --max-tokens, `limited` is tuneport from that number of tokens: other maps, so a row by itself. With --dtype, `half` is
+With --max-tokens, `limited` is tuneport from fewer tokens: other maps, so a row by itself. With --dtype, `half` is
 tuneport with both models in it, `half-bare` the bare passes of these, and `half-reference` the reference on these. Peak
 memory is what a contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU
 seconds of --threads 1, in which the stages are given as well. The floor counts FLOP, those in float64 twice, at the

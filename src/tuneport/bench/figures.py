@@ -15,7 +15,7 @@ from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import DataError
 from ..job import Drawn
-from ..measure.likeness import measure_drift, average_by_block, compare_layers, compare_outputs
+from ..measure.likeness import average_by_block, compare_layers, compare_outputs, measure_drift
 from ..measure.objectives import OBJECTIVES, forward_only
 from ..measure.signals import INPUT
 from ..methods import get_method
