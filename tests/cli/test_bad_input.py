@@ -49,7 +49,10 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no fine-tune": (lambda s: {"finetuned": s.tmp / "nowhere"}, ("nowhere does not exist",)),
     "no target": (lambda s: {"target": s.tmp / "nowhere"}, ("there is no model at", "no such folder")),
     "no data": (lambda s: {"data": s.tmp / "nowhere"}, ("no data at", "no such file or folder")),
-    "data not given": (lambda _: {"data": None}, ("method bico needs calibration data", "--data")),
+    "data not given": (
+        lambda _: {"data": None},
+        ("the method measures input and output_gradient and needs calibration data", "--data"),
+    ),
     "not a model": (
         lambda s: {"target": text_file(s.tmp / "folder" / "x.txt", "").parent},
         ("is not a model: no config.json in it",),
@@ -195,7 +198,7 @@ class TestBadInput:
         }
         for words, mark in commands.items():
             done = run(*words, "--out", out, "--overwrite")
-            assert_refused(done, 1, f"no output of this command (no {mark} in it). Remove it by hand")
+            assert_refused(done, 1, f"not an output of this command (no {mark} in it). Remove it by hand")
             assert [file.name for file in place.rglob("*")] == ["out", "thesis.txt"]
 
     @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])

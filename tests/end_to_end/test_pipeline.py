@@ -163,7 +163,7 @@ class TestMethods:
         assert all(record.rank_in is None and record.rank_out is None for record in result.records)
 
     def test_bico_without_data_says_so(self, zoo: Zoo) -> None:
-        with pytest.raises(DataError, match="method bico needs calibration data"):
+        with pytest.raises(DataError, match="the method measures input and output_gradient and needs calibration data"):
             transfer(*zoo.trio("clip_vision"))
 
     def test_theseus_needs_neither_labels_nor_head(self, zoo: Zoo, tmp_path: Path) -> None:

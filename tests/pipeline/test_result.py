@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from builders.folders import CLASSES, SAMPLES, Zoo, cross, load, write_head
@@ -96,8 +97,10 @@ class TestSaved:
 
     def test_the_card_names_base_and_method(self, laden: list[Path], saved: Path) -> None:
         card = (saved / "README.md").read_text()
-        assert card.startswith(f'---\nbase_model:\n- "{laden[2].name}"\n')
-        assert '- "bico"\n' in card
+        about = metadata_load(saved / "README.md")
+        assert about is not None
+        assert about["base_model"][0] == laden[2].name
+        assert "bico" in about["tags"]
         assert f"`{laden[0].name}`" in card
         assert f"`{laden[1].name}`" in card
         assert "scale 0.5" in card

@@ -236,6 +236,7 @@ def _ask(
         objective = choose_objective(dataset, models, wanted)
         question = replace(question, dataset=dataset, objective=objective)
         if loss is None and gradients and objective.name == "classification":
+            _check_same_kind(models, dataset, given["head"])
             if given["labels"] == "data" and dataset.labels is None and not isinstance(data, Dataset):
                 question = replace(question, dataset=read_data(data, "train"))  # the error names what is missing
             question = _with_heads(question, models, given, device)
@@ -247,22 +248,26 @@ def _ask(
         )
     if signals and data is None:
         raise DataError(
-            f"measuring {', '.join(sorted(signals))} needs calibration data: pass `data`, or batches with a loss in "
-            "Python."
+            f"the method measures {' and '.join(sorted(signals))} and needs calibration data: pass `data`, or batches "
+            "with a loss in Python."
         )
     return question
+
+
+def _check_same_kind(models: Sides[Model], dataset: Dataset, head: str | None) -> None:
+    """Refuse a model that writes text with one that does not, unless a head is given for both."""
+    writer, other = sorted(models, key=lambda model: model.generates is None)
+    if writer.generates is not None and other.generates is None and head is None:
+        raise TuneportError(
+            f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
+            f"classes of {dataset.name} with `head=FILE`."
+        )
 
 
 def _with_heads(question: _Question, models: Sides[Model], given: Options, device: torch.device) -> _Question:
     """Add a head of each model, which must know the classes of the samples."""
     dataset, wanted = question.dataset, given["head"]
     assert dataset is not None
-    writer, other = sorted(models, key=lambda model: model.generates is None)
-    if writer.generates is not None and other.generates is None and wanted is None:
-        raise TuneportError(
-            f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
-            f"classes of {dataset.name} with `head=FILE`."
-        )
     heads = []
     for model in models:
         with runnable(model, device):
