@@ -42,10 +42,7 @@ def companions(folder: Path, *more: str) -> list[Path]:
 
 
 def _inside(file: Path, folder: Path) -> Path:
-    """The file, unless it is a link to a place outside its folder and outside the hub cache that the folder is in.
-
-    Files are copied into an output that may be published: a downloaded folder must not be able to choose them.
-    """
+    """The file, unless it is a link to a place outside its folder and outside the hub cache that the folder is in."""
     real, home = file.resolve(), folder.resolve()
     places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(place in real.parents for place in places):

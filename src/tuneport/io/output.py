@@ -208,9 +208,9 @@ def _remove(path: Path) -> None:
     """Remove a file or a folder if it exists; ignore errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-        return
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _swap(temporary: Path, place: Path) -> None:

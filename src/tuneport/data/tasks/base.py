@@ -34,8 +34,7 @@ class Layout:
     """One layout of a dataset on disk: `words` for the error message, and its reader.
 
     `read(task, place, split)` returns None if the place has another layout. If the `split` of the dataset is "all",
-    its test split is drawn from it. Its `files` are the files other than images that were read; the run record has
-    their digests.
+    its test split is drawn from it.
     """
 
     words: str

@@ -56,9 +56,6 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
     training, test = place / "Training", place / "Final_Test" / "Images"
     if not (training.is_dir() or (place / "Final_Test").is_dir()):
         return None
-    paths: list[Path] = []
-    labels: list[int] = []
-    read: list[Path] = []
     if split == "test":
         names = ("GT-final_test.csv", "GT-final_test.test.csv")
         tables = [folder / name for folder in (place, place.parent, test) for name in names]
@@ -68,17 +65,18 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
         rows = read_rows(found, ";")
         paths = [test / name for name in find_column(rows, found, "Filename")]
         labels = find_numbers(rows, found, "ClassId")
-        read = [found]
-    elif not training.is_dir():
+        return of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
+    if not training.is_dir():
         raise DataError(f"{place} has no folder Training, which holds its training images.")
-    else:
-        for folder in sorted(child for child in training.iterdir() if child.is_dir() and child.name.isdecimal()):
-            table = folder / f"GT-{folder.name}.csv"
-            listed = find_column(read_rows(table, ";"), table, "Filename") if table.is_file() else []
-            files = [folder / name for name in listed] or sorted(folder.glob("*.ppm"))
-            paths += files
-            labels += [int(folder.name)] * len(files)
-            read += [table] if listed else []
+    paths, labels = [], []
+    read: list[Path] = []
+    for folder in sorted(child for child in training.iterdir() if child.is_dir() and child.name.isdecimal()):
+        table = folder / f"GT-{folder.name}.csv"
+        listed = find_column(read_rows(table, ";"), table, "Filename") if table.is_file() else []
+        files = [folder / name for name in listed] or sorted(folder.glob("*.ppm"))
+        paths += files
+        labels += [int(folder.name)] * len(files)
+        read += [table] if listed else []
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=read)
 
 
