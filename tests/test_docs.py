@@ -30,7 +30,7 @@ from tuneport import cli
 from tuneport.bench.recipe import read_recipe
 from tuneport.data.samplers import SAMPLERS
 from tuneport.methods import METHODS
-from tuneport.pipeline.prepare import DEFAULTS
+from tuneport.pipeline.options import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

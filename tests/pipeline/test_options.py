@@ -14,7 +14,7 @@ import tuneport
 from tuneport import TuneportError, cli
 from tuneport.cli.plan import plan as plan_command
 from tuneport.cli.transfer import transfer as transfer_command
-from tuneport.pipeline.prepare import DEFAULTS, Options
+from tuneport.pipeline.options import DEFAULTS, Options
 from tuneport.types import OutputKind, ScaleRule
 
 IN_PYTHON_ONLY = {"match", "pairs", "roles", "depth_rule"}

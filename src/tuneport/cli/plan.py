@@ -33,7 +33,7 @@ from .terminal import emit_json, say, show
 from .transfer import compare_models, parse_budget, prepare_job, print_kept, print_notes
 
 if TYPE_CHECKING:
-    from ..pipeline.prepare import Options
+    from ..pipeline.options import Options
 
 
 def plan(

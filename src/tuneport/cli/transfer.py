@@ -49,8 +49,8 @@ from .terminal import emit_json, note, progress, say, show_list
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..job import Job
+    from ..pipeline.options import Options
     from ..pipeline.preflight import Preflight
-    from ..pipeline.prepare import Options
     from ..runtime.passes import Passes
     from ..types import ScaleRule, Signal
 

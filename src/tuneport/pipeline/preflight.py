@@ -34,7 +34,8 @@ from ..models.open import open_model, pick_device
 from ..report.summary import number_text
 from ..task_vectors.vector import TaskVector
 from ..types import Progress
-from .prepare import Data, Options, prepare
+from .options import Options
+from .prepare import Data, prepare
 from .scale import Scaled
 from .statistics import measure_in_parts, problem_of
 

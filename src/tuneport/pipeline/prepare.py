@@ -5,10 +5,10 @@ Every error in the input is found here, before the first forward pass, and repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,76 +17,29 @@ from typing_extensions import Unpack
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
-from ..errors import CheckpointError, DataError, TuneportError, unknown_name
+from ..errors import CheckpointError, DataError, TuneportError
 from ..io.hub import local
 from ..job import Drawn, Given, Job, Samples
 from ..measure.accuracy import compute_features
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
 from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
-from ..measure.tokens import Match
 from ..methods import Method, get_method
 from ..models.base import Model, ModelLike
 from ..models.heads import Head, choose_head
 from ..models.open import dtype_on, open_both, pick_device, pick_dtype, runnable, slow_note
-from ..pairing import DepthRule, LayerPair, nearest_block
+from ..pairing import nearest_block
 from ..report import record as records
 from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..types import Completion, Loss, Sides, Signal
+from ..types import Loss, Sides, Signal
 from .change import Finetuned, change_of, exclude_note, names_of, opened
-from .labels import agreement, check_labels, labelled_by
+from .labels import agreement, labelled_by
+from .options import Options, check_options
 from .plan import plan_of
 
 Data = str | Path | Dataset | Iterable[Any]
 SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # a job with this signal has a loss on labelled samples
-
-
-class Options(TypedDict, total=False):
-    """The options of a transfer, shared by Python and the command line."""
-
-    samples: int | None  # number of calibration samples, drawn from the training split: 100 unless given
-    shots: int | None  # or samples per class
-    sampler: str  # how they are drawn: "random", or another name of `tuneport samplers`
-    seed: int  # of the draw
-    head: str | None  # the zero-shot head: a name in the models' heads/ folder, or a file
-    labels: str  # "data": use the labels of the data; "source": let the fine-tuned source label the samples
-    loss: str | Loss | tuple[Loss, Loss] | None  # an objective's name, MODULE:FUNCTION, or a function (for each model)
-    match: Match | None  # pairs the tokens of own batches
-    pairs: Sequence[LayerPair] | None  # the pairing, in place of roles and depth
-    roles: Mapping[str, str | None] | None  # source roles to target roles where their names differ
-    depth_rule: DepthRule  # which source block a target block takes
-    exclude: Sequence[str]  # name patterns of tensors to leave alone
-    completion: Completion  # how to complete a rank-deficient map
-    max_tokens: int | None  # most tokens of all samples together that enter the maps
-    memory_budget: int | None  # most bytes on the device; models that do not fit stay in RAM or in their files
-    batch_size: int  # samples per pass through the models
-    device: str  # "auto", "cpu", "cuda", "cuda:1", ...
-    dtype: str  # in which the models run
-    trust_remote_code: bool  # let a checkpoint's own code run
-
-
-DEFAULTS: Options = {
-    "samples": None,
-    "shots": None,
-    "sampler": "random",
-    "seed": 0,
-    "head": None,
-    "labels": "data",
-    "loss": None,
-    "match": None,
-    "pairs": None,
-    "roles": None,
-    "depth_rule": nearest_block,
-    "exclude": (),
-    "completion": "svd",
-    "max_tokens": None,
-    "memory_budget": None,
-    "batch_size": 32,
-    "device": "auto",
-    "dtype": "float32",
-    "trust_remote_code": False,
-}
 
 
 def prepare(
@@ -106,7 +59,7 @@ def prepare(
         target: the new base model.
         data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
         signals: what will be measured: the signals of a method (or its name), or a set of signals.
-        options: see `Options`.
+        options: see `tuneport.pipeline.options.Options`.
     """
     given = check_options(options)
     wanted = signals_of(signals)
@@ -148,22 +101,6 @@ def signals_of(signals: str | Method | Iterable[Signal]) -> frozenset[Signal]:
     if isinstance(signals, (str, Method)):
         return get_method(signals).signals
     return frozenset(signals)
-
-
-def check_options(options: Options) -> Options:
-    """The options with their defaults; an unknown name or an impossible limit is an error."""
-    for name in options:
-        if name not in DEFAULTS:
-            raise TuneportError(unknown_name("option", name, DEFAULTS))
-    given = cast(Options, {**DEFAULTS, **options})
-    check_labels(given["labels"], given["sampler"], given["shots"])
-    if given["max_tokens"] is not None and given["max_tokens"] < 1:
-        raise TuneportError(
-            f"`max_tokens` must be at least 1, got {given['max_tokens']}. Leave it out to use every token."
-        )
-    if given["memory_budget"] is not None and given["memory_budget"] < 1:
-        raise TuneportError(f"`memory_budget` must be a number of bytes, got {given['memory_budget']}.")
-    return given
 
 
 @dataclass(frozen=True)

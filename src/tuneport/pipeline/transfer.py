@@ -28,8 +28,9 @@ from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Progress, ScaleRule
 from .move import Moved, move
+from .options import Options
 from .plan import left_behind, not_transported_by
-from .prepare import SCORED, Data, Options, prepare
+from .prepare import SCORED, Data, prepare
 from .result import Result
 from .scale import RULES, ScaleChoice
 

@@ -1,0 +1,75 @@
+"""The options of a transfer: one typed table for Python and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, cast
+
+from ..errors import TuneportError, unknown_name
+from ..measure.tokens import Match
+from ..pairing import DepthRule, LayerPair, nearest_block
+from ..types import Completion, Loss
+from .labels import check_labels
+
+
+class Options(TypedDict, total=False):
+    """The options of a transfer, shared by Python and the command line."""
+
+    samples: int | None  # number of calibration samples, drawn from the training split: 100 unless given
+    shots: int | None  # or samples per class
+    sampler: str  # how they are drawn: "random", or another name of `tuneport samplers`
+    seed: int  # of the draw
+    head: str | None  # the zero-shot head: a name in the models' heads/ folder, or a file
+    labels: str  # "data": use the labels of the data; "source": let the fine-tuned source label the samples
+    loss: str | Loss | tuple[Loss, Loss] | None  # an objective's name, MODULE:FUNCTION, or a function (for each model)
+    match: Match | None  # pairs the tokens of own batches
+    pairs: Sequence[LayerPair] | None  # the pairing, in place of roles and depth
+    roles: Mapping[str, str | None] | None  # source roles to target roles where their names differ
+    depth_rule: DepthRule  # which source block a target block takes
+    exclude: Sequence[str]  # name patterns of tensors to leave alone
+    completion: Completion  # how to complete a rank-deficient map
+    max_tokens: int | None  # most tokens of all samples together that enter the maps
+    memory_budget: int | None  # most bytes on the device; models that do not fit stay in RAM or in their files
+    batch_size: int  # samples per pass through the models
+    device: str  # "auto", "cpu", "cuda", "cuda:1", ...
+    dtype: str  # in which the models run
+    trust_remote_code: bool  # let a checkpoint's own code run
+
+
+DEFAULTS: Options = {
+    "samples": None,
+    "shots": None,
+    "sampler": "random",
+    "seed": 0,
+    "head": None,
+    "labels": "data",
+    "loss": None,
+    "match": None,
+    "pairs": None,
+    "roles": None,
+    "depth_rule": nearest_block,
+    "exclude": (),
+    "completion": "svd",
+    "max_tokens": None,
+    "memory_budget": None,
+    "batch_size": 32,
+    "device": "auto",
+    "dtype": "float32",
+    "trust_remote_code": False,
+}
+
+
+def check_options(options: Options) -> Options:
+    """The options with their defaults; an unknown name or an impossible limit is an error."""
+    for name in options:
+        if name not in DEFAULTS:
+            raise TuneportError(unknown_name("option", name, DEFAULTS))
+    given = cast(Options, {**DEFAULTS, **options})
+    check_labels(given["labels"], given["sampler"], given["shots"])
+    if given["max_tokens"] is not None and given["max_tokens"] < 1:
+        raise TuneportError(
+            f"`max_tokens` must be at least 1, got {given['max_tokens']}. Leave it out to use every token."
+        )
+    if given["memory_budget"] is not None and given["memory_budget"] < 1:
+        raise TuneportError(f"`memory_budget` must be a number of bytes, got {given['memory_budget']}.")
+    return given
