@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ def linear_probe(
             raise DataError(f"a linear probe needs labels: {data} has none.")
         _check_samples(data)
     test = align_labels(test, train.classes)
-    if len(np.unique(cast(Any, train.labels))) < 2:
+    if len(np.unique(np.asarray(train.labels))) < 2:
         raise DataError(f"a linear probe needs samples of at least two classes; {train} shows one.")
     seen, unseen = (
         compute_features(model, data, batch_size=batch_size, progress=progress).double().numpy()
@@ -169,4 +169,4 @@ def check_protocol(name: str) -> Protocol:
     """The protocol of that name, or an error that lists all protocols."""
     if name not in PROTOCOLS:
         raise TuneportError(unknown_name("protocol", name, PROTOCOLS))
-    return cast(Protocol, name)
+    return name

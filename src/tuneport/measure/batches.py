@@ -61,8 +61,8 @@ def split_batch(batch: PairedBatch, most: int | None) -> Iterator[tuple[PairedBa
         if batch.part is not None:
             yield batch.part(start, stop), stop - start
         else:
-            sides = (slice_batch(side, size, start, stop) for side in (batch.source, batch.target))
-            yield PairedBatch(*sides, size=stop - start), stop - start
+            source, target = (slice_batch(side, size, start, stop) for side in (batch.source, batch.target))
+            yield PairedBatch(source, target, size=stop - start), stop - start
 
 
 def slice_batch(batch: Any, size: int, start: int, stop: int) -> Any:

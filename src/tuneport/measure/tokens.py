@@ -131,12 +131,12 @@ def coverage(source: Spans, target: Spans) -> Coverage:
     """The coverage of one batch."""
     total = Coverage()
     for spans in zip(source, target, strict=True):
-        real = [int((side[..., 0] >= 0).sum()) for side in spans]
+        a, b = (int((side[..., 0] >= 0).sum()) for side in spans)
         if torch.equal(*spans):
-            total += Coverage(*real, *real)
+            total += Coverage(a, b, a, b)
         else:
             found = overlap(*spans)
-            total += Coverage(*real, int((found.sum(-2) > 0).sum()), int((found.sum(-1) > 0).sum()))
+            total += Coverage(a, b, int((found.sum(-2) > 0).sum()), int((found.sum(-1) > 0).sum()))
     return total
 
 
