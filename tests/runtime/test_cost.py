@@ -92,7 +92,7 @@ def test_nothing_is_measured_for_a_method_without_signals(zoo: Zoo) -> None:
 
 
 def test_maps_of_few_tokens_cost_factors_and_no_sums(zoo: Zoo) -> None:
-    options = {"samples": SAMPLES, "method": "theseus"}
+    options: dict[str, Any] = {"samples": SAMPLES, "signals": "theseus"}
     every = cost_of(prepare(*zoo.trio("vit"), zoo.data, **options))["counted"]
     few = prepare(*zoo.trio("vit"), zoo.data, max_tokens=4, **options)
     found = cost_of(few)["counted"]

@@ -246,7 +246,7 @@ def _paper_part(result: Comparing, recipe: Recipe) -> list[str]:
 
 def write_tables(result: Comparing, folder: Path, recipe: Recipe = NO_RECIPE) -> None:
     """The files of one comparison."""
-    record = {"comparison": asdict(result.comparison), "about": result.about}
+    record: dict[str, Any] = {"comparison": asdict(result.comparison), "about": result.about}
     record |= {"rows": list(map(asdict, result.rows)), "auto": auto_scale_summary(result)}
     if recipe.printed:
         table = compare_with_paper(result, recipe)

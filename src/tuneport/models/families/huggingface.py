@@ -123,7 +123,7 @@ def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built
     module, missing, misshapen = build(kind)
     if missing and is_text and not misshapen:
         # encoders are often stored without the head, or the pooler, that their config.json names
-        base = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
+        base: Any = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
         choices: list[dict[str, Any]] = [{}]
         if "add_pooling_layer" in inspect.signature(base).parameters:
             choices.append({"add_pooling_layer": False})

@@ -124,7 +124,8 @@ def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
 
         def embed(texts: list[str]) -> Tensor:
             tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
-            return project(module.text_model(**tokens.to(device)).pooler_output)
+            found: Tensor = project(module.text_model(**tokens.to(device)).pooler_output)
+            return found
 
         return class_embeddings(classes, prompts, embed)
 
