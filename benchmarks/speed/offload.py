@@ -108,20 +108,7 @@ def main() -> None:
         planning = now(device) - started
         flops = flops_of(job, options.samples)
         assert flops is not None
-        recomputed = passes.placements is not None and any(placement.blocks for placement in passes.placements)
-        returned = 4 * sum(
-            entry.numel()
-            for name, entry in target.named_parameters()
-            if name in {pair.target.weight for pair in job.plan.pairs}
-        )
-        expected = seconds_of(
-            flops,
-            rates,
-            runs=len(passes.groups),
-            recomputed=recomputed,
-            fetched=passes.fetched_bytes,
-            returned=returned if passes.placements else 0,
-        )
+        expected = seconds_of(flops, rates, passes)
         stay = [
             f"{len(placement.blocks) - len(placement.fetched)} of {len(placement.blocks)} blocks stay"
             for placement in passes.placements or ()

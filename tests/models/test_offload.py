@@ -37,9 +37,10 @@ from tuneport.pipeline.transfer import run
 from tuneport.runtime.budget import plan_passes
 from tuneport.runtime.cost import Flops, flops_of
 from tuneport.runtime.forecast import LiveBytes
-from tuneport.runtime.passes import jobs_of
+from tuneport.runtime.passes import Passes, jobs_of
 from tuneport.runtime.speed import Rates, probe, seconds_of
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Sides
 
 CPU = torch.device("cpu")
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -402,7 +403,9 @@ def test_the_command_plans_from_shapes(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_seconds_are_work_over_rate() -> None:
     flops = Flops(forward=10**12, backward=10**12, statistics=10**11, dense=10**10, thin=10**10, transport=10**11)
-    found = seconds_of(flops, RATES, runs=2, recomputed=True, fetched=5e9, returned=2e9)
+    placements = Sides(Placement(CPU, blocks=("0",)), Placement(CPU))
+    passes = Passes(((), ()), 0, (), placements, returned_bytes=2 * 10**9, fetched_bytes=5 * 10**9)
+    found = seconds_of(flops, RATES, passes)
     assert found == pytest.approx({"passes": 6, "fetch": 5, "sums": 1, "solve": 2, "transport": 3, "total": 17})
     assert seconds_of(flops, RATES, devices=4)["total"] == pytest.approx(seconds_of(flops, RATES)["total"] / 4)
 

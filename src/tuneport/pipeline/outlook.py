@@ -18,9 +18,8 @@ from ..job import Given, Job
 from ..measure.batches import PairedBatch
 from ..measure.objectives import forward_only, token_loss
 from ..methods import Method, get_method, name_of
-from ..models.offload import bytes_of
 from ..models.open import outline_model, pick_dtype
-from ..pairing import Plan
+from ..pairing import Kept, Plan
 from ..runtime.budget import plan_passes
 from ..runtime.cost import Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import Forecast
@@ -45,6 +44,11 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
     flops = flops or Flops(forward=paper["passes"], transport=paper["alignment"])
     rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
     passes = plan_passes(job, job.memory_budget, method=method) if job.memory_budget is not None else None
+    within: dict[str, Any] = {}
+    if passes is not None:
+        groups, home = [len(group) for group in passes.groups], "files" if job.target.offloaded else "RAM"
+        within = {**_bytes(passes), "groups": groups, "home": home}
+    kept = method.kept(job.plan)
     return {
         "method": name_of(method),
         "samples": len(job.samples),
@@ -57,50 +61,26 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
             }
             for pair in job.plan.pairs
         ],
-        "not_transported": [
-            asdict(item) for item in not_transported_by(job, _moved(job.plan, method), method.kept(job.plan))
-        ],
+        "not_transported": [asdict(item) for item in not_transported_by(job, _moved(job.plan, method, kept), kept)],
         "left_behind": [asdict(item) for item in left_behind(job, method)],
         "expected": {
             "statistics_bytes": cost["statistics_bytes"],
             "flops": flops.forward + flops.backward,
             "alignment_flops": flops.statistics + flops.dense + flops.thin + flops.transport,
-            "seconds": round(_seconds(job, flops, rates, passes)["total"], 1),
+            "seconds": round(seconds_of(flops, rates, passes)["total"], 1),
             "cost": cost,
-            **({} if passes is None else _within(job, passes)),
+            **within,
         },
     }
 
 
-def _seconds(job: Job, flops: Flops, rates: Rates, passes: Passes | None, devices: int = 1) -> dict[str, float]:
-    """Seconds by stage, with the passes that each of the devices makes."""
-    if passes is None or passes.placements is None:
-        return seconds_of(flops, rates, runs=1 if passes is None else len(passes.groups), devices=devices)
-    return seconds_of(
-        flops,
-        rates,
-        runs=len(passes.groups),
-        recomputed=any(placement.blocks for placement in passes.placements),
-        fetched=devices * passes.fetched_bytes,
-        returned=passes.home_bytes - _models_bytes(job),
-        devices=devices,
-    )
+def _bytes(passes: Passes) -> dict[str, int]:
+    return {name: getattr(passes, name) for name in ("peak_bytes", "home_bytes", "fetched_bytes")}
 
 
-def _within(job: Job, passes: Passes) -> dict[str, Any]:
-    """The division that the memory budget needs."""
-    return {
-        "peak_bytes": passes.peak_bytes,
-        "groups": [len(group) for group in passes.groups],
-        "home": "files" if job.target.offloaded else "RAM",
-        "home_bytes": passes.home_bytes,
-        "fetched_bytes": passes.fetched_bytes,
-    }
-
-
-def _moved(plan: Plan, method: Method) -> TaskVector:
+def _moved(plan: Plan, method: Method, kept: tuple[Kept, ...]) -> TaskVector:
     """A stand-in for the result: the names that the method would move."""
-    stays = {item.tensor for item in method.kept(plan)}
+    stays = {item.tensor for item in kept}
     pairs = [pair for pair in plan.pairs if pair.target.name not in stays]
     names = {pair.target.weight for pair in pairs}
     names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
@@ -130,12 +110,9 @@ def prepare_shapes(
     """A Job of two text models from their config.json alone; it can be planned but not run.
 
     Args:
-        source: folder or hub id of the old base.
-        target: folder or hub id of the new base.
+        source, target: folders or hub ids of the old and the new base.
         method: name of the method.
-        samples: number of texts.
-        length: tokens per text.
-        batch_size: texts per batch.
+        samples, length, batch_size: number of texts, tokens per text, texts per batch.
         max_tokens: limit on the tokens that enter the statistics.
         memory_budget: bytes of one device.
         device: the device of the plan; this machine need not have it.
@@ -150,15 +127,15 @@ def prepare_shapes(
     for model in models:
         if model.kind != "text" or model.generates == "seq2seq":
             raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
-    names = {layer.weight: layer.weight_shape for layer in models.source.layers}
-    biased = [layer for layer in models.source.layers if layer.bias is not None and not layer.rows]
-    names |= {layer.bias: (layer.out_features,) for layer in biased if layer.bias is not None}
-    vector = TaskVector({name: torch.empty(shape, device="meta") for name, shape in names.items()})
+    layers = models.source.layers
+    shapes = {layer.weight: layer.weight_shape for layer in layers}
+    shapes |= {layer.bias: (layer.out_features,) for layer in layers if layer.bias is not None and not layer.rows}
+    vector = TaskVector({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     chosen = get_method(method)
     plan = plan_of(*models, vector)
     chosen.check(plan)
-    sizes = [batch_size] * (samples // batch_size) + [samples % batch_size] * bool(samples % batch_size)
-    texts = {size: PairedBatch(_texts(size, length), _texts(size, length), size=size) for size in sizes}
+    sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
+    texts = {size: PairedBatch(_texts(size, length), _texts(size, length), size=size) for size in set(sizes)}
     losses = Sides(*(token_loss(m) if m.generates == "causal" else forward_only(m) for m in models))
     options = {"samples": samples, "length": length, "batch_size": batch_size, "max_tokens": max_tokens, "dtype": dtype}
     return Job(
@@ -181,7 +158,7 @@ def _texts(size: int, length: int) -> tuple[dict[str, torch.Tensor], torch.Tenso
 
 
 def plan_devices(
-    job: Job, rates: Rates, *, method: str | Method = "bico", devices: tuple[int, ...] = DEVICES
+    job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES, *, method: str | Method = "bico"
 ) -> list[dict[str, Any]]:
     """For each number of devices: runs over the data, bytes on one device and off it, and seconds by stage.
 
@@ -189,56 +166,36 @@ def plan_devices(
     """
     if job.memory_budget is None:
         raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
-    batches = len(job.samples.batch_sizes)
-    flops = flops_of(job, len(job.samples))
+    flops, forecast = flops_of(job, len(job.samples)), Forecast.of(job)
     assert flops is not None
-    forecast = Forecast.of(job)
     lines: list[dict[str, Any]] = []
     for count in devices:
+        part = job.on(job.samples.take_batches(0, -(-len(job.samples.batch_sizes) // count)))
         try:
-            part = job.on(job.samples.take_batches(0, -(-batches // count)))
             passes = plan_passes(part, job.memory_budget, forecast, method=method)
         except TuneportError as error:
             lines.append({"devices": count, "error": str(error)})
             continue
-        line = {"devices": count, **_line(passes, part), "seconds": _seconds(job, flops, rates, passes, count)}
         # a device solves its share of the blocks, from the tokens of all devices
-        solving = max(
-            forecast.statistics_bytes(group) // count + forecast.solving_bytes(group) for group in passes.groups
+        solving = max(forecast.statistics_bytes(each) // count + forecast.solving_bytes(each) for each in passes.groups)
+        stay = [len(set(p.blocks) - p.fetched) if p.blocks else "all" for p in passes.placements or ()]
+        lines.append(
+            {
+                "devices": count,
+                "runs": len(passes.groups),
+                **_bytes(passes),
+                "peak_bytes": max(passes.peak_bytes, solving),
+                "blocks_that_stay": stay,
+                "samples": len(part.samples),
+                "seconds": seconds_of(flops, rates, passes, count),
+            }
         )
-        lines.append({**line, "peak_bytes": max(line["peak_bytes"], solving)})
     return lines
-
-
-def _line(passes: Passes, job: Job) -> dict[str, Any]:
-    """The memory of a plan, as plain numbers."""
-    kept = [
-        sorted(set(placement.blocks) - placement.fetched) if placement.blocks else None
-        for placement in passes.placements or ()
-    ]
-    return {
-        "runs": len(passes.groups),
-        "peak_bytes": passes.peak_bytes,
-        "home_bytes": passes.home_bytes,
-        "fetched_bytes": passes.fetched_bytes,
-        "blocks_that_stay": ["all" if paths is None else len(paths) for paths in kept],
-        "samples": len(job.samples),
-    }
-
-
-def _models_bytes(job: Job) -> int:
-    return sum(bytes_of((*m.module.parameters(), *m.module.buffers())) for m in job.models)
 
 
 def describe_line(line: dict[str, Any]) -> list[str]:
     """A line of `plan_devices` as a row of `COLUMNS`."""
     if "error" in line:
         return [str(line["devices"]), line["error"], "", "", "", ""]
-    return [
-        str(line["devices"]),
-        str(line["runs"]),
-        format_bytes(line["peak_bytes"]),
-        format_bytes(line["home_bytes"]),
-        format_bytes(line["fetched_bytes"]),
-        f"{line['seconds']['total']:.0f}",
-    ]
+    sizes = [format_bytes(line[name]) for name in ("peak_bytes", "home_bytes", "fetched_bytes")]
+    return [str(line["devices"]), str(line["runs"]), *sizes, f"{line['seconds']['total']:.0f}"]

@@ -1,15 +1,15 @@
-"""Before any weight is written: similarity of two models, a trial on held-out samples, and a verdict.
+"""Before any weight is written: how alike two models are, and a verdict from a trial on held-out samples.
 
-The trial is a transfer in memory, by cross-fitting: the calibration samples are cut into folds, the maps for each
-fold come from the others, and the target is scored on the fold with and without the update. Every sample is
-scored once, by maps that have not seen it. The verdict rests on the trial; likeness alone has not predicted gains
-in our measurements (benchmarks/results/verdict.md), so without a fine-tune there is no more than "uncertain".
+The trial is a transfer in memory, by cross-fitting: the target is scored on each fold of the calibration samples, with
+and without an update whose maps come from the other folds. Only the trial decides: the similarity of two models has
+not predicted gains (benchmarks/results/verdict.md), so without a fine-tune the verdict is "uncertain".
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
@@ -42,18 +42,30 @@ from .statistics import measure_in_parts, problem_of
 FOLDS = 4
 LEAST_SAMPLES = 2 * FOLDS
 LIKELY, UNCERTAIN, UNLIKELY = "likely to help", "uncertain", "unlikely to help"
-# Calibrated on the 18 cells of the zoo (benchmarks/verdict.py): the share of samples whose loss has to fall for a
-# likely help, and how clearly more samples have to turn wrong than right for an unlikely one.
+# Calibrated on the 18 cells of the zoo (benchmarks/claims/verdict.py): the share of samples whose loss must fall for
+# "likely to help", and the lean at which a transfer is "unlikely to help".
 LOSS_FALLS = 0.8
 TURNED_WRONG = -1.0
+COLUMNS = {  # the numbers of a LayerSimilarity
+    "cka": "CKA",
+    "cka_debiased": "debiased",
+    "cosine_before": "cosine before",
+    "cosine_after": "after",
+    "cosine_held_out": "held out",
+    "rank": "rank",
+    "residual": "residual",
+}
+SIMILARITY_COLUMNS = ("target layer", "signal", *COLUMNS.values())
+
+Score = tuple[float, bool | None]  # the loss, and whether the class is right if there are classes
 
 
 @dataclass(frozen=True)
 class Trial:
     """The target with and without the update, on calibration samples that the maps have not seen, at scale 1.
 
-    `turned_right` and `turned_wrong` count the samples whose class changed sides; they and the accuracies (percent)
-    are None where there are no classes. `loss_falls` is the share of samples whose loss falls.
+    `loss_falls` is the share of samples whose loss falls. `turned_right` and `turned_wrong` count samples whose class
+    becomes right or wrong; they and the accuracies (percent) are None if there are no classes.
     """
 
     samples: int
@@ -74,7 +86,7 @@ class Trial:
 
     @property
     def lean(self) -> float | None:
-        """How clearly samples turn right rather than wrong: their difference over its chance deviation."""
+        """The samples that turn right minus those that turn wrong, over the standard deviation by chance."""
         if self.turned_right is None or self.turned_wrong is None:
             return None
         return (self.turned_right - self.turned_wrong) / math.sqrt(max(self.turned_right + self.turned_wrong, 1))
@@ -82,7 +94,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A plain word with its reasons."""
+    """One of three verdicts, with its reasons."""
 
     verdict: str
     reasons: tuple[str, ...]
@@ -90,7 +102,7 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Preflight:
-    """What can be known of a transfer before it is written."""
+    """What is known of a transfer before it is written."""
 
     similarity: tuple[LayerSimilarity, ...]
     trial: Trial | None
@@ -131,11 +143,11 @@ def compare(
 ) -> Preflight:
     """Compare the two models of a job layer by layer, and try its transfer on held-out calibration samples.
 
-    With `trial=False` only likeness is measured. Nothing is written, and both models come back as they were.
+    With `trial=False` only similarity is measured. Nothing is written, and both models are restored.
     """
     held_out, *_ = _folds(job)
     assert job.losses is not None
-    likeness = compare_layers(
+    similarity = compare_layers(
         job.source.module,
         job.target.module,
         job.plan.pairs,
@@ -148,7 +160,7 @@ def compare(
         progress=progress,
     )
     tried = try_transfer(job, method, progress=progress) if trial else None
-    return Preflight(likeness, tried, judge(tried, likeness))
+    return Preflight(similarity, tried, judge(tried, similarity))
 
 
 def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress | None = None) -> Trial:
@@ -157,8 +169,8 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
     job = job.for_(method)
     folds = _folds(job)
     sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
-    before: list[tuple[float, bool | None]] = []
-    after: list[tuple[float, bool | None]] = []
+    before: list[Score] = []
+    after: list[Score] = []
     for number, fold in enumerate(folds):
         samples = job.samples.take(fold)
         size = samples.size if job.heads is not None else 1  # a loss is a sum: one sample, one number
@@ -169,56 +181,50 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
         with Scaled(job.target.module, moved.task_vector, job.target.stored_parameters()) as scaled:
             scaled.set(1.0)
             after += _scores(job, scaled.module, batches)
-    return _trial(before, after)
+    return _compared(before, after)
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:
-    """The verdict: from the trial where there is one; likeness is reported and decides nothing.
+    """The verdict, by the trial if there is one; similarity is one of the reasons, and decides nothing.
 
     >>> judge(Trial(100, 2.0, 1.8, 0.9, 40.0, 46.0, 8, 2)).verdict
     'likely to help'
-    >>> judge(Trial(100, 2.0, 1.8, 0.7, 70.0, 63.0, 6, 13)).verdict
-    'unlikely to help'
     >>> judge(None).verdict
     'uncertain'
     """
-    likeness = tuple(_likeness(tuple(similarity)))
+    means = []
+    for signal, values in summary(similarity).items():
+        if "cka" in values:
+            text = f"{signal.replace('_', ' ')}s: CKA {values['cka']:.2f}"
+            if "cosine_held_out" in values:
+                text += f", cosine {values['cosine_held_out']:.2f} on held-out samples after alignment"
+            means.append(f"{text} (means over layers)")
     if trial is None:
-        reason = "no fine-tune was given to try: likeness of the bases alone has not predicted gains"
-        return Verdict(UNCERTAIN, (reason, *likeness))
+        reason = "no fine-tune was given to try: similarity of the bases alone has not predicted gains"
+        return Verdict(UNCERTAIN, (reason, *means))
     falls = f"the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
     if trial.gain is None or trial.lean is None:
         word = UNLIKELY if trial.loss_falls < 0.5 else UNCERTAIN
-        return Verdict(
-            word, (falls, "there are no classes to count, and a falling loss alone proves little", *likeness)
-        )
+        return Verdict(word, (falls, "there are no classes to count, and a falling loss alone proves little", *means))
     counted = (
         f"{trial.turned_right} of them turn right and {trial.turned_wrong} turn wrong: "
         f"{trial.accuracy_before:.1f} % before, {trial.accuracy_after:.1f} % after"
     )
+    word = UNCERTAIN
     if trial.lean <= TURNED_WRONG or trial.loss_falls < 0.5:
         word = UNLIKELY
     elif trial.gain > 0 and trial.loss_falls >= LOSS_FALLS:
         word = LIKELY
-    else:
-        word = UNCERTAIN
-    return Verdict(word, (falls, counted, *likeness))
+    return Verdict(word, (falls, counted, *means))
 
 
 def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]]:
-    """The mean over layers of each number, by signal; what is open does not count."""
+    """The mean over layers of each finite number, by signal."""
     found: dict[str, dict[str, list[float]]] = {}
     for item in similarity:
-        numbers = {
-            "cka": item.cka,
-            "cka_debiased": item.cka_debiased,
-            "cosine_before": item.cosine_before,
-            "cosine_after": item.cosine_after,
-            "cosine_held_out": item.cosine_held_out,
-            "residual": item.residual if item.residual is not None else math.nan,
-        }
-        for name, number in numbers.items():
-            if math.isfinite(number):
+        for name in COLUMNS:
+            number = getattr(item, name)
+            if name != "rank" and number is not None and math.isfinite(number):
                 found.setdefault(item.signal, {}).setdefault(name, []).append(number)
     return {
         signal: {name: statistics.fmean(numbers) for name, numbers in values.items()}
@@ -226,42 +232,16 @@ def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]
     }
 
 
-SIMILARITY_COLUMNS = (
-    "target layer",
-    "signal",
-    "CKA",
-    "debiased",
-    "cosine before",
-    "after",
-    "held out",
-    "rank",
-    "residual",
-)
-
-
 def similarity_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
-    """One row of text per layer and signal."""
+    """One row of text per layer and signal, in `SIMILARITY_COLUMNS`."""
     return [
         [
             item.target,
             item.signal.replace("_", " "),
-            *(
-                number_text(value, ".3f")
-                for value in (item.cka, item.cka_debiased, item.cosine_before, item.cosine_after, item.cosine_held_out)
-            ),
-            "–" if item.rank is None else str(item.rank),
-            number_text(item.residual, ".3f"),
+            *(number_text(getattr(item, name), "d" if name == "rank" else ".3f") for name in COLUMNS),
         ]
         for item in similarity
     ]
-
-
-def _likeness(similarity: tuple[LayerSimilarity, ...]) -> Iterable[str]:
-    for signal, means in summary(similarity).items():
-        held_out = means.get("cosine_held_out")
-        after = f", cosine {held_out:.2f} on held-out samples after alignment" if held_out is not None else ""
-        if "cka" in means:
-            yield f"{signal.replace('_', ' ')}s: CKA {means['cka']:.2f}{after} (means over layers)"
 
 
 def _folds(job: Job) -> list[slice]:
@@ -276,10 +256,10 @@ def _folds(job: Job) -> list[slice]:
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
-def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[tuple[float, bool | None]]:
-    """The loss of each sample and whether its class is right; without a head, the loss of each batch."""
+def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Score]:
+    """The score of each sample; without a head, of each batch."""
     assert job.losses is not None
-    found: list[tuple[float, bool | None]] = []
+    found: list[Score] = []
     with frozen(module), torch.no_grad():
         for batch in batches:
             if job.heads is None:
@@ -292,17 +272,19 @@ def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[tuple[f
     return found
 
 
-def _trial(before: list[tuple[float, bool | None]], after: list[tuple[float, bool | None]]) -> Trial:
-    falls = [new[0] < old[0] for old, new in zip(before, after, strict=True)]
-    losses = [statistics.fmean(item[0] for item in side) for side in (before, after)]
-    plain = Trial(len(before), losses[0], losses[1], statistics.fmean(falls))
-    if any(right is None for _, right in before):
-        return plain
-    sides = [(bool(old[1]), bool(new[1])) for old, new in zip(before, after, strict=True)]
+def _compared(before: list[Score], after: list[Score]) -> Trial:
+    losses = [[loss for loss, _ in side] for side in (before, after)]
+    falls = [new < old for old, new in zip(*losses, strict=True)]
+    found = Trial(len(before), *map(statistics.fmean, losses), statistics.fmean(falls))
+    right = [[right for _, right in side if right is not None] for side in (before, after)]
+    if not right[0]:
+        return found
+    changes = Counter(new - old for old, new in zip(*right, strict=True))
+    accuracies = [100 * statistics.fmean(side) for side in right]
     return replace(
-        plain,
-        accuracy_before=100 * statistics.fmean(old for old, _ in sides),
-        accuracy_after=100 * statistics.fmean(new for _, new in sides),
-        turned_right=sum(new and not old for old, new in sides),
-        turned_wrong=sum(old and not new for old, new in sides),
+        found,
+        accuracy_before=accuracies[0],
+        accuracy_after=accuracies[1],
+        turned_right=changes[1],
+        turned_wrong=changes[-1],
     )

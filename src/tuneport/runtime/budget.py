@@ -1,15 +1,13 @@
 """Fit a transfer into a memory budget: where models and result are, which layers are measured in which pass, the peak.
 
-If statistics exceed the budget, layers are measured in groups, with one run over the calibration data each, and the
-statistics of a group are freed before the next group starts. If models exceed it, their blocks stay off the device (in
-RAM for a GPU, in files for a CPU) and are fetched when they run. The results do not change. The peak comes from
-`forecast`.
+If statistics exceed the budget, layers are measured in groups, one after the other. If models exceed it, their blocks
+stay off the device (in RAM for a GPU, in files for a CPU) and are fetched when they run. The results do not change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,16 +16,14 @@ from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
 from ..job import Job
 from ..measure.signals import NEEDS_BACKWARD
-from ..methods import Method, get_method
+from ..methods import Method, get_method, name_of
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair
 from ..types import Sides
 from .forecast import Forecast, NeedsValuesError
-from .passes import Passes, check_by_layer, grouped, units
+from .passes import Passes, by_weight, grouped
 
 SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forecast
-
-Placements = Sides[Placement]
 
 
 def plan_passes(
@@ -49,151 +45,58 @@ def plan_passes(
             if offloaded:
                 raise
             forecast = Forecast.of(job, on_meta=False)
-    if not offloaded:
-        return _InPlace(job, method, budget, forecast).passes()
-    if not job.signals:  # the models never run
+    if offloaded and not job.signals:  # the models never run
         pairs = job.plan.pairs
         return Passes((pairs,), result_bytes(job, method), (forecast.solving_bytes(pairs),))
-    return _Offloaded(job, method, budget, forecast).passes()
+    return _Division(job, method, budget, forecast, offloaded).passes()
 
 
-class _InPlace:
-    """The division of a job whose models are on the device they run on."""
+class _Division:
+    """How the layers of a job are divided; `_placements` is None if its models are on the device they run on."""
 
-    fixed = "the models and the result take"
-
-    def __init__(self, job: Job, method: Method, budget: int | None, forecast: Forecast) -> None:
+    def __init__(self, job: Job, method: Method, budget: int | None, forecast: Forecast, offloaded: bool) -> None:
         self._job, self._method, self._budget, self._forecast = job, method, budget, forecast
         self._device = job.runs_on
         slack = 0.0 if self._device.type == "cpu" else SLACK
         self._limit = math.inf if budget is None else int(budget * (1 - slack))
-        self._models = (job.source, job.target)
-        self._paths = [block_paths(model.layers) for model in self._models]
-        found = [sizes(model.module, paths) for model, paths in zip(self._models, self._paths, strict=True)]
-        self._rest, self._blocks = [rest for rest, _ in found], [blocks for _, blocks in found]
-        self._result = result_bytes(job, method)  # on the device to the end
+        self._paths = [block_paths(model.layers) for model in job.models]
+        found = [sizes(model.module, paths) for model, paths in zip(job.models, self._paths, strict=True)]
+        self._blocks = [blocks for _, blocks in found]
+        self._models = sum(rest + sum(blocks.values()) for rest, blocks in found)
+        self._placements: Sides[Placement] | None = None
+        self._result = result = result_bytes(job, method)  # on the device to the end
+        self._one_block = self._returned = 0
+        self._in_files = False
+        if offloaded:
+            self._placements = self._placed(recomputed=False)
+            on_device = result_device(job).type == self._device.type
+            crowded = result > int(self._limit) // 4 if on_device else result + self._models > free_memory()
+            self._in_files = method.by_layer and crowded
+            self._result = result if on_device and not self._in_files else 0
+            self._one_block = result_bytes(job, method, by_block=True) if on_device and self._in_files else 0
+            self._returned = 0 if on_device else result
 
     def passes(self) -> Passes:
         pairs = self._job.plan.pairs
-        groups = [pairs] if self._peak(pairs, None) <= self._limit else self._divided(None)
-        return Passes(tuple(groups), self._fixed(None), self._group_bytes(groups, None))
-
-    def _models_bytes(self) -> int:
-        return sum(self._rest) + sum(sum(blocks.values()) for blocks in self._blocks)
-
-    def _fixed(self, placements: Placements | None) -> int:
-        """The bytes that are on the device all the time while models run."""
-        del placements
-        return self._models_bytes() + self._result
-
-    def _solving(self, pairs: Sequence[LayerPair]) -> int:
-        """The peak while maps are solved, without statistics."""
-        return self._fixed(None) + self._forecast.solving_bytes(pairs)
-
-    def _live(self, pairs: Sequence[LayerPair], placements: Placements | None) -> int:
-        """The most that one batch needs."""
-        return self._forecast.peak(pairs, placements)
-
-    def _peak(self, pairs: Sequence[LayerPair], placements: Placements | None) -> int:
-        """The peak of measuring and solving these pairs."""
-        measuring = self._fixed(placements) + self._live(pairs, placements)
-        return self._forecast.statistics_bytes(pairs) + max(measuring, self._solving(pairs))
-
-    def _bound(self, placements: Placements | None) -> Callable[[Sequence[LayerPair]], int]:
-        """An upper bound on a group's bytes beyond the fixed ones, which needs no run of the forecast."""
-        pairs = self._job.plan.pairs
-        least = max(self._live(few, placements) for few in (pairs[:1], pairs[-1:]))
-        fixed = self._fixed(placements)
-
-        def bound(group: Sequence[LayerPair]) -> int:
-            measuring = least + self._forecast.signal_bytes(group)
-            return self._forecast.statistics_bytes(group) + max(measuring, self._solving(group) - fixed)
-
-        return bound
-
-    def _divided(self, placements: Placements | None) -> list[tuple[LayerPair, ...]]:
-        """Groups whose peaks stay within the budget: by the bound, and smaller if the forecast of a group is higher."""
-        pairs = self._job.plan.pairs
-        fixed, bound = self._fixed(placements), self._bound(placements)
-        limit = spare = int(self._limit) - fixed
-        largest = max(map(bound, units(pairs)))
-        for _ in range(8):
-            if largest > spare:
-                break
-            groups = [tuple(group) for group in grouped(pairs, _fits(bound, spare))]
-            over = max(self._peak(group, placements) for group in sorted(groups, key=bound)[-2:]) - int(self._limit)
-            if over <= 0:
-                if len(groups) > 1:
-                    check_by_layer(self._method, self._peak(pairs, placements))
-                return groups
-            spare -= over
-        assert self._budget is not None
-        least = (fixed + largest + max(limit - spare, 0)) / self._limit * self._budget
-        raise TuneportError(
-            f"a `memory_budget` of {format_bytes(self._budget)} is too small: {self.fixed} {format_bytes(fixed)}, and "
-            f"the largest layer {format_bytes(largest)}. Give at least {format_bytes(least)}, a smaller `batch_size`, "
-            "or fewer `max_tokens`."
-        )
-
-    def _group_bytes(self, groups: Sequence[Sequence[LayerPair]], placements: Placements | None) -> tuple[int, ...]:
-        """The bytes of each group beyond the fixed ones."""
-        fixed = self._fixed(placements)
-        if len(groups) == 1:
-            return (self._peak(groups[0], placements) - fixed,)
-        bound = self._bound(placements)
-        highest = max(self._peak(group, placements) for group in sorted(groups, key=bound)[-2:]) - fixed
-        return tuple(min(bound(group), highest) for group in groups)
-
-
-class _Offloaded(_InPlace):
-    """The division of a job whose models are not on the device: which blocks stay there, which are fetched to run."""
-
-    fixed = "the tensors outside the blocks take"
-
-    def __init__(self, job: Job, method: Method, budget: int | None, forecast: Forecast) -> None:
-        super().__init__(job, method, budget, forecast)
-        whole = self._result
-        on_device = result_device(job).type == self._device.type
-        self._in_files = method.by_layer and (
-            (on_device and whole > int(self._limit) // 4)
-            or (not on_device and whole + self._models_bytes() > free_memory())
-        )
-        self._result = whole if on_device and not self._in_files else 0
-        self._one_block = result_bytes(job, method, by_block=True) if on_device and self._in_files else 0
-        self._host_bytes = self._models_bytes() + (0 if on_device else whole)
-
-    def passes(self) -> Passes:
-        pairs = self._job.plan.pairs
-        placements = self._placements(recomputed=False)
-        groups = [pairs]
-        if self._peak(pairs, placements) > self._limit:
-            placements = self._placements(recomputed=True, fetched=self._paths)
-            if self._peak(pairs, placements) <= self._limit:
-                placements = self._with_resident_blocks(pairs, placements)
-            else:
-                groups = self._divided(placements)
+        if self._peak(pairs) > self._limit and self._placements is not None:
+            self._placements = self._placed(fetched=self._paths)
+            if self._peak(pairs) <= self._limit:
+                self._placements = self._placed(fetched=self._without_resident(self._limit - self._peak(pairs)))
+        groups = [pairs] if self._peak(pairs) <= self._limit else self._divided()
+        highest = self._highest(groups) - self._fixed()
+        group_bytes = [min(self._bound(group), highest) for group in groups] if len(groups) > 1 else [highest]
         return Passes(
             tuple(groups),
-            self._fixed(placements),
-            self._group_bytes(groups, placements),
-            placements,
-            self._host_bytes,
-            self._fetched_bytes(len(groups), placements),
+            self._fixed(),
+            tuple(group_bytes),
+            self._placements,
+            0 if self._placements is None else self._models + self._returned,
+            self._returned,
+            self._fetched_bytes(len(groups)),
             self._in_files,
         )
 
-    def _with_resident_blocks(self, pairs: Sequence[LayerPair], placements: Placements) -> Placements:
-        """Keep as many blocks on the device as fit."""
-        spare = self._limit - self._peak(pairs, placements)
-        fetched = [list(paths) for paths in self._paths]
-        for side in (1, 0):
-            for path, size in self._blocks[side].items():
-                if size <= spare:
-                    spare -= size
-                    fetched[side].remove(path)
-        return self._placements(recomputed=True, fetched=fetched)
-
-    def _placements(self, *, recomputed: bool, fetched: Sequence[Sequence[str]] = ((), ())) -> Placements:
+    def _placed(self, *, recomputed: bool = True, fetched: Sequence[Sequence[str]] = ((), ())) -> Sides[Placement]:
         each = (
             Placement(
                 self._device,
@@ -201,51 +104,106 @@ class _Offloaded(_InPlace):
                 frozenset(own),
                 model.parameters() if model.offloaded else None,
             )
-            for model, paths, own in zip(self._models, self._paths, fetched, strict=True)
+            for model, paths, own in zip(self._job.models, self._paths, fetched, strict=True)
         )
         return Sides(*each)
 
-    def _fixed(self, placements: Placements | None) -> int:
-        assert placements is not None
-        return self._models_bytes() - self._coming(placements) + self._result
+    def _without_resident(self, spare: float) -> list[list[str]]:
+        """The blocks to fetch if as many as fit into the spare bytes stay on the device."""
+        fetched = [list(paths) for paths in self._paths]
+        for side in (1, 0):
+            for path, size in self._blocks[side].items():
+                if size <= spare:
+                    spare -= size
+                    fetched[side].remove(path)
+        return fetched
 
-    def _solving(self, pairs: Sequence[LayerPair]) -> int:
-        return self._result + self._one_block + self._forecast.solving_bytes(pairs)  # the models are gone by then
-
-    def _live(self, pairs: Sequence[LayerPair], placements: Placements | None) -> int:
-        """The most that one batch needs, as if every block were fetched: at most one block too much."""
-        assert placements is not None
-        fetched = Sides(*(replace(placement, fetched=frozenset(placement.blocks)) for placement in placements))
-        return self._forecast.peak(pairs, fetched)
-
-    def _coming(self, placements: Placements) -> int:
+    def _coming(self) -> int:
         """The bytes of the blocks that are fetched."""
         return sum(
-            size
-            for blocks, placement in zip(self._blocks, placements, strict=True)
-            for path, size in blocks.items()
-            if path in placement.fetched
+            blocks[path]
+            for blocks, placement in zip(self._blocks, self._placements or (), strict=False)
+            for path in placement.fetched
         )
 
-    def _fetched_bytes(self, runs: int, placements: Placements) -> int:
+    def _fetched_bytes(self, runs: int) -> int:
         """The bytes that come to the device in all runs over the samples."""
-        coming = self._coming(placements)
+        if self._placements is None:
+            return 0
+        coming = self._coming()
         times = 2 if NEEDS_BACKWARD & self._job.signals else 1
         batches = -(-self._forecast.samples // self._forecast.size)
-        return runs * (self._models_bytes() - coming + times * batches * coming)
+        return runs * (self._models - coming + times * batches * coming)
 
+    def _fixed(self) -> int:
+        """The bytes that are on the device all the time while models run."""
+        return self._models - self._coming() + self._result
 
-def _fits(bound: Callable[[Sequence[LayerPair]], int], most: int) -> Callable[[Sequence[LayerPair]], bool]:
-    return lambda group: bound(group) <= most
+    def _solving(self, pairs: Sequence[LayerPair]) -> int:
+        """The peak while maps are solved, without statistics; offloaded models are gone by then."""
+        held = self._fixed() if self._placements is None else self._result + self._one_block
+        return held + self._forecast.solving_bytes(pairs)
+
+    def _live(self, pairs: Sequence[LayerPair]) -> int:
+        """The most that one batch needs."""
+        placements = self._placements
+        if placements is not None:  # as if every block were fetched: at most one block too much
+            placements = Sides(*(replace(each, fetched=frozenset(each.blocks)) for each in placements))
+        return self._forecast.peak(pairs, placements)
+
+    def _peak(self, pairs: Sequence[LayerPair]) -> int:
+        """The peak of measuring and solving these pairs."""
+        measuring = self._fixed() + self._live(pairs)
+        return self._forecast.statistics_bytes(pairs) + max(measuring, self._solving(pairs))
+
+    def _bound(self, group: Sequence[LayerPair]) -> int:
+        """An upper bound on a group's bytes beyond the fixed ones, which needs no run of the forecast."""
+        pairs = self._job.plan.pairs
+        measuring = max(map(self._live, (pairs[:1], pairs[-1:]))) + self._forecast.signal_bytes(group)
+        return self._forecast.statistics_bytes(group) + max(measuring, self._solving(group) - self._fixed())
+
+    def _highest(self, groups: Sequence[Sequence[LayerPair]]) -> int:
+        """The highest peak of all groups: the bound tells which two can have it."""
+        largest = sorted(groups, key=self._bound)[-2:] if len(groups) > 2 else groups
+        return max(map(self._peak, largest))
+
+    def _divided(self) -> list[tuple[LayerPair, ...]]:
+        """Groups whose peaks stay within the budget: by the bound, and smaller if the forecast of a group is higher."""
+        pairs, fixed = self._job.plan.pairs, self._fixed()
+        limit = spare = int(self._limit) - fixed
+        largest = max(map(self._bound, by_weight(pairs)))
+        for _ in range(8):
+            if largest > spare:
+                break
+            groups = [tuple(group) for group in grouped(pairs, self._bound, spare)]
+            over = self._highest(groups) - int(self._limit)
+            if over <= 0:
+                self._check_by_layer(groups)
+                return groups
+            spare -= over
+        assert self._budget is not None
+        least = (fixed + largest + max(limit - spare, 0)) / self._limit * self._budget
+        held = "the models and the result" if self._placements is None else "the tensors outside the blocks"
+        raise TuneportError(
+            f"a `memory_budget` of {format_bytes(self._budget)} is too small: {held} take {format_bytes(fixed)}, and "
+            f"the largest layer {format_bytes(largest)}. Give at least {format_bytes(least)}, a smaller `batch_size`, "
+            "or fewer `max_tokens`."
+        )
+
+    def _check_by_layer(self, groups: Sequence[Sequence[LayerPair]]) -> None:
+        """Refuse to divide a method that moves all layers at once."""
+        if len(groups) > 1 and not self._method.by_layer:
+            raise TuneportError(
+                f"method {name_of(self._method)} moves all layers at once: give a `memory_budget` of "
+                f"{format_bytes(self._peak(self._job.plan.pairs))}, or use a method that moves layers one by one, such "
+                "as bico."
+            )
 
 
 def result_device(job: Job) -> torch.device:
     """The device of the result: that of the source's task vector."""
-    smallest = min(
-        (pair.source.weight for pair in job.plan.pairs), key=lambda name: math.prod(job.task_vector.spec(name).shape)
-    )
-    entry = job.task_vector[smallest]
-    found = entry.device
+    weights = (pair.source.weight for pair in job.plan.pairs)
+    found = job.task_vector[min(weights, key=lambda name: math.prod(job.task_vector.spec(name).shape))].device
     return torch.device("cpu") if found.type == "meta" else found
 
 

@@ -6,9 +6,10 @@ and the effect of frozen weights. A multiplication and an addition count as two 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..job import Drawn, Job
 from ..layers import Layer
 from ..maps.covariance import CrossCovariance
-from ..measure.batches import PairedBatch, count_samples
+from ..measure.batches import PairedBatch, count_samples, nested_to
 from ..measure.signals import NEEDS_BACKWARD, WEIGHT_GRADIENT, watch
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
 from ..report.record import Cost, CountedCost, PaperCost
 from ..types import Loss, Sides
-from .forecast import NeedsValuesError, TrueOnMeta, meta_errors, shapes_of, to_meta
+from .forecast import NeedsValuesError, TrueOnMeta, by_shape, meta_errors, shapes_of
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
@@ -53,7 +54,7 @@ class Flops:
             "statistics": self.statistics,
             "solves": self.dense + self.thin,
             "transport": self.transport,
-            "total": self.forward + self.backward + self.statistics + self.dense + self.thin + self.transport,
+            "total": sum(astuple(self)),
         }
 
 
@@ -67,7 +68,7 @@ class BatchCost:
     forward: int
     backward: int
     samples: int
-    tokens: tuple[int, int]
+    tokens: Sides[int]
     matched: Mapping[tuple[str, str], int]
 
 
@@ -83,7 +84,7 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
     once = once or (batch_cost(job) if samples else None)
     scale = samples / once.samples if once is not None else 0.0
     tokens = [round(count * scale) for count in once.tokens] if once is not None else _likely_tokens(job, samples)
-    sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in (job.source, job.target)]
+    sizes = [sum(parameter.numel() for parameter in model.module.parameters()) for model in job.models]
     counted = flops_of(job, samples, once) if once is not None or not job.signals else None
     return {
         "parameters": {"source": sizes[0], "target": sizes[1]},
@@ -186,63 +187,47 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
     if not isinstance(job.samples, Drawn):
         return [samples, samples]
     first = next(iter(job.samples.take(slice(1))))
-    layouts = [
-        model.layout(batch[0]) if model.layout is not None else None
-        for model, batch in ((job.source, first.source), (job.target, first.target))
-    ]
-    return [samples * (found.prefix + found.grid[0] * found.grid[1] if found else 1) for found in layouts]
+    sides = zip(job.models, (first.source, first.target), strict=True)
+    layouts = [model.layout(batch[0]) if model.layout is not None else None for model, batch in sides]
+    return [samples * (found.prefix + math.prod(found.grid) if found else 1) for found in layouts]
 
 
 def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
-    backward = bool(NEEDS_BACKWARD & job.signals)
-    forward_flops = backward_flops = 0
-    signals: list[dict[tuple[str, str], list[Tensor]]] = []
-    source_layers: dict[Layer, frozenset[str]] = {}
-    target_layers: dict[Layer, frozenset[str]] = {}
+    layers: Sides[dict[Layer, frozenset[str]]] = Sides({}, {})
     for pair in job.plan.pairs:
-        target_layers[pair.target] = found = pair.wanted(job.signals)
-        source_layers[pair.source] = source_layers.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
-    sides = (
-        (job.source.module, batch.source, losses.source, source_layers),
-        (job.target.module, batch.target, losses.target, target_layers),
-    )
+        layers.target[pair.target] = found = pair.wanted(job.signals)
+        layers.source[pair.source] = layers.source.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     size = count_samples([batch])
-    wanted = set(job.signals)
-    for module, inputs, loss, layers in sides:
-        if not any(layers.values()):
-            signals.append({})
-            continue
-        counter = _PassCounter()
-        with TrueOnMeta(), counter:
-            seen = watch(shapes_of(module), layers, to_meta(inputs), counter.split(loss), wanted, size)
+    counters = Sides(_PassCounter(), _PassCounter())
+    signals: list[dict[tuple[str, str], list[Tensor]]] = []
+    sides = zip(job.models, (batch.source, batch.target), losses, layers, counters, strict=True)
+    for model, inputs, loss, own, counter in sides:
+        seen = {}
+        if any(own.values()):
+            with TrueOnMeta(), counter:
+                on_meta = shapes_of(model.module), own, nested_to(inputs, torch.device("meta"))
+                seen = watch(*on_meta, counter.split(loss), job.signals, size)
         signals.append(seen)
-        forward_flops += counter.forward
-        backward_flops += counter.get_total_flops() - counter.forward if backward else 0
-    match = batch.match or job.match or match_tokens(None, None)
+    match = by_shape(batch.match or job.match or match_tokens(None, None), job.target.device)
     matched: dict[tuple[str, str], int] = {}
-    known: dict[Any, int] = {}
-
-    def paired(source: Tensor, target: Tensor) -> int:
-        shapes = source.shape[:2], target.shape[:2]
-        if shapes not in known:  # the widths do not matter
-            known[shapes] = len(match(*(torch.zeros(*shape, 1, device=job.target.device) for shape in shapes))[1])
-        return known[shapes]
-
     summed: set[tuple[int, ...]] = set()
     for pair in job.plan.pairs:
-        for signal in wanted:
+        for signal in job.signals:
             source = signals[0].get((pair.source.name, signal), [])
             target = signals[1].get((pair.target.name, signal), [])
             if signal == WEIGHT_GRADIENT:
-                matched[pair.target.name, signal] = sum(tensor.shape[0] * tensor.shape[1] for tensor in target)
+                matched[pair.target.name, signal] = _tokens(target)
             elif len(source) == len(target) and (both := tuple(map(id, (*source, *target)))) not in summed:
                 summed.add(both)
-                matched[pair.target.name, signal] = sum(map(paired, source, target))
-    tokens = [
-        max((sum(tensor.shape[0] * tensor.shape[1] for tensor in calls) for calls in seen.values()), default=0)
-        for seen in signals
-    ]
-    return BatchCost(forward_flops, backward_flops, size, (tokens[0], tokens[1]), matched)
+                matched[pair.target.name, signal] = sum(len(rows) for _, rows in map(match, source, target))
+    tokens = Sides(*(max(map(_tokens, seen.values()), default=0) for seen in signals))
+    forward = sum(counter.forward for counter in counters)
+    return BatchCost(forward, sum(c.get_total_flops() for c in counters) - forward, size, tokens, matched)
+
+
+def _tokens(calls: list[Tensor]) -> int:
+    """The tokens of a signal (N, T, d) in all calls of a layer."""
+    return sum(tensor.shape[:2].numel() for tensor in calls)
 
 
 class _PassCounter(FlopCounterMode):

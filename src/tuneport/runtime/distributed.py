@@ -58,9 +58,8 @@ def processes(device: str = "auto") -> Iterator[Ranks]:
 
 def ranks() -> Ranks:
     """The rank of this process now."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Ranks()
-    return Ranks(dist.get_rank(), dist.get_world_size())
+    joined = dist.is_available() and dist.is_initialized()
+    return Ranks(dist.get_rank(), dist.get_world_size()) if joined else Ranks()
 
 
 def share_of(samples: Samples) -> tuple[Samples, int]:
@@ -70,17 +69,13 @@ def share_of(samples: Samples) -> tuple[Samples, int]:
         return samples, 0
     samples = samples.listed()
     sizes = samples.batch_sizes
-    first, last = _slice(len(sizes), here)
-    return samples.take_batches(first, last), sum(sizes[:first])
-
-
-def _slice(count: int, here: Ranks) -> tuple[int, int]:
-    if count < here.size:
+    if len(sizes) < here.size:
         raise TuneportError(
-            f"{count} calibration batches cannot be split over {here.size} processes: start fewer processes, or lower "
-            "`batch_size`."
+            f"{len(sizes)} calibration batches cannot be split over {here.size} processes: start fewer processes, or "
+            "lower `batch_size`."
         )
-    return count * here.rank // here.size, count * (here.rank + 1) // here.size
+    first, last = (len(sizes) * rank // here.size for rank in (here.rank, here.rank + 1))
+    return samples.take_batches(first, last), sum(sizes[:first])
 
 
 def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
@@ -94,8 +89,7 @@ def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
         distinct.setdefault(id(statistics.covariances[key]), (key[0], statistics.covariances[key]))
     facts = [covariance.facts() for _, covariance in distinct.values()]
     keys = (sorted(statistics.covariances), sorted(statistics.weight_gradients), len(facts))
-    everyone: list[Any] = [None] * here.size
-    dist.all_gather_object(everyone, (keys, statistics.samples, facts))
+    everyone = _from_all((keys, statistics.samples, facts))
     if any(other[0] != keys for other in everyone):
         raise TuneportError("the processes measured different layers: give every process batches of one kind.")
     sums = {}
@@ -104,11 +98,8 @@ def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
         if owners[layer] == here.rank:
             sums[id(covariance)] = total
     covariances = {key: sums[id(own)] for key, own in statistics.covariances.items() if id(own) in sums}
-    gradients = {}
-    for name in sorted(statistics.weight_gradients):
-        gradient = statistics.weight_gradients[name].reduce(owners[name])
-        if owners[name] == here.rank:
-            gradients[name] = gradient
+    reduced = {name: statistics.weight_gradients[name].reduce(owners[name]) for name in keys[1]}
+    gradients = {name: gradient for name, gradient in reduced.items() if owners[name] == here.rank}
     return Statistics(covariances, gradients, sum(other[1] for other in everyone), dict(statistics.passes))
 
 
@@ -121,16 +112,13 @@ def gather_transfer(problem: Problem, transfer: Callable[[Problem], Transfer]) -
     mine = tuple(pair for pair in problem.plan.pairs if owners[pair.target.name] == here.rank)
     plan = replace(problem.plan, pairs=mine, loose=problem.plan.loose if here.first else ())
     answer = transfer(replace(problem, plan=plan))
-    everyone: list[Any] = [None] * here.size
-    dist.all_gather_object(everyone, (answer.records, answer.kept))
+    everyone = _from_all((answer.records, answer.kept))
     entries = gather_entries(answer.task_vector)
     records = {record.target: record for part in everyone for record in part[0]}
     order = [pair.target for pair in problem.plan.pairs]
-    names = dict.fromkeys(
-        [name for layer in order for name in (layer.weight, layer.bias) if name in entries] + list(entries)
-    )
+    names = [name for layer in order for name in (layer.weight, layer.bias) if name in entries]
     return Transfer(
-        TaskVector({name: entries[name] for name in names}),
+        TaskVector({name: entries[name] for name in dict.fromkeys((*names, *entries))}),
         tuple(records[layer.name] for layer in order if layer.name in records),
         tuple(item for part in everyone for item in part[1]),
     )
@@ -140,15 +128,20 @@ def gather_entries(own: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries of all processes, by rank. Tensors are sent one by one as bytes: no pickle, no second copy."""
     here = ranks()
     specs = {name: [(t.shape, t.dtype, t.device.type) for t in _tensors(entry)] for name, entry in own.items()}
-    everyone: list[Any] = [None] * here.size
-    dist.all_gather_object(everyone, specs)
     entries: dict[str, Entry] = {}
-    for owner, names in enumerate(everyone):
+    for owner, names in enumerate(_from_all(specs)):
         for name, parts in names.items():
             sent = _tensors(own[name]) if owner == here.rank else [None] * len(parts)
             found = [_broadcast(tensor, owner, *spec) for tensor, spec in zip(sent, parts, strict=True)]
             entries[name] = found[0] if len(found) == 1 else LowRank(found[0], found[1])
     return entries
+
+
+def _from_all(value: Any) -> list[Any]:
+    """The values of all processes, by rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def _tensors(entry: Entry) -> list[Tensor]:

@@ -8,12 +8,13 @@ the peaks of attention, losses and recomputed blocks. Memory that a kernel alloc
 from __future__ import annotations
 
 import copy
+import math
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ..maps.completion import completes_thin
 from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
-from ..measure.batches import PairedBatch, change_tensors, samples_at_once, split_batch
+from ..measure.batches import PairedBatch, nested_to, samples_at_once, split_batch
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -90,20 +91,22 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+@dataclass(eq=False)
 class ShapeSum:
     """Stands for a CrossCovariance in a forecast: shape, tokens and dtype, no values."""
 
-    def __init__(self, source_width: int, target_width: int, is_dense: Callable[[ShapeSum], bool]) -> None:
-        self.shape = (source_width, target_width)
-        self.tokens = 0
-        self.signal_dtype = torch.float64
+    shape: tuple[int, int]
+    is_dense: Callable[[ShapeSum], bool]
+    tokens: int = 0
+    signal_dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
         self.source_energy = self.target_energy = torch.zeros((), device="cpu")
-        self._is_dense = is_dense
 
     def update(self, source: Tensor, target: Tensor) -> None:
         self.tokens += len(target)
         self.signal_dtype = max((source.dtype, target.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-        if self._is_dense(self):  # the memory that the sum needs while it adds a batch
+        if self.is_dense(self):  # the memory that the sum needs while it adds a batch
             size = work_bytes(len(target), self.shape, self.signal_dtype, target.device)
             _ = torch.empty(size, dtype=torch.uint8, device=target.device)
 
@@ -142,7 +145,8 @@ class Forecast:
         samples = len(job.samples) or size
         match = batch.match or job.match or match_tokens(None, None)
         if on_meta:
-            batch = replace(batch, source=to_meta(batch.source), target=to_meta(batch.target), match=_by_shape(match))
+            source, target = (nested_to(side, torch.device("meta")) for side in (batch.source, batch.target))
+            batch = replace(batch, source=source, target=target, match=by_shape(match))
         found = cls(job, replace(batch, size=size, match=batch.match or match), size, at_once, samples, on_meta)
         sums, _ = found._run(job.plan.pairs, None, None)
         return replace(found, sums=sums)
@@ -163,33 +167,33 @@ class Forecast:
 
     def statistics_bytes(self, pairs: Iterable[LayerPair]) -> int:
         """The statistics of these pairs after all tokens."""
-        return sum(self._sum_bytes(found) for _, found in self._of(pairs))
+        return sum(
+            8 * math.prod(found.shape) if self._is_dense(found) else self._token_bytes(found)
+            for _, found in self._of(pairs)
+        )
 
     def signal_bytes(self, pairs: Iterable[LayerPair]) -> int:
         """The source's signals of one batch, which are kept for the target."""
-        sums = [found for _, found in self._of(pairs)]
         return sum(
-            found.tokens * self.at_once // self.size * found.shape[0] * found.signal_dtype.itemsize for found in sums
+            found.tokens * self.at_once // self.size * found.shape[0] * found.signal_dtype.itemsize
+            for _, found in self._of(pairs)
         )
 
     def solving_bytes(self, pairs: Sequence[LayerPair]) -> int:
         """Maps, the work on them, and one update between source and target coordinates."""
-        maps: dict[tuple[str, int | None], int] = {}
+        maps: Counter[tuple[str, int | None]] = Counter()
         works: dict[tuple[int, int], list[int]] = {}
         blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
-        device = self.job.runs_on
+        device, budget = self.job.runs_on, self.job.memory_budget
         for layer, found in self._of(pairs):
             mapped, working = solving_bytes(found.shape, self._tokens(found), device)
-            maps[blocks[layer]] = maps.get(blocks[layer], 0) + mapped
+            maps[blocks[layer]] += mapped
             works.setdefault(found.shape, []).append(working)
-        moving = max((_moving_bytes(pair) for pair in pairs), default=0)
-        together, held = (size(device, self.job.memory_budget) for size in (together_bytes, held_bytes))
-        at_once = {
-            shape: 1 if device.type == "cpu" else min(len(each), max(together // (8 * shape[0] * shape[1]), 1))
-            for shape, each in works.items()
-        }
-        work = max((at_once[shape] * max(each) for shape, each in works.items()), default=0)
-        return min(sum(maps.values()), held + max(maps.values(), default=0)) + max(work, moving)
+        moving = max(map(_moving_bytes, pairs), default=0)
+        together = 0 if device.type == "cpu" else together_bytes(device, budget)
+        at_once = {shape: max(together // (8 * math.prod(shape)), 1) for shape in works}
+        work = max((min(len(each), at_once[shape]) * max(each) for shape, each in works.items()), default=0)
+        return min(maps.total(), held_bytes(device, budget) + max(maps.values(), default=0)) + max(work, moving)
 
     def _of(self, pairs: Iterable[LayerPair]) -> Iterator[tuple[str, ShapeSum]]:
         """Each sum of these pairs once, with the first target layer that has it."""
@@ -205,46 +209,35 @@ class Forecast:
         tokens = found.tokens * self.samples // self.size
         return min(tokens, self.job.max_tokens or tokens)
 
-    def _sum_bytes(self, found: ShapeSum) -> int:
-        """The bytes of a sum after all tokens, by the rule of CrossCovariance."""
-        rows = self._tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
-        dense = 8 * found.shape[0] * found.shape[1]
-        return rows if CrossCovariance.keeps_tokens(rows, found.shape) else dense
+    def _token_bytes(self, found: ShapeSum) -> int:
+        return self._tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
+
+    def _is_dense(self, found: ShapeSum) -> bool:
+        """Whether a sum is a matrix after all tokens, by the rule of CrossCovariance."""
+        return not CrossCovariance.keeps_tokens(self._token_bytes(found), found.shape)
 
     def _run(
-        self,
-        pairs: Sequence[LayerPair],
-        placements: Sides[Placement] | None,
-        limit: TokenLimit | None,
+        self, pairs: Sequence[LayerPair], placements: Sides[Placement] | None, limit: TokenLimit | None
     ) -> tuple[Sums, int]:
         """Measure these pairs on the batch; the sums, and the peak of live bytes."""
         job = self.job
         assert job.losses is not None
-        modules = [job.source.module, job.target.module]
-        if self.on_meta:
-            modules = [shapes_of(module) for module in modules]
+        modules = [shapes_of(model.module) if self.on_meta else model.module for model in job.models]
 
-        def is_dense(found: ShapeSum) -> bool:
-            rows = found.tokens * self.samples // self.size * sum(found.shape) * found.signal_dtype.itemsize
-            return not CrossCovariance.keeps_tokens(rows, found.shape)
-
-        def make_sum(pair: LayerPair, signal: str, source: int, target: int, device: torch.device) -> ShapeSum:
-            del pair, signal, device
-            return ShapeSum(source, target, is_dense)
+        def make_sum(_pair: LayerPair, _signal: str, source: int, target: int, _device: torch.device) -> ShapeSum:
+            return ShapeSum((source, target), self._is_dense)
 
         live = LiveBytes()
         with ExitStack() as stack:
             if self.on_meta:
                 stack.enter_context(meta_errors())
-                for module, placement in zip(modules, placements or (None, None), strict=True):
-                    if placement is not None:
-                        moved = replace(placement, device=torch.device("meta"), home=None)
-                        stack.enter_context(placed(module, moved))
+                for module, placement in zip(modules, placements or (), strict=False):
+                    on_meta = replace(placement, device=torch.device("meta"), home=None)
+                    stack.enter_context(placed(module, on_meta))
                 stack.enter_context(TrueOnMeta())
             stack.enter_context(live)
             found = measure_pairs(
-                modules[0],
-                modules[1],
+                *modules,
                 pairs,
                 [self.batch],
                 signals=job.signals,
@@ -271,15 +264,15 @@ def _moving_bytes(pair: LayerPair) -> int:
     return 8 * (d_out * d_in + e_out * d_in + e_out * e_in)
 
 
-def _by_shape(match: Match) -> Match:
-    """A match that gives the number of paired tokens, without their values."""
+def by_shape(match: Match, device: torch.device | None = None) -> Match:
+    """A match that gives the number of paired tokens, without their values; it is asked once per shape on `device`."""
     known: dict[Any, int] = {}
 
     def matched(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        shapes = tuple(source.shape[:2]), tuple(target.shape[:2])
-        if shapes not in known:
-            known[shapes] = len(match(*(torch.zeros(*shape, 1) for shape in shapes))[1])
-        if known[shapes] == source.shape[0] * source.shape[1] == target.shape[0] * target.shape[1]:
+        shapes = source.shape[:2], target.shape[:2]
+        if shapes not in known:  # the widths do not matter
+            known[shapes] = len(match(*(torch.zeros(*shape, 1, device=device) for shape in shapes))[1])
+        if known[shapes] == shapes[0].numel() == shapes[1].numel():
             return source.flatten(0, 1), target.flatten(0, 1)
         return source.new_empty(known[shapes], source.shape[-1]), target.new_empty(known[shapes], target.shape[-1])
 
@@ -304,14 +297,8 @@ class TrueOnMeta(TorchDispatchMode):
 
 def shapes_of(module: nn.Module) -> nn.Module:
     """A copy of a module with its parameters and buffers on the meta device; no values are copied."""
-    tensors = chain(module.parameters(), module.buffers())
     replaced: dict[int, Any] = {}
-    for tensor in tensors:
+    for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         replaced[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(module, replaced)
-
-
-def to_meta(value: Any) -> Any:
-    """A batch with its tensors on the meta device."""
-    return change_tensors(value, lambda tensor: tensor.to("meta"))

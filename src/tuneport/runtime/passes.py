@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import TuneportError
-from ..io.sizes import format_bytes
 from ..job import Job
-from ..methods import Method, name_of
 from ..models.offload import Placement
 from ..pairing import LayerPair, blocks_of
 from ..types import Sides
@@ -20,8 +17,8 @@ class Passes:
 
     `fixed_bytes` is the part of models and result that is on the device all the time, `group_bytes` what each group
     needs in addition. `placements` is set if the models are not on the device they run on; then `home_bytes` is what
-    stays off the device, `fetched_bytes` what is fetched in all runs together. With `result_in_files` the result is
-    written to temporary files, block by block.
+    stays off the device, `returned_bytes` the part of it that is result, `fetched_bytes` what is fetched in all runs
+    together. With `result_in_files` the result is written to temporary files, block by block.
     """
 
     groups: tuple[tuple[LayerPair, ...], ...]
@@ -29,6 +26,7 @@ class Passes:
     group_bytes: tuple[int, ...]
     placements: Sides[Placement] | None = None
     home_bytes: int = 0
+    returned_bytes: int = 0
     fetched_bytes: int = 0
     result_in_files: bool = False
 
@@ -39,10 +37,7 @@ class Passes:
 
 def jobs_of(job: Job, passes: Passes | None) -> list[Job]:
     """A job for each group."""
-    if passes is None:
-        return [job]
-    job = replace(job, placements=passes.placements)
-    return [job] if len(passes.groups) < 2 else _jobs(job, passes.groups)
+    return [job] if passes is None else _jobs(replace(job, placements=passes.placements), passes.groups)
 
 
 def jobs_by_block(job: Job) -> list[Job]:
@@ -52,41 +47,25 @@ def jobs_by_block(job: Job) -> list[Job]:
 
 def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
     """A job for each group of pairs; tensors outside layers are part of the first."""
-    plans = [
-        replace(job.plan, pairs=tuple(pairs), loose=() if index else job.plan.loose)
-        for index, pairs in enumerate(groups)
-    ]
+    plan = job.plan
+    plans = [replace(plan, pairs=tuple(pairs), loose=() if i else plan.loose) for i, pairs in enumerate(groups)]
     return [replace(job, plan=plan) for plan in plans]
 
 
-def check_by_layer(method: Method, needed: int) -> None:
-    """Refuse to divide a method that moves all layers at once."""
-    if not method.by_layer:
-        raise TuneportError(
-            f"method {name_of(method)} moves all layers at once: give a `memory_budget` of "
-            f"{format_bytes(needed)}, or use a method that moves layers one by one, such as bico."
-        )
-
-
-def grouped(pairs: Iterable[LayerPair], fits: Callable[[list[LayerPair]], bool]) -> list[list[LayerPair]]:
-    """Pairs in groups that fit, as large as possible: whole blocks, or single weights if a block does not fit."""
+def grouped(pairs: Iterable[LayerPair], size: Callable[[Sequence[LayerPair]], int], most: int) -> list[list[LayerPair]]:
+    """Pairs in groups of at most this size: as many blocks as fit, or weights of a block that does not fit."""
     groups: list[list[LayerPair]] = []
     for block in blocks_of(pairs):
-        for unit in [block] if fits(block) else _by_weight(block):
-            if groups and fits([*groups[-1], *unit]):
+        for unit in [block] if size(block) <= most else by_weight(block):
+            if groups and size([*groups[-1], *unit]) <= most:
                 groups[-1].extend(unit)
             else:
                 groups.append(unit)
     return groups
 
 
-def units(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
-    """The smallest possible groups."""
-    return [unit for block in blocks_of(pairs) for unit in _by_weight(block)]
-
-
-def _by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
-    """Pairs by target weight: the parts of a fused weight stay together."""
+def by_weight(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
+    """Pairs by target weight, the smallest possible groups: the parts of a fused weight stay together."""
     found: dict[str, list[LayerPair]] = {}
     for pair in pairs:
         found.setdefault(pair.target.weight, []).append(pair)

@@ -12,6 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,15 @@ class Work:
     def check(self) -> None:
         """Raise a CheckpointError if an earlier run measured under other conditions."""
         for file in self._saved():
-            earlier = _content(file)["conditions"]
-            if fingerprint(earlier) == fingerprint(self.conditions):
-                continue
             changes = [
-                f"{key} was {_brief(old)} and is {_brief(new)}" for key, old, new in _changes(earlier, self.conditions)
+                f"{key} was {_brief(old)} and is {_brief(new)}"
+                for key, old, new in _changes(_content(file)["conditions"], self.conditions)
             ]
-            raise CheckpointError(
-                f"{self.out} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options, or start "
-                "over without `resume`."
-            )
+            if changes:
+                raise CheckpointError(
+                    f"{self.out} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options, or start "
+                    "over without `resume`."
+                )
 
     def load(self, stage: str, device: torch.device) -> Statistics | None:
         """The saved statistics of a stage; None if there are none."""
@@ -118,26 +118,18 @@ class Work:
 
 def save_statistics(path: Path, statistics: Statistics, conditions: Conditions) -> None:
     """Write statistics to one safetensors file, replacing it whole; a shared covariance is stored once."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[int, int] = {}
-    covariances: list[dict[str, Any]] = []
-    keys: list[list[str | int]] = []
-    gradients: dict[str, int] = {}
-    for (layer, signal), covariance in statistics.covariances.items():
-        number = numbers.setdefault(id(covariance), len(numbers))
-        keys.append([layer, signal, number])
-        if number == len(covariances):
-            values, parts = covariance.state()
-            covariances.append(values)
-            tensors |= {f"covariance.{number}.{name}": part for name, part in parts.items()}
-    for number, (layer, gradient) in enumerate(statistics.weight_gradients.items()):
-        gradients[layer], parts = gradient.state()
-        tensors |= {f"gradient.{number}.{name}": part for name, part in parts.items()}
+    distinct = {id(covariance): covariance for covariance in statistics.covariances.values()}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    covariances = [covariance.state() for covariance in distinct.values()]
+    gradients = {layer: gradient.state() for layer, gradient in statistics.weight_gradients.items()}
+    parts = {f"covariance.{number}": tensors for number, (_, tensors) in enumerate(covariances)}
+    parts |= {f"gradient.{number}": tensors for number, (_, tensors) in enumerate(gradients.values())}
+    tensors = {f"{prefix}.{name}": tensor for prefix, named in parts.items() for name, tensor in named.items()}
     content = {
         "conditions": conditions,
-        "covariances": covariances,
-        "keys": keys,
-        "gradients": gradients,
+        "covariances": [values for values, _ in covariances],
+        "keys": [[*key, numbers[id(covariance)]] for key, covariance in statistics.covariances.items()],
+        "gradients": {layer: samples for layer, (samples, _) in gradients.items()},
         "samples": statistics.samples,
         "passes": dict(statistics.passes),
     }
@@ -154,7 +146,7 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
     def reader(prefix: str) -> Callable[[str], Tensor]:
         return lambda name: stored[f"{prefix}.{name}"].to(device)
 
-    try:
+    with _damage_reported(path):
         covariances = [
             CrossCovariance.from_state(values, reader(f"covariance.{number}"))
             for number, values in enumerate(content["covariances"])
@@ -165,8 +157,6 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
         }
         keyed = {(layer, signal): covariances[number] for layer, signal, number in content["keys"]}
         return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -175,14 +165,19 @@ def _content(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} does not hold statistics of this version of tuneport. Start over without `resume`."
         )
-    try:
-        content = json.loads(metadata["content"])
+    with _damage_reported(path):
+        content: dict[str, Any] = json.loads(metadata["content"])
         if not isinstance(content["conditions"], dict):
             raise TypeError
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        return content
+
+
+@contextmanager
+def _damage_reported(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
-    found: dict[str, Any] = content
-    return found
 
 
 def _changes(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

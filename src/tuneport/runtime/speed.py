@@ -16,6 +16,7 @@ import torch
 from ..maps.covariance import CrossCovariance
 from ..maps.procrustes import procrustes_together
 from .cost import SVD, Flops, thin_flops
+from .passes import Passes
 
 
 @dataclass(frozen=True)
@@ -68,47 +69,32 @@ def _links(device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    run()
-    _wait(device)
-    started = time.perf_counter()
-    for _ in range(times):
-        run()
-    _wait(device)
+    for repeat in (1, times):  # the first run is not counted
+        started = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     return max((time.perf_counter() - started) / times, 1e-9)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_of(
-    flops: Flops,
-    rates: Rates,
-    *,
-    runs: int = 1,
-    recomputed: bool = False,
-    fetched: float = 0.0,
-    returned: float = 0.0,
-    devices: int = 1,
-) -> dict[str, float]:
+def seconds_of(flops: Flops, rates: Rates, passes: Passes | None = None, devices: int = 1) -> dict[str, float]:
     """Seconds by stage, and their total.
 
     Args:
-        flops: the work of one run over the samples.
+        flops: the work of one run over all samples.
         rates: the speed of one device.
-        runs: runs over the samples; each counts as a whole backward pass, also where later groups need less.
-        recomputed: whether blocks run a second time for their gradients.
-        fetched: bytes that come to all devices together.
-        returned: bytes of results that go back.
+        passes: of each device; each group counts as a whole backward pass, also where later groups need less.
         devices: devices that share the work.
     """
-    passes = runs * (flops.forward * (2 if recomputed else 1) + flops.backward)
+    passes = passes or Passes(((),), 0, ())
+    recomputed = any(placement.blocks for placement in passes.placements or ())
+    run = flops.forward * (2 if recomputed else 1) + flops.backward
     found = {
-        "passes": passes / rates.passes / devices,
-        "fetch": fetched / rates.link / devices,
+        "passes": len(passes.groups) * run / rates.passes / devices,
+        "fetch": passes.fetched_bytes / rates.link,
         "sums": flops.statistics / rates.products / devices,
         "solve": (flops.dense / rates.dense + flops.thin / rates.thin) / devices,
-        "transport": (flops.transport / rates.products + returned / rates.back) / devices,
+        "transport": (flops.transport / rates.products + passes.returned_bytes / rates.back) / devices,
     }
     return {**found, "total": sum(found.values())}
