@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ VOLATILE = ("seconds", "seconds_by_stage", "out")
 
 class Killed(BaseException):
     """Stands for SIGKILL: no handler catches it."""
+
+
+def stop_at(call: int, error: type[BaseException] = Killed) -> Callable[[int], None]:
+    """A progress callback that raises at one of its calls."""
+    calls = itertools.count(1)
+
+    def progress(_: int) -> None:
+        if next(calls) == call:
+            raise error
+
+    return progress
 
 
 def some_statistics() -> Statistics:
@@ -170,17 +183,9 @@ class TestPort:
     def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, after: int, scale: Any) -> None:
         options = {"signals": METHODS["bico"].signals}
         port(job_of(zoo, **options), tmp_path / "whole", scale=scale)
-        seen = 0
-
-        def cut(_: int) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == after:
-                raise Killed
-
         out = tmp_path / "out"
         with pytest.raises(Killed):
-            port(job_of(zoo, **options), out, scale=scale, save_every=0, progress=cut)
+            port(job_of(zoo, **options), out, scale=scale, save_every=0, progress=stop_at(after))
         assert names(tmp_path) == ([".out.tuneport-work", "whole"] if after > 1 else ["whole"])
         notes: list[str] = []
         done: list[int] = []
@@ -197,14 +202,9 @@ class TestPort:
         def at(cut: int) -> Passes:
             return Passes((pairs[:cut], pairs[cut:]), 0, (0, 0))
 
-        def stop(_: int, left: list[int] = [8]) -> None:  # noqa: B006
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-
         out = tmp_path / "out"
         with pytest.raises(Killed):
-            port(job_of(zoo), out, save_every=0, progress=stop, passes=at(5))
+            port(job_of(zoo), out, save_every=0, progress=stop_at(8), passes=at(5))
         port(job_of(zoo), out, resume=True, passes=at(3))
         assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
@@ -217,27 +217,17 @@ class TestPort:
         def job() -> Job:
             return prepare(base, tuned, base, zoo.data, signals=method, samples=SAMPLES, batch_size=BATCH)
 
-        def cut(_: int, left: list[int] = [3]) -> None:  # noqa: B006
-            left[0] -= 1
-            if left[0] == 0:
-                raise Killed
-
         port(job(), tmp_path / "whole", method=method)
         with pytest.raises(Killed):
-            port(job(), tmp_path / "out", method=method, save_every=0, progress=cut)
+            port(job(), tmp_path / "out", method=method, save_every=0, progress=stop_at(3))
         port(job(), tmp_path / "out", method=method, resume=True)
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
     def test_other_options_are_refused_and_a_new_start_gives_a_note(self, zoo: Zoo, tmp_path: Path) -> None:
-        def cut(_: int, left: list[int] = [3]) -> None:  # noqa: B006
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-
         notes: list[str] = []
         out = tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):
-            port(job_of(zoo), out, save_every=0, progress=cut, note=notes.append)
+            port(job_of(zoo), out, save_every=0, progress=stop_at(3, KeyboardInterrupt), note=notes.append)
         assert notes == ["what was measured is kept; the same call with `resume=True` continues from it"]
         with pytest.raises(CheckpointError, match=r"cannot be resumed: options.seed was 0 and is 1, data.indices was "):
             port(job_of(zoo, seed=1), out, resume=True)

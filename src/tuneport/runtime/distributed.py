@@ -2,7 +2,7 @@
 
 Each process measures its part of the calibration batches. The sums of a block are reduced to the process that owns it,
 which solves its maps and moves its layers; then every process receives the whole result. The number of processes
-changes the result by rounding only; the same number gives the same bits. With one process nothing happens here.
+changes the result by rounding only; the same number gives the same bits.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
     if here.size == 1:
         return statistics
     owners = _owners(plan, here)
-    distinct: dict[int, tuple[str, CrossCovariance]] = {}  # in an order that all processes share
-    for key in sorted(statistics.covariances):
-        distinct.setdefault(id(statistics.covariances[key]), (key[0], statistics.covariances[key]))
+    distinct: dict[int, tuple[str, CrossCovariance]] = {}
+    for key, covariance in sorted(statistics.covariances.items()):  # in an order that all processes share
+        distinct.setdefault(id(covariance), (key[0], covariance))
     facts = [covariance.facts() for _, covariance in distinct.values()]
     keys = (sorted(statistics.covariances), sorted(statistics.weight_gradients), len(facts))
     everyone = _from_all((keys, statistics.samples, facts))

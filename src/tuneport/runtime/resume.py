@@ -1,8 +1,7 @@
 """The statistics of an unfinished run, saved so that the run can continue after it was killed.
 
 The hidden folder `.OUT.tuneport-work`, next to the output, holds one safetensors file per stage of measuring, with the
-conditions of the run in its metadata. A file is replaced whole. Sums are restored to the bit, and shared sums are
-shared again. Statistics measured under other conditions are refused. A finished run removes the folder.
+conditions of the run in its metadata. Sums are restored to the bit. A finished run removes the folder.
 """
 
 from __future__ import annotations

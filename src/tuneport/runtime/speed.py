@@ -1,7 +1,6 @@
 """The speed of this machine by kind of work, from a short probe, and the seconds that a transfer takes on it.
 
-The probe runs a product in the models' dtype and in float64, Procrustes problems batched as in a transfer, and a copy
-to the device: a second or two. Seconds are sums of work over rate; nothing overlaps. Several devices share samples and
+The probe takes a second or two. Seconds are sums of work over rate; nothing overlaps. Several devices share samples and
 maps evenly, each with its own link.
 """
 
@@ -35,8 +34,9 @@ class Rates:
 
 def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates:
     """Measure the rates of this machine; a product has as many rows as a batch has `tokens`."""
-    width = 4096 if device.type == "cuda" else 512
-    rows = min(tokens, width) if device.type == "cuda" else width
+    on_gpu = device.type == "cuda"
+    width = 4096 if on_gpu else 512
+    rows = min(tokens, width) if on_gpu else width
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,26 +46,20 @@ def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates
     exact = weight.double()
     passes = 2 * rows * width**2 / _seconds(lambda: x @ weight, device, 20)
     products = 2 * width**3 / _seconds(lambda: exact @ exact, device, 3)
-    count = 4 if device.type == "cuda" else 1
-
-    def solve(covariance: CrossCovariance) -> Callable[[], object]:
-        return lambda: procrustes_together([covariance] * count)
-
+    count = 4 if on_gpu else 1
     full, few = (CrossCovariance(size, size, device=device) for size in (width // 4, width))
     full.matrix = random(width // 4, width // 4, dtype=torch.float64)
     few.update(*(random(width // 4, width, dtype=torch.float32) for _ in range(2)))
-    dense = count * SVD * (width // 4) ** 3 / _seconds(solve(full), device, 1)
-    thin = count * thin_flops(width, width, width // 4) / _seconds(solve(few), device, 1)
-    return Rates(passes, products, dense, thin, *_links(device))
-
-
-def _links(device: torch.device) -> tuple[float, float]:
-    """Bytes per second from pinned memory to the device, and back into new memory."""
-    size = 2**28 if device.type == "cuda" else 2**25
-    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    dense = count * SVD * (width // 4) ** 3 / _seconds(lambda: procrustes_together([full] * count), device, 1)
+    thin = (
+        count * thin_flops(width, width, width // 4) / _seconds(lambda: procrustes_together([few] * count), device, 1)
+    )
+    size = 2**28 if on_gpu else 2**25
+    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
     on_device = torch.empty_like(on_host, device=device)
     link = size / _seconds(lambda: on_device.copy_(on_host, non_blocking=True), device, 4)
-    return link, size / _seconds(lambda: on_device.to("cpu", copy=True), device, 2)
+    back = size / _seconds(lambda: on_device.to("cpu", copy=True), device, 2)
+    return Rates(passes, products, dense, thin, link, back)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
