@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, required=True, help="folder with the results of llama.py")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    from tuneport.methods import get_method
     from tuneport.models.offload import Placement, bytes_of
     from tuneport.pipeline.outlook import prepare_shapes
     from tuneport.runtime.budget import result_bytes
@@ -45,13 +46,13 @@ def main() -> None:
         )
     forecast, pairs = Forecast.of(job), job.plan.pairs
     live = forecast.peak(pairs, (Placement(device), Placement(device)))
-    flops = flops_of(job, job.samples)
+    flops = flops_of(job, len(job.samples))
     assert flops is not None
     seconds = seconds_of(flops, Rates(**H200))
     models = sum(bytes_of(model.module.parameters()) for model in (job.source, job.target))
     sizes = {layer.name: 2 * layer.in_features * layer.out_features for layer in job.source.layers}
     changes = {
-        "full": (sum(sizes.values()), result_bytes(job)),
+        "full": (sum(sizes.values()), result_bytes(job, get_method("bico"))),
         "lora": (sum(2 * 16 * (layer.in_features + layer.out_features) for layer in job.source.layers), 0),
     }
     rows, data = [], {}

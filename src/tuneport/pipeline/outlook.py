@@ -15,7 +15,6 @@ import torch
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
 from ..job import Given, Job
-from ..measure.batches import PairedBatch
 from ..measure.objectives import forward_only, token_loss
 from ..methods import Method, get_method, name_of
 from ..models.open import outline_model, pick_dtype
@@ -135,7 +134,9 @@ def prepare_shapes(
     plan = plan_of(*models, vector)
     chosen.check(plan)
     sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
-    texts = {size: PairedBatch(_texts(size, length), _texts(size, length), size=size) for size in set(sizes)}
+    ids = torch.zeros(batch_size, length, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    texts = [({"input_ids": ids[:size], "attention_mask": mask[:size]}, ids[:size]) for size in sizes]
     losses = Sides(*(token_loss(m) if m.generates == "causal" else forward_only(m) for m in models))
     options = {"samples": samples, "length": length, "batch_size": batch_size, "max_tokens": max_tokens, "dtype": dtype}
     return Job(
@@ -143,18 +144,13 @@ def prepare_shapes(
         vector,
         plan,
         chosen.signals,
-        Given([texts[size] for size in sizes]),
+        Given(texts),
         losses,
         max_tokens=max_tokens,
         memory_budget=memory_budget,
         record={"options": options},
         device=torch.device(device),
     )
-
-
-def _texts(size: int, length: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    ids = torch.zeros(size, length, dtype=torch.int64)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids
 
 
 def plan_devices(

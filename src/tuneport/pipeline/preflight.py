@@ -1,4 +1,4 @@
-"""Before any weight is written: how alike two models are, and a verdict from a trial on held-out samples.
+"""Before any weight is written: the similarity of two models, and a verdict from a trial on held-out samples.
 
 The trial is a transfer in memory, by cross-fitting: the target is scored on each fold of the calibration samples, with
 and without an update whose maps come from the other folds. Only the trial decides: the similarity of two models has
