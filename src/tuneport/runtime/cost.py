@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..job import Drawn, Job
 from ..layers import Layer
 from ..maps.covariance import CrossCovariance
-from ..measure.batches import PairedBatch, count_samples, nested_to
+from ..measure.batches import PairedBatch, count_samples, move_batch
 from ..measure.signals import NEEDS_BACKWARD, WEIGHT_GRADIENT, watch
 from ..measure.tokens import match_tokens
 from ..pairing import LayerPair
@@ -205,7 +205,7 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
         seen = {}
         if any(own.values()):
             with TrueOnMeta(), counter:
-                on_meta = shapes_of(model.module), own, nested_to(inputs, torch.device("meta"))
+                on_meta = shapes_of(model.module), own, move_batch(inputs, torch.device("meta"))
                 seen = watch(*on_meta, counter.split(loss), job.signals, size)
         signals.append(seen)
     match = by_shape(batch.match or job.match or match_tokens(None, None), job.target.device)

@@ -28,7 +28,7 @@ from ..maps.completion import completes_thin
 from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
-from ..measure.batches import PairedBatch, nested_to, samples_at_once, split_batch
+from ..measure.batches import PairedBatch, move_batch, samples_at_once, split_batch
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -145,7 +145,7 @@ class Forecast:
         samples = len(job.samples) or size
         match = batch.match or job.match or match_tokens(None, None)
         if on_meta:
-            source, target = (nested_to(side, torch.device("meta")) for side in (batch.source, batch.target))
+            source, target = (move_batch(side, torch.device("meta")) for side in (batch.source, batch.target))
             batch = replace(batch, source=source, target=target, match=by_shape(match))
         found = cls(job, replace(batch, size=size, match=batch.match or match), size, at_once, samples, on_meta)
         sums, _ = found._run(job.plan.pairs, None, None)
