@@ -275,7 +275,7 @@ def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Score]:
 def _compared(before: list[Score], after: list[Score]) -> Trial:
     losses = [[loss for loss, _ in side] for side in (before, after)]
     falls = [new < old for old, new in zip(*losses, strict=True)]
-    found = Trial(len(before), *map(statistics.fmean, losses), statistics.fmean(falls))
+    found = Trial(len(before), statistics.fmean(losses[0]), statistics.fmean(losses[1]), statistics.fmean(falls))
     right = [[right for _, right in side if right is not None] for side in (before, after)]
     if not right[0]:
         return found

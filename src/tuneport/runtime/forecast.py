@@ -222,7 +222,7 @@ class Forecast:
         """Measure these pairs on the batch; the sums, and the peak of live bytes."""
         job = self.job
         assert job.losses is not None
-        modules = [shapes_of(model.module) if self.on_meta else model.module for model in job.models]
+        modules = Sides(*(shapes_of(model.module) if self.on_meta else model.module for model in job.models))
 
         def make_sum(_pair: LayerPair, _signal: str, source: int, target: int, _device: torch.device) -> ShapeSum:
             return ShapeSum((source, target), self._is_dense)
@@ -237,7 +237,8 @@ class Forecast:
                 stack.enter_context(TrueOnMeta())
             stack.enter_context(live)
             found = measure_pairs(
-                *modules,
+                modules.source,
+                modules.target,
                 pairs,
                 [self.batch],
                 signals=job.signals,
