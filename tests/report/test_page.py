@@ -23,7 +23,7 @@ from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.page import _ENVIRONMENT, report_page
-from tuneport.report.plots import Curves, HeatMap, curves, heat_map
+from tuneport.report.plots import Figure, curves
 from tuneport.report.record import to_json
 from tuneport.report.summary import repeat_command
 
@@ -254,9 +254,9 @@ class TestRepeat:
         assert "started from Python" in report_page(made.record)
 
 
-def figure_html(figure: HeatMap | Curves) -> str:
+def figure_html(figure: Figure | None, macro: str = "curves") -> str:
     macros: Any = _ENVIRONMENT.get_template("figures.html.jinja").module
-    return str(macros.heat_map(figure) if isinstance(figure, HeatMap) else macros.curves(figure))
+    return str(getattr(macros, macro)(figure))
 
 
 class TestPlots:
@@ -291,8 +291,11 @@ class TestPlots:
         assert re.findall(r'<i class="(c\d.*?)">', drawn) == ["c0", "c1 dash"]
 
     def test_colours_follow_the_numbers(self) -> None:
-        drawn = figure_html(heat_map("t", ["a", "b", "c"], {"row": [0.0, 1.0, None]}, high=2.0))
-        assert re.findall(r"--v:(\d+)%", drawn) == ["0", "50"]
+        rows = {"row": [0.0, 1.0, None], "wide": 3.0}
+        figure = {"title": "t", "columns": ["a", "b", "c"], "rows": rows, "high": 2.0, "note": "", "kind": "hot"}
+        drawn = figure_html(figure, "heat_map")
+        assert re.findall(r"--v:(\d+)%", drawn) == ["0", "50", "100"]
+        assert '<td colspan=3 style="--v:100%">3.00</td>' in drawn
         assert drawn.count("<td></td>") == 2, "the corner and the empty cell"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from .plots import Curves, HeatMap, Kind, Number, curves, heat_map
+from .plots import Figure, Number, curves, is_finite
 from .record import Record
 from .summary import LAYER_COLUMNS, kept_rows, layer_rows, number_text, repeat_command, summary_rows
 
@@ -36,25 +35,22 @@ LIKENESS = {
 def report_page(record: Record) -> str:
     """The page about one transfer."""
     style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    data = record.get("data", {}).get("name")
+    choice = record.get("scale_choice") or {"candidates": ()}
+    scales = [f"scale {item['scale']:g}" for item in choice["candidates"]]
+    losses = {"mean loss": [item["loss"] for item in choice["candidates"]]}
     return _ENVIRONMENT.get_template("page.html.jinja").render(
         record=record,
         style=style,
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        tiles=_tiles(record),
-        summary_rows=[*summary_rows(record), *([("calibration data", data)] if data else [])],
-        strength=_strength((record.get("scale_choice") or {}).get("candidates", ())),
+        summary_rows=summary_rows(record),
+        strength_curve=curves("Loss by scale", losses, scales, x_label="candidates in order"),
         similarity=_similarity(record.get("similarity") or ()),
         layer_maps=_layer_maps(record["layers"]),
         layer_curves=_layer_curves(record["layers"]),
         layer_columns=list(LAYER_COLUMNS.values()),
         layer_rows=layer_rows(record),
-        kept=_kept(record),
-        times=[
-            *((name, f"{value:.2f} s") for name, value in record.get("seconds_by_stage", {}).items()),
-            ("together", f"{record['seconds']:.2f} s"),
-        ],
+        kept_rows=kept_rows,
         command=repeat_command(record),
         inputs=[
             (key, record[key]["name"], name, digest[:16])
@@ -82,39 +78,7 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"flops": _flops, "anchor": _anchor}
-
-
-def _tiles(record: Record) -> list[tuple[str, str]]:
-    """The few numbers that a reader looks for first."""
-    tiles = []
-    if found := record.get("evaluation"):
-        words = f"points, {found['before']:.1f} to {found['after']:.1f} %"
-        tiles.append((f"{found['after'] - found['before']:+.1f}", words))
-    if verdict := record.get("verdict"):
-        tiles.append((str(verdict["verdict"]), "the pre-flight's word"))
-    tiles.append((f"{len(record['layers']):,}", f"layers moved, {len(record['not_transported']):,} tensors kept"))
-    tiles.append((f"{record['samples']:,}", "calibration samples"))
-    return [*tiles, (f"{record['seconds']:.1f} s", "to measure, align and move")]
-
-
-def _strength(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The candidate scales as a table and a curve; whether their losses are at a fitted sharpness of the head."""
-    rows = [
-        [
-            f"{item['scale']:g}",
-            number_text(item["loss"]),
-            "–" if item["accuracy"] is None else f"{100 * item['accuracy']:.1f} %",
-            number_text(item.get("sharpness"), ".3g"),
-        ]
-        for item in candidates
-    ]
-    losses, labels = [item["loss"] for item in candidates], [f"scale {item['scale']:g}" for item in candidates]
-    return {
-        "rows": rows,
-        "curve": curves("Loss by scale", {"mean loss": losses}, labels, x_label="candidates in order"),
-        "sharpened": any(item.get("sharpness") is not None for item in candidates),
-    }
+_ENVIRONMENT.filters |= {"flops": _flops, "anchor": _anchor, "number": number_text}
 
 
 def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -139,7 +103,7 @@ def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"columns": list(LIKENESS.values()), "totals": totals, "curves": filter(None, pictures), "rows": rows}
 
 
-def _layer_maps(layers: Layers) -> list[HeatMap]:
+def _layer_maps(layers: Layers) -> list[Figure]:
     """Heat maps over blocks and roles: residuals, ranks and the change of length."""
     maps = []
     for side, words in SIDES:
@@ -161,9 +125,13 @@ def _ratio(part: Number, whole: Number) -> float | None:
 
 
 def _by_block(
-    title: str, layers: Layers, values: Sequence[Number], note: str, high: float = 1.0, kind: Kind = "hot"
-) -> HeatMap | None:
-    """Blocks as rows, roles as columns; layers outside the blocks have a row each, with one wide cell."""
+    title: str, layers: Layers, values: Sequence[Number], note: str, high: float = 1.0, kind: str = "hot"
+) -> Figure | None:
+    """A heat map with blocks as rows and roles as columns; a layer outside the blocks has a row with one wide cell.
+
+    Colours go from 0 to `high`; the `kind` is "hot" where a high number is a warning.
+    """
+    values = [value if is_finite(value) else None for value in values]
     if all(value is None for value in values):
         return None
     inside = [item for item in layers if item.get("block") is not None]
@@ -177,7 +145,7 @@ def _by_block(
             rows[label][roles.index(str(item["role"]))] = value
         elif value is not None:
             rows[str(item.get("role", item["target"]))] = value
-    return heat_map(title, columns, rows, high=high, note=note, kind=kind)
+    return {"title": title, "columns": columns, "rows": rows, "high": high, "note": note, "kind": kind}
 
 
 def _short_names(names: Iterable[str]) -> dict[str, str]:
@@ -190,7 +158,7 @@ def _short_names(names: Iterable[str]) -> dict[str, str]:
     return {name: ".".join(words) for name, words in parts.items()}
 
 
-def _layer_curves(layers: Layers) -> list[Curves]:
+def _layer_curves(layers: Layers) -> list[Figure]:
     """Residuals and lengths along the model, and the spectra."""
     blocks = [f"block {item['block']} " if item.get("block") is not None else "" for item in layers]
     labels = [block + str(item.get("role", item["target"])) for block, item in zip(blocks, layers, strict=True)]
@@ -206,7 +174,7 @@ def _layer_curves(layers: Layers) -> list[Curves]:
     return [figure for figure in drawn if figure is not None]
 
 
-def _spectra(layers: Layers) -> Curves | None:
+def _spectra(layers: Layers) -> Figure | None:
     """How fast the singular values of the cross-covariances fall: the middle layer and the two extremes."""
     lines: dict[str, list[Number]] = {}
     points = 0
@@ -221,20 +189,6 @@ def _spectra(layers: Layers) -> Curves | None:
     return curves(title, lines, labels, x_label=x_label, logarithmic=True)
 
 
-def _kept(record: Record) -> list[dict[str, Any]]:
-    """The tensors that stayed and those that were left behind, with counts by reason."""
-    groups = {"not_transported": "stay as they were", "left_behind": "of the fine-tune find no place"}
-    return [
-        {
-            "words": words,
-            "tensors": [(item["tensor"], item["reason"]) for item in record[key]],
-            "reasons": [(count, reason) for reason, count in kept_rows(record, key)],
-        }
-        for key, words in groups.items()
-        if record.get(key)
-    ]
-
-
 def _mean(values: Iterable[Number]) -> float | None:
-    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    known = [float(value) for value in values if is_finite(value)]
     return statistics.fmean(known) if known else None

@@ -1,6 +1,6 @@
-"""The geometry of the report's figures. `figures.html.jinja` draws them, `page.js` reads out the values of curves.
+"""The geometry of the report's curves. `figures.html.jinja` draws them, `page.js` reads out their values.
 
-A heat map is a table with colours. Curves are a small SVG with labels in HTML, which keep their size on a phone.
+The picture is a small SVG with labels in HTML, which keep their size on a phone.
 """
 
 from __future__ import annotations
@@ -8,74 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 Number = float | int | None
-Kind = Literal["hot", "cool"]  # "hot" where a high number is a warning
-
-
-class Cell(NamedTuple):
-    """A cell of a heat map: its text, its colour from 0 to 100 %, and how many columns it spans."""
-
-    text: str = ""
-    share: str = ""
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    title: str
-    columns: Sequence[str]
-    rows: Mapping[str, Sequence[Cell]]
-    note: str
-    kind: Kind
-
-
-def heat_map(
-    title: str,
-    columns: Sequence[str],
-    rows: Mapping[str, Sequence[Number] | float],
-    *,
-    high: float = 1.0,
-    note: str = "",
-    kind: Kind = "hot",
-) -> HeatMap:
-    """A table of numbers with colours from 0 to `high`; None is an empty cell, and a single number spans its row."""
-
-    def cell(value: Number, span: int = 1) -> Cell:
-        if not _is_finite(value):
-            return Cell()
-        return Cell(f"{value:.2f}", f"{100 * min(max(value / (high or 1.0), 0.0), 1.0):.0f}", span)
-
-    cells = {
-        label: [cell(values, len(columns))] if isinstance(values, (int, float)) else [cell(value) for value in values]
-        for label, values in rows.items()
-    }
-    return HeatMap(title, columns, cells, note, kind)
-
-
-class Line(NamedTuple):
-    """A curve: its name, its CSS classes, and the points of each stretch without a gap."""
-
-    name: str
-    style: str
-    runs: list[str]
-
-
-@dataclass(frozen=True)
-class Curves:
-    title: str
-    labels: Sequence[str]
-    x_label: str
-    ticks: Sequence[tuple[str, str]]  # text and height in percent
-    lines: Sequence[Line]
-    data: str  # JSON for page.js
-
-    @property
-    def widest_tick(self) -> str:
-        return max((text for text, _ in self.ticks), key=len)
+Figure = Mapping[str, Any]  # what a macro of `figures.html.jinja` reads
 
 
 def curves(
@@ -88,7 +25,7 @@ def curves(
     high: float | None = None,
     logarithmic: bool = False,
     dashed: Sequence[str] = (),
-) -> Curves | None:
+) -> Figure | None:
     """Lines over evenly spaced labels; None if there is no number to draw. Lines without a number are left out.
 
     Args:
@@ -99,12 +36,11 @@ def curves(
         logarithmic: Use a scale of powers of ten.
         dashed: Names of lines to dash, so that a line below them can still be seen.
     """
-    finite = {name: [value if _is_finite(value) else None for value in values] for name, values in lines.items()}
-    shown = {name: values for name, values in finite.items() if values != [None] * len(values)}
+    shown = {name: values for name, values in lines.items() if any(map(is_finite, values))}
     if not shown or not labels:
         return None
     scale = (lambda value: math.log10(max(value, 1e-16))) if logarithmic else float
-    numbers = [scale(value) for values in shown.values() for value in values if value is not None]
+    numbers = [scale(value) for values in shown.values() for value in values if is_finite(value)]
     bottom = min(numbers) if low is None else scale(low)
     top = max(numbers) if high is None else scale(high)
     marks = round_ticks(bottom, top)
@@ -116,40 +52,38 @@ def curves(
 
     def runs(values: Sequence[Number]) -> list[str]:
         """The points of each stretch without a gap; a single point is doubled, since a polyline needs two."""
-        found: list[str] = []
         last = max(len(labels) - 1, 1)
-        for _, stretch in groupby(enumerate(values), lambda item: item[1] is None):
-            points = [f"{100 * at / last:.2f},{height(scale(value))}" for at, value in stretch if value is not None]
-            if points:
-                found.append(" ".join(points if len(points) > 1 else points * 2))
-        return found
+        stretches = [
+            [f"{100 * at / last:.2f},{height(scale(value))}" for at, value in stretch if is_finite(value)]
+            for _, stretch in groupby(enumerate(values), lambda item: is_finite(item[1]))
+        ]
+        return [" ".join(points if len(points) > 1 else points * 2) for points in stretches if points]
 
     rounded = {
-        name: [None if value is None else float(f"{value:.4g}") for value in values] for name, values in shown.items()
+        name: [float(f"{value:.4g}") if is_finite(value) else None for value in values]
+        for name, values in shown.items()
     }
-    return Curves(
-        title,
-        labels,
-        x_label,
-        [(f"1e{mark:.0f}" if logarithmic else f"{mark:g}", height(mark)) for mark in marks],
-        [
-            Line(name, f"c{number % 6}{' dash' if name in dashed else ''}", runs(values))
+    ticks = [(f"1e{mark:.0f}" if logarithmic else f"{mark:g}", height(mark)) for mark in marks]
+    return {
+        "title": title,
+        "labels": labels,
+        "x_label": x_label,
+        "ticks": ticks,
+        "widest_tick": max((text for text, _ in ticks), key=len),
+        "lines": [
+            {"name": name, "style": f"c{number % 6}{' dash' if name in dashed else ''}", "runs": runs(values)}
             for number, (name, values) in enumerate(shown.items())
         ],
-        json.dumps({"labels": list(labels), "lines": rounded}, ensure_ascii=False, separators=(",", ":")),
-    )
+        "data": json.dumps({"labels": list(labels), "lines": rounded}, ensure_ascii=False, separators=(",", ":")),
+    }
 
 
-def _is_finite(value: Number) -> TypeGuard[float]:
+def is_finite(value: Number) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Four to nine round numbers (steps of 1, 2 or 5 times a power of ten) that span `low` to `high`.
-
-    >>> round_ticks(50.8, 58.8)
-    [50.0, 52.0, 54.0, 56.0, 58.0, 60.0]
-    """
+    """Four to nine round numbers (steps of 1, 2 or 5 times a power of ten) that span `low` to `high`."""
     span = (high - low) or max(abs(high), 1.0)
     size = 10.0 ** math.floor(math.log10(span / 4))
     step = next(size * factor for factor in (1, 2, 5, 10) if span / (size * factor) <= 6)
