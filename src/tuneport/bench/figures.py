@@ -26,6 +26,7 @@ from ..pipeline.scale import Scaled
 from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
 from ..report.record import to_json
+from ..report.summary import number_text
 from ..runtime.cost import cost_of
 from ..task_vectors.vector import TaskVector
 from ..training.finetune import CHECKPOINTS, Schedule, finetune
@@ -33,7 +34,7 @@ from ..types import Sides
 from .cells import Task
 from .charts import bar_chart, line_chart
 from .recipe import Recipe
-from .tables import RESULTS, grid, heading, write_csv
+from .tables import RESULTS, Table, render_markdown, write_csv
 
 Point = dict[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # by series and x
@@ -167,26 +168,23 @@ def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: 
         plot: {name: {x: mean(found) for x, found in sorted(line.items())} for name, line in series.items()}
         for plot, series in values.items()
     }
-    tasks = dict.fromkeys(row["task"] for row in rows)
-    text = [*heading(recipe), f"Means over tasks ({', '.join(tasks)}) and seeds.", ""]
-    for plot, lines in means.items():
-        text += [*([f"## {plot}", ""] if len(means) > 1 else []), *_table(plot, lines), ""]
-    text += [f"- machine: {machine}", f"- date: {time.strftime('%Y-%m-%d')}"]
-    (folder / "table.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    made = {"machine": machine, "date": time.strftime("%Y-%m-%d")}
+    tables = {plot: _table(plot, lines) for plot, lines in means.items()}
+    text = render_markdown(recipe, tables, made, headed=True, tasks=dict.fromkeys(row["task"] for row in rows))
+    (folder / "table.md").write_text(text, encoding="utf-8")
     about = {"title": recipe.title, "where": recipe.where, "kind": recipe.kind, "small": recipe.small}
     record = {"recipe": about, "machine": machine, "means": means, "points": rows}
     (folder / RESULTS).write_text(to_json(record) + "\n", encoding="utf-8")
     draw(recipe.title, means, folder)
 
 
-def _table(plot: str, lines: Means) -> list[str]:
+def _table(plot: str, lines: Means) -> Table:
     if plot == "cost":
-        return grid(
-            [["", "value"], *([name, f"{value:.4g}"] for name, values in lines.items() for value in values.values())]
-        )
+        rows = [[name, f"{value:.4g}"] for name, values in lines.items() for value in values.values()]
+        return [["", "value"], *rows]
     ticks = sorted({tick for values in lines.values() for tick in values})
-    cells = ([f"{values[tick]:.3f}" if tick in values else "–" for values in lines.values()] for tick in ticks)
-    return grid([[AXES[plot][0], *lines], *([f"{tick:g}", *row] for tick, row in zip(ticks, cells, strict=True))])
+    rows = [[f"{tick:g}", *(number_text(values.get(tick), ".3f") for values in lines.values())] for tick in ticks]
+    return [[AXES[plot][0], *lines], *rows]
 
 
 def draw(title: str, means: Mapping[str, Means], folder: Path) -> None:

@@ -46,6 +46,14 @@ class Printed:
         """True if the printed mean is not that of the cells; two digits of rounding are tolerated."""
         return abs(self.true_mean - self.mean) > 0.02
 
+    @property
+    def errors(self) -> list[str]:
+        """What is wrong with the row."""
+        wrong = (
+            f"the paper prints a mean of {self.mean:.2f}; its own cells give {self.true_mean:.2f}, which is used here"
+        )
+        return [*([wrong] if self.wrong_mean else []), *(f"{column}: {text}" for column, text in self.marks.items())]
+
 
 @dataclass(frozen=True)
 class Recipe:

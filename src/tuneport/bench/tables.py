@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from jinja2 import Environment, PackageLoader
+
 from ..pipeline.scale import RULES
 from ..report.record import to_json
 from ..report.summary import number_text
 from .charts import bar_chart, line_chart
-from .recipe import Printed, Recipe
+from .recipe import Recipe
 from .schema import Comparison
 
 RESULTS = "results.json"  # every single number of a comparison
@@ -151,16 +153,10 @@ def compare_with_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]
                 "deviation": line.deviation,
                 "paper_deviation": row.deviations.get("mean", math.nan),
                 "tasks": {task: {"measured": known[task], "paper": row.values[task]} for task in shared},
-                "marks": list(_marks(row)),
+                "marks": row.errors,
             }
         )
     return table
-
-
-def _marks(row: Printed) -> Iterator[str]:
-    if row.wrong_mean:
-        yield f"the paper prints a mean of {row.mean:.2f}; its own cells give {row.true_mean:.2f}, which is used here"
-    yield from (f"{column}: {words}" for column, words in row.marks.items())
 
 
 def orders(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -204,44 +200,22 @@ def paper_rows(table: Sequence[Mapping[str, Any]]) -> Table:
 
 def markdown(result: Comparing, recipe: Recipe = NO_RECIPE) -> str:
     """The comparison as Markdown: the table, the paper's numbers, the results of auto, and how it was made."""
-    text = [*(heading(recipe) if recipe.where else ()), *grid(table_rows(result))]
-    if recipe.printed:
-        text += _paper_part(result, recipe)
-    if summary := auto_scale_summary(result):
-        text += ["", "Chosen scales against the target itself, on test data (cells = task x budget x seed):", ""]
-        text += grid([list(summary[0]), *([str(value) for value in item.values()] for item in summary)])
-    if any(row.stated for row in result.rows):
-        text += ["", "Numbers in brackets were measured elsewhere, as the recipe states."]
-    text += ["", *(f"- {key}: {value}" for key, value in result.about.items())]
-    return "\n".join(text) + "\n"
+    return render_markdown(
+        recipe,
+        {"": table_rows(result)},
+        result.about,
+        headed=bool(recipe.where),
+        paper=compare_with_paper(result, recipe),
+        summary=auto_scale_summary(result),
+        stated=any(row.stated for row in result.rows),
+    )
 
 
-def heading(recipe: Recipe) -> list[str]:
-    """The first lines of table.md."""
-    where = f"{recipe.where} of the paper. " if recipe.where else ""
-    size = "Small variant" if recipe.small else "Models and tasks of the paper"
-    pairs = ", ".join(part.pair for part in recipe.comparisons.values())
-    return [f"# {recipe.title}", "", f"{where}{size}: {pairs}.", *([recipe.about] if recipe.about else []), ""]
-
-
-def grid(table: Table) -> list[str]:
-    """The lines of a Markdown table."""
-    first, *rest = (f"| {' | '.join(row)} |" for row in table)
-    return [first, "|" + "---|" * len(table[0]), *rest]
-
-
-def _paper_part(result: Comparing, recipe: Recipe) -> list[str]:
-    table = compare_with_paper(result, recipe)
-    text = ["", "## Comparison with the paper", ""]
-    if recipe.small:
-        text += ["Other models and other tasks: gains and the order of methods can be compared, accuracies cannot.", ""]
-    text += grid(paper_rows(table))
-    for found in orders(table):
-        words = "the same order" if found["same"] else "another order"
-        measured, paper = (" > ".join(found[key]) for key in ("measured", "paper"))
-        text += ["", f"At {found['budget']}: {words}. Measured: {measured}. The paper: {paper}."]
-    marks = [f"- {row['method']}, {row['budget'] or '–'}: {mark}" for row in table for mark in row["marks"]]
-    return [*text, *(["", "Errors in the paper's table:", "", *marks] if marks else [])]
+def render_markdown(recipe: Recipe, tables: Mapping[str, Table], about: Mapping[str, Any], **parts: Any) -> str:
+    """The text of table.md; `parts` are the optional ones of its template."""
+    environment = Environment(loader=PackageLoader(__package__, ""), trim_blocks=True, keep_trailing_newline=True)
+    environment.globals |= {"paper_rows": paper_rows, "orders": orders}
+    return environment.get_template("table.md.jinja").render(recipe=recipe, tables=tables, about=about, **parts)
 
 
 def write_tables(result: Comparing, folder: Path, recipe: Recipe = NO_RECIPE) -> None:
