@@ -1,12 +1,11 @@
-"""What a model is made of: linear layers with a role and a block, and loose tensors for the rest.
+"""The parts of a model: linear layers with a role and a block, and loose tensors for the rest.
 
-Works on any `nn.Module` by looking at module types and parameter names; families add what names cannot
-tell. A Layer is a linear map wherever its weight is stored: a Linear, a row range of a fused projection,
-a patch-embedding convolution, a transposed matrix. Names are those of `named_parameters()`.
+They follow from module types and the names of `named_parameters()`; families add what names do not say.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ OUTER_ROLES: tuple[tuple[str, str], ...] = (
     ("final norm", r"(post_layernorm|(vit|dinov2\w*)\.layernorm|ln_post|norm)"),
     ("first norm", r"(pre_layrnorm|ln_pre|norm_pre)"),
 )
-FUSED: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "in_proj_weight": ("q", "k", "v")}
+FUSED = frozenset({"qkv", "in_proj_weight"})  # weights with the rows of q, k and v, a third each
 ATTENTION_ROLES = frozenset({"q", "k", "v", "out"})
 ROTARY = re.compile(r"Rotary|Rope|RoFormer|GPTJ|CodeGen")  # in the name of a class
 CROSS_ATTENTION = re.compile(r"cross|EncDec|encoder_attn", re.IGNORECASE)
@@ -54,12 +53,11 @@ CROSS_ATTENTION = re.compile(r"cross|EncDec|encoder_attn", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear map `y = x W^T + b` and where its numbers live.
+    """One linear map `y = x W^T + b` and where its weight is stored.
 
-    `rows` selects output rows of a fused weight; `transposed` weights are stored (in, out); `kernel` is
-    (channels, height, width) of a patch-embedding convolution, whose inputs are unfolded patches; `heads` is
-    the number of attention heads on the inner side of q, k, v and out, where it is known; `rotary` queries and keys
-    have positions turned into them, so that the units of a head have places of their own.
+    `rows` selects output rows of a fused weight; `transposed` weights are stored (in, out); `kernel` is (channels,
+    height, width) of a patch-embedding convolution, whose inputs are unfolded patches; `heads` is the number of
+    attention heads of q, k, v and out, if known. The units of a head have fixed places in `rotary` queries and keys.
     """
 
     weight: str
@@ -83,38 +81,32 @@ class Layer:
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The (out, in) matrix of this layer inside the stored weight (a view where possible)."""
-        if self.kernel is not None:
-            return weight.flatten(1)
-        matrix = weight.T if self.transposed else weight
-        return matrix if self.rows is None else _take(matrix, self.rows)
+        return self.vector(weight.T if self.transposed else weight.flatten(1))
 
-    def vector(self, bias: Tensor) -> Tensor:
-        """The part of the stored bias that belongs to this layer."""
-        return bias if self.rows is None else _take(bias, self.rows)
+    def vector(self, stored: Tensor) -> Tensor:
+        """The rows of this layer in a bias, or in a matrix whose rows are all stored output units."""
+        if self.rows is None:
+            return stored
+        parts = [stored[start:stop] for start, stop in self.rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def store(self, matrix: Tensor, into: Tensor) -> None:
         """Write an (out, in) matrix, or an (out,) bias, to its place in a tensor of the stored shape."""
-        if matrix.ndim == 1:
-            view, rows = into, matrix
-        elif self.kernel is not None:
-            view, rows = into, matrix.reshape(into.shape)
-        else:
-            view, rows = (into.T if self.transposed else into), matrix
+        self.store_rows(matrix, into.T if self.transposed and matrix.ndim == 2 else into)
+
+    def store_rows(self, values: Tensor, into: Tensor) -> None:
+        """Write values by output unit to the rows of this layer among all stored output units."""
         if self.rows is None:
-            view.copy_(rows)
+            into.copy_(values.reshape(into.shape))
             return
-        at = 0
-        for start, stop in self.rows:
-            view[start:stop] = rows[at : at + stop - start]
-            at += stop - start
+        sizes = [stop - start for start, stop in self.rows]
+        for (start, stop), part in zip(self.rows, values.split(sizes), strict=True):
+            into[start:stop] = part
 
 
 @dataclass(frozen=True)
 class LooseTensor:
-    """A parameter that belongs to no linear layer: a norm, a token, an embedding, a scale.
-
-    A `tied` embedding is the weight of a linear layer as well: the head over its vocabulary.
-    """
+    """A parameter of no linear layer; a `tied` embedding is also the weight of the head over its vocabulary."""
 
     name: str
     shape: tuple[int, ...]
@@ -153,9 +145,9 @@ def find_layers(
 ) -> tuple[Layer, ...]:
     """List the linear layers of any module, in the order of its parameters.
 
-    `matrices` names bare parameters used as `x @ P` (stored in x out); `fused` maps the name of a fused
-    weight to its roles and row ranges where thirds are not right; `within` keeps layers under the given
-    name prefixes only; `heads` is the number of attention heads in every block.
+    `matrices` names bare parameters used as `x @ P` (stored in x out); `fused` maps the name of a fused weight to its
+    roles and row ranges, if they are not thirds; `within` keeps layers under the given name prefixes only; `heads` is
+    the number of attention heads in every block.
 
     >>> [layer.role for layer in find_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))]
     ['0']
@@ -164,38 +156,40 @@ def find_layers(
     embedded = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     found: list[Layer] = []
     for path, part in module.named_modules():
-        layers = _layers_of(path, part, parameters, fused or {})
+        layers = _layers_of(f"{path}." if path else "", part, parameters, fused or {})
         found.extend(layer for layer in layers if id(parameters[layer.weight]) not in embedded)
     for name in matrices:
-        rows, columns = parameters[name].shape
-        stack, block, role = locate(name)
-        found.append(Layer(name, None, (rows, columns), rows, columns, role, stack, block, transposed=True))
+        found.extend(_split(name, None, parameters[name], fused or {}, transposed=True))
     order = {name: index for index, name in enumerate(parameters)}
-    kept = [layer for layer in found if not within or layer.weight.startswith(tuple(within))]
-    if heads is not None:
-        kept = [replace(layer, heads=heads) if _attends(layer) else layer for layer in kept]
-    if any(ROTARY.search(type(part).__name__) for part in module.modules()):
-        kept = [replace(layer, rotary=True) if layer.role in ("q", "k") else layer for layer in kept]
+    rotary = any(ROTARY.search(type(part).__name__) for part in module.modules())
+    kept = [
+        replace(
+            layer,
+            heads=heads if layer.role.removeprefix("cross_") in ATTENTION_ROLES else None,
+            rotary=rotary and layer.role in ("q", "k"),
+        )
+        for layer in found
+        if not within or layer.weight.startswith(tuple(within))
+    ]
     return _distinct(sorted(kept, key=lambda layer: order[layer.weight]))
 
 
 def find_loose(module: nn.Module, layers: Sequence[Layer], *, within: Sequence[str] = ()) -> tuple[LooseTensor, ...]:
-    """List every parameter that no layer owns, with what kind of thing it is."""
+    """List the parameters of no layer, each with its kind."""
     owned = {layer.weight for layer in layers} | {layer.bias for layer in layers}
-    kinds = dict(_kinds(module))
     linear = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)}
     loose = []
     for name, parameter in module.named_parameters():
         if name in owned or (within and not name.startswith(tuple(within))):
             continue
         stack, block, role = locate(name)
-        kind, tied = kinds.get(name, "parameter"), id(parameter) in linear
-        loose.append(LooseTensor(name, tuple(parameter.shape), role, kind, stack, block, tied))
+        kind = _kind(name.lower(), module.get_submodule(name.rpartition(".")[0]))
+        loose.append(LooseTensor(name, tuple(parameter.shape), role, kind, stack, block, id(parameter) in linear))
     return _distinct(loose)
 
 
 def locate(name: str) -> tuple[str, int | None, str]:
-    """Split a parameter name into the stack of blocks it stands in, the block's index, and its role.
+    """Split a parameter name into its stack of blocks, the index of its block, and its role.
 
     >>> locate("vision_model.encoder.layers.3.self_attn.q_proj.weight")
     ('vision_model.encoder.layers', 3, 'q')
@@ -216,7 +210,7 @@ Part = TypeVar("Part", Layer, LooseTensor)
 
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Where two parts of a block would share a role, each is called by its own name instead."""
+    """The parts; those of a block that share a role get their own names as roles."""
     count = Counter((part.stack, part.block, part.role) for part in parts)
     return tuple(
         replace(part, role=part.name.removesuffix(".weight").removeprefix(f"{part.stack}.{part.block}."))
@@ -224,10 +218,6 @@ def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
         else part
         for part in parts
     )
-
-
-def _attends(layer: Layer) -> bool:
-    return layer.role.removeprefix("cross_") in ATTENTION_ROLES
 
 
 def _role(name: str, table: Sequence[tuple[str, str]]) -> str:
@@ -240,38 +230,29 @@ def _role(name: str, table: Sequence[tuple[str, str]]) -> str:
 
 
 def _layers_of(
-    path: str, part: nn.Module, parameters: Mapping[str, Tensor], fused: Mapping[str, Mapping[str, RowRanges]]
+    prefix: str, part: nn.Module, parameters: Mapping[str, Tensor], fused: Mapping[str, Mapping[str, RowRanges]]
 ) -> Iterator[Layer]:
-    prefix = f"{path}." if path else ""
-    if isinstance(part, nn.MultiheadAttention):
-        names = ("in_proj_weight",) if part.in_proj_weight is not None else _SEPARATE
-        for name in names:
-            # separate projections still share one bias: no layer owns it, it stays loose
-            fused_bias = part.in_proj_bias is not None and part.in_proj_weight is not None
-            bias = f"{prefix}in_proj_bias" if fused_bias else None
-            yield from _split(prefix + name, bias, parameters[prefix + name], fused, transposed=False)
+    name, bias = f"{prefix}in_proj_weight", f"{prefix}in_proj_bias"
+    if name in parameters:  # nn.MultiheadAttention, or open_clip's own attention
+        yield from _split(name, bias if bias in parameters else None, parameters[name], fused)
         return
-    if f"{prefix}in_proj_weight" in parameters:  # open_clip's own attention
-        bias = f"{prefix}in_proj_bias" if f"{prefix}in_proj_bias" in parameters else None
-        name = f"{prefix}in_proj_weight"
-        yield from _split(name, bias, parameters[name], fused, transposed=False)
+    if isinstance(part, nn.MultiheadAttention):  # separate projections share one bias, which stays loose
+        for name in (f"{prefix}{role}_proj_weight" for role in "qkv"):
+            yield from _split(name, None, parameters[name], fused)
         return
-    weight = getattr(part, "weight", None)
-    if not isinstance(weight, nn.Parameter) or f"{prefix}weight" not in parameters:
+    name = f"{prefix}weight"
+    if name not in parameters:
         return
-    bias = f"{prefix}bias" if getattr(part, "bias", None) is not None else None
+    weight, own_bias = parameters[name], f"{prefix}bias" if getattr(part, "bias", None) is not None else None
     if isinstance(part, nn.Linear):
-        yield from _split(f"{prefix}weight", bias, weight, fused, transposed=False)
+        yield from _split(name, own_bias, weight, fused)
     elif type(part).__name__ == "Conv1D" and weight.ndim == 2:  # transformers' GPT-2 layer: stored in x out
-        yield from _split(f"{prefix}weight", bias, weight, fused, transposed=True)
+        yield from _split(name, own_bias, weight, fused, transposed=True)
     elif isinstance(part, nn.Conv2d) and is_patch_embedding(part):
-        stack, block, role = locate(f"{prefix}weight")
-        shape, kernel = tuple(weight.shape), (weight.shape[1], weight.shape[2], weight.shape[3])
-        in_features = kernel[0] * kernel[1] * kernel[2]
-        yield Layer(f"{prefix}weight", bias, shape, in_features, shape[0], role, stack, block, kernel=kernel)
-
-
-_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        stack, block, role = locate(name)
+        out, *kernel = weight.shape
+        shape = (kernel[0], kernel[1], kernel[2])
+        yield Layer(name, own_bias, (out, *shape), math.prod(shape), out, role, stack, block, kernel=shape)
 
 
 def is_patch_embedding(conv: nn.Conv2d) -> bool:
@@ -290,16 +271,15 @@ def _split(
     tensor: Tensor,
     fused: Mapping[str, Mapping[str, RowRanges]],
     *,
-    transposed: bool,
+    transposed: bool = False,
 ) -> Iterator[Layer]:
     shape = (int(tensor.shape[0]), int(tensor.shape[1]))
     rows, columns = shape[::-1] if transposed else shape
     stack, block, role = locate(weight)
     ranges = fused.get(weight)
     if ranges is None and weight.removesuffix(".weight").rpartition(".")[2] in FUSED and rows % 3 == 0:
-        names = FUSED[weight.removesuffix(".weight").rpartition(".")[2]]
         third = rows // 3
-        ranges = {part: ((i * third, (i + 1) * third),) for i, part in enumerate(names)}
+        ranges = {part: ((i * third, (i + 1) * third),) for i, part in enumerate("qkv")}
     if ranges is None:
         yield Layer(weight, bias, shape, columns, rows, role, stack, block, transposed=transposed)
         return
@@ -310,35 +290,16 @@ def _split(
         yield Layer(weight, bias, shape, columns, size, f"{outer}{cross}{part}", stack, block, part_rows, transposed)
 
 
-def _kinds(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for path, part in module.named_modules():
-        for name, _ in part.named_parameters(recurse=False):
-            full = f"{path}.{name}" if path else name
-            yield full, _kind(full, part)
-
-
 def _kind(name: str, owner: nn.Module) -> str:
-    lowered = name.lower()
-    if "norm" in type(owner).__name__.lower():
-        return "normalisation"
-    if ("pos" in lowered and "emb" in lowered) or "relative_attention_bias" in lowered:
-        return "position embedding"
-    if "cls_token" in lowered or "class_embedding" in lowered:
-        return "class token"
-    if isinstance(owner, nn.Embedding):
-        return "embedding"
-    if "logit_scale" in lowered or "logit_bias" in lowered:
-        return "logit scale"
-    if "layer_scale" in lowered or "lambda" in lowered or "gamma" in lowered:
-        return "layer scale"
-    if "token" in lowered or "probe" in lowered or "latent" in lowered:
-        return "learnt token"
-    if isinstance(owner, nn.modules.conv._ConvNd):
-        return "convolution"
-    return "parameter"
-
-
-def _take(tensor: Tensor, rows: RowRanges) -> Tensor:
-    if len(rows) == 1:
-        return tensor[rows[0][0] : rows[0][1]]
-    return torch.cat([tensor[start:stop] for start, stop in rows])
+    """The first kind that fits a parameter, by its name in lower case and the module that holds it."""
+    kinds = {
+        "normalisation": "norm" in type(owner).__name__.lower(),
+        "position embedding": ("pos" in name and "emb" in name) or "relative_attention_bias" in name,
+        "class token": "cls_token" in name or "class_embedding" in name,
+        "embedding": isinstance(owner, nn.Embedding),
+        "logit scale": "logit_scale" in name or "logit_bias" in name,
+        "layer scale": "layer_scale" in name or "lambda" in name or "gamma" in name,
+        "learnt token": "token" in name or "probe" in name or "latent" in name,
+        "convolution": isinstance(owner, nn.modules.conv._ConvNd),
+    }
+    return next((kind for kind, fits in kinds.items() if fits), "parameter")

@@ -1,12 +1,11 @@
-"""Which source layer each target layer learns from: the plan of a transfer, whole before any work starts.
+"""The plan of a transfer: which source layer each target layer takes its update from.
 
-Inside a block layers pair by role; across blocks by the depth rule; outside the blocks by role. Every
-parameter of the target is either in a pair or in `kept`, with the reason. A plan is data: it can be printed,
-changed and passed on.
+Layers pair by role, blocks by the depth rule. Every target parameter is either in a pair or in `kept`, with the reason.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -38,8 +37,8 @@ KEPT_BY_KIND = {
 class LayerPair:
     """A target layer and the source layer it takes its update from.
 
-    `input_map` and `output_map` are fixed maps (d_A, d_B) where both models live in one space (pixels, class
-    logits); None means that the map is to be found by alignment.
+    `input_map` and `output_map` are fixed maps (d_A, d_B) of signals in one space (pixels, class logits); None for a
+    map that alignment finds.
     """
 
     source: Layer
@@ -75,10 +74,7 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a transfer will do: layer pairs, loose pairs, target tensors kept, source tensors left behind.
-
-    `target_layers` are all of the target's, those too that the fine-tune did not change.
-    """
+    """Layer pairs, loose pairs, target tensors kept, source tensors left behind, and all layers of the target."""
 
     pairs: tuple[LayerPair, ...]
     loose: tuple[LoosePair, ...] = ()
@@ -130,17 +126,20 @@ def pair_layers(
 ) -> Plan:
     """Pair every target layer with a source layer and say what stays.
 
-    `roles` maps source roles to target roles where names differ (None: leave that role behind);
-    `output_maps` gives the fixed output map of a role whose outputs live in one space, such as class logits;
-    `source_blocks` and `target_blocks` say how deep each stack is, where not all of its layers are given.
-    Raises PairingError when a source role of a block has no place in the target: that part of the skill
-    would be lost silently.
+    Raises PairingError if a source role of a block has no place in the target: that part of the change would be lost.
+
+    Args:
+        source, target, source_loose, target_loose: the layers and loose tensors of both models.
+        roles: source roles to target roles where names differ; None leaves a role behind.
+        depth_rule: the source block for (target block, depth of the source, depth of the target).
+        output_maps: fixed output maps of roles whose outputs are in one space, such as class logits.
+        source_blocks, target_blocks: the depth of each stack, if not all of its layers are given.
     """
     roles = roles or {}
     stacks = _pair_stacks(source, target)
     _check_roles(source, target, roles, stacks)
     depth_a, depth_b = source_blocks or count_blocks(source), target_blocks or count_blocks(target)
-    by_place = {(layer.stack, layer.block, _renamed(layer.role, roles)): layer for layer in source}
+    by_place = {(layer.stack, layer.block, roles.get(layer.role, layer.role)): layer for layer in source}
 
     def place(part: Layer | LooseTensor) -> tuple[str, int | None, str]:
         if part.block is None or part.stack not in stacks:
@@ -152,13 +151,16 @@ def pair_layers(
     for layer in target:
         partner = by_place.get(place(layer))
         if partner is None:
-            reason = _why_kept(layer, place(layer), source, roles)
+            stack, block, role = place(layer)
+            reason = f"the source has no layer with the role {role}"
+            if any(known[0] == stack and known[2] == role for known in by_place):
+                reason = f"source block {block} has no change in the role {role}"
             kept += [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
             continue
         pairs.append(LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role)))
         if layer.bias is not None and partner.bias is None:
             kept.append(Kept(layer.bias, "the source layer has no bias"))
-    loose_at = {(part.stack, part.block, _renamed(part.role, roles)): part for part in source_loose}
+    loose_at = {(part.stack, part.block, roles.get(part.role, part.role)): part for part in source_loose}
     loose = [LoosePair(loose_at[place(part)], part) for part in target_loose if place(part) in loose_at]
     kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in target_loose]
     used = {pair.source.name for pair in pairs}
@@ -169,9 +171,10 @@ def pair_layers(
         if pair.source.bias is not None and pair.target.bias is None
     ]
     if not pairs:
+        names = [first_of(dict.fromkeys(layer.role for layer in side), 12) or "none" for side in (source, target)]
         raise PairingError(
-            f"no layer of the target has a partner in the source: source roles {_roles(source)}; "
-            f"target roles {_roles(target)}. Pass roles={{...}} or pairs=[...], or see docs/add-a-family.md."
+            f"no layer of the target has a partner in the source: source roles {names[0]}; target roles {names[1]}. "
+            "Pass roles={...} or pairs=[...], or see docs/add-a-family.md."
         )
     _check_maps(pairs)
     kept, dropped = list(dict.fromkeys(kept)), list(dict.fromkeys(dropped))  # a fused bias is named once
@@ -180,19 +183,17 @@ def pair_layers(
 
 def check_pairs(pairs: Iterable[LayerPair]) -> None:
     """Check pairs given by hand: each target layer once, fixed maps of the right shape."""
-    pairs, seen = list(pairs), set[str]()
-    for pair in pairs:
-        if pair.target.name in seen:
-            raise PairingError(f"target layer {pair.target.name} is paired twice; give each target layer one source.")
-        seen.add(pair.target.name)
+    pairs = list(pairs)
+    for name, count in Counter(pair.target.name for pair in pairs).items():
+        if count > 1:
+            raise PairingError(f"target layer {name} is paired twice; give each target layer one source.")
     _check_maps(pairs)
 
 
 def patch_resize(source: tuple[int, int, int], target: tuple[int, int, int]) -> Tensor:
     """The linear map P (d_A, d_B) with `P x_B = x_A`: a target patch resized to the source's patch size.
 
-    A kernel moved by it answers a resized patch as the source's kernel answers the original. Equal sizes
-    give the identity.
+    Equal sizes give the identity.
     """
     channels, height, width = target
     basis = torch.eye(channels * height * width, dtype=torch.float64).reshape(-1, channels, height, width)
@@ -214,12 +215,10 @@ def _patch_map(source: Layer, target: Layer) -> Tensor | None:
 
 def _pair_stacks(source: Sequence[Layer], target: Sequence[Layer]) -> dict[str, str]:
     """Target stack -> source stack: by name, or one to one in order where the counts agree."""
-    source_stacks = list(dict.fromkeys(layer.stack for layer in source if layer.block is not None))
-    target_stacks = list(dict.fromkeys(layer.stack for layer in target if layer.block is not None))
-    if len(source_stacks) == len(target_stacks):
-        same = set(source_stacks) == set(target_stacks)
-        return {stack: stack if same else source_stacks[i] for i, stack in enumerate(target_stacks)}
+    source_stacks, target_stacks = list(count_blocks(source)), list(count_blocks(target))
     named = {stack: stack for stack in target_stacks if stack in source_stacks}
+    if len(source_stacks) == len(target_stacks) != len(named):
+        return dict(zip(target_stacks, source_stacks, strict=True))
     if target_stacks and not named:
         raise PairingError(
             f"the source has block stacks {source_stacks or 'none'} and the target {target_stacks}: name one stack on "
@@ -229,7 +228,7 @@ def _pair_stacks(source: Sequence[Layer], target: Sequence[Layer]) -> dict[str, 
 
 
 def count_blocks(layers: Sequence[Layer]) -> dict[str, int]:
-    """How many blocks each stack has."""
+    """The number of blocks of each stack."""
     depths: dict[str, int] = {}
     for layer in layers:
         if layer.block is not None:
@@ -246,7 +245,7 @@ def _check_roles(
     for target_stack, source_stack in stacks.items():
         wanted = list(dict.fromkeys(layer.role for layer in source if layer.stack == source_stack))
         there = list(dict.fromkeys(layer.role for layer in target if layer.stack == target_stack))
-        missing = [role for role in wanted if _renamed(role, roles) not in (None, *there)]
+        missing = [role for role in wanted if roles.get(role, role) not in (None, *there)]
         if missing:
             spare = [role for role in there if role not in wanted]
             guess = ", ".join(f'"{role}": "{other}"' for role, other in zip(missing, spare, strict=False))
@@ -269,24 +268,7 @@ def _check_maps(pairs: Iterable[LayerPair]) -> None:
                 )
 
 
-def _renamed(role: str, roles: Mapping[str, str | None]) -> str | None:
-    return roles.get(role, role)
-
-
-def _why_kept(
-    layer: Layer, place: tuple[str, int | None, str], source: Sequence[Layer], roles: Mapping[str, str | None]
-) -> str:
-    stack, block, role = place
-    if any(other.stack == stack and _renamed(other.role, roles) == role for other in source):
-        return f"source block {block} has no change in the role {role}"
-    return f"the source has no layer with the role {layer.role}"
-
-
 def _why_dropped(layer: Layer, stacks: Mapping[str, str]) -> str:
     if layer.block is not None and layer.stack in stacks.values():
         return "no target block takes this source block"
     return f"the target has no layer with the role {layer.role}"
-
-
-def _roles(layers: Sequence[Layer]) -> str:
-    return first_of(dict.fromkeys(layer.role for layer in layers), 12) or "none"

@@ -92,8 +92,8 @@ class Entries:
 
     def task_vector(self) -> TaskVector:
         """The entries, each with the stored shape of its tensor."""
-        joined = {name: _join_factors(part) if isinstance(part, list) else part for name, part in self._entries.items()}
-        return TaskVector(joined)
+        entries = self._entries.items()
+        return TaskVector({name: _join_factors(part) if isinstance(part, list) else part for name, part in entries})
 
     def _store(self, layer: Layer, name: str, shape: tuple[int, ...], values: Tensor) -> None:
         if name not in self._entries:
@@ -114,10 +114,7 @@ def _join_factors(parts: list[tuple[Layer, LowRank]]) -> LowRank:
         if index == len(inputs):
             inputs.append(part.in_factor)
             blocks.append(part.out_factor.new_zeros(rows, part.rank))
-        at = 0
-        for start, stop in layer.rows or ((0, rows),):
-            blocks[index][start:stop] = part.out_factor[at : at + stop - start]
-            at += stop - start
+        layer.store_rows(part.out_factor, blocks[index])
     out, in_ = torch.cat(blocks, dim=1), torch.cat(inputs)
     if first.transposed:
         return LowRank(in_.T.contiguous(), out.T.contiguous())
@@ -126,12 +123,11 @@ def _join_factors(parts: list[tuple[Layer, LowRank]]) -> LowRank:
 
 def check_same_shapes(plan: Plan, method: str) -> None:
     """Refuse a plan whose layers differ in shape or depth, for methods that cannot change coordinates."""
-    differing = [
-        f"{pair.target.name} ({pair.target.out_features}, {pair.target.in_features}) from "
-        f"({pair.source.out_features}, {pair.source.in_features})"
+    shapes = {
+        pair.target.name: [(layer.out_features, layer.in_features) for layer in (pair.target, pair.source)]
         for pair in plan.pairs
-        if (pair.source.out_features, pair.source.in_features) != (pair.target.out_features, pair.target.in_features)
-    ]
+    }
+    differing = [f"{name} {target} from {source}" for name, (target, source) in shapes.items() if target != source]
     if differing or list(plan.source_blocks.values()) != list(plan.target_blocks.values()):
         depths = f"blocks {dict(plan.source_blocks)} and {dict(plan.target_blocks)}"
         raise MethodError(
