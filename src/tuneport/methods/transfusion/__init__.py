@@ -1,13 +1,13 @@
 """TransFusion: permute the source's units to match the target's weights, then add the permuted task vector.
 
-Needs no data, but two models of one architecture. `spaces` says which axes share a permutation; residual shortcuts tie
-the permutations of a stream. Attention is matched in two levels: heads by their singular values, then units inside a
-head (not those of rotary queries and keys, which have fixed places). A tensor whose order of units is unknown is kept.
+`spaces` says which axes share a permutation; residual shortcuts tie the permutations of a stream. Attention is matched
+in two levels: heads by their singular values, then units inside a head (not those of rotary queries and keys, which
+have fixed places). A tensor whose order of units is unknown is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,24 +144,18 @@ def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict
 
 def _map_outputs(pair: LayerPair, entry: Entry) -> Entry:
     """A layer's matrix or bias after the fixed map of outputs, such as classes in another order."""
-    if pair.output_map is None:
-        return entry
-    if isinstance(entry, LowRank):
-        return LowRank(as_dense(_map_outputs(pair, entry.out_factor)), entry.in_factor)
-    return pair.output_map.T.to(entry) @ entry
+    fixed = pair.output_map
+    return entry if fixed is None else _change(entry, 0, lambda part: fixed.T.to(part) @ part)
 
 
 def _gain(space: Space, weights: list[Weights], permutations: Mapping[Space | None, Tensor]) -> Tensor:
     """gain[i, j]: what matching target unit i with source unit j adds to the inner product of the weights."""
-    total: Tensor | None = None
+    total = torch.zeros((), dtype=torch.float64)
     for axes, source, target in weights:
         for axis in (0, 1):
-            if axes[axis] != space:
-                continue
-            other = as_dense(_permute(source, permutations.get(axes[1 - axis]), 1 - axis))
-            a, b = (other, target) if axis == 0 else (other.T, target.T)
-            total = b @ a.T if total is None else total + b @ a.T
-    assert total is not None
+            if axes[axis] == space:
+                other = as_dense(_permute(source, permutations.get(axes[1 - axis]), 1 - axis))
+                total = total + (target @ other.T if axis == 0 else target.T @ other)
     return total
 
 
@@ -199,11 +193,15 @@ def _assign(gain: Tensor) -> Tensor:
 
 
 def _permute(entry: Entry, permutation: Tensor | None, axis: int) -> Entry:
-    """Reorder one axis; of a low-rank entry, that of the factor which has the axis."""
     if permutation is None:
         return entry
+    return _change(entry, axis, lambda part: part.index_select(axis, permutation.to(part.device)))
+
+
+def _change(entry: Entry, axis: int, change: Callable[[Tensor], Tensor]) -> Entry:
+    """Change one axis of an entry: of a low-rank entry, the factor which has the axis."""
     if not isinstance(entry, LowRank):
-        return entry.index_select(axis, permutation.to(entry.device))
+        return change(entry)
     if axis == 0:
-        return LowRank(as_dense(_permute(entry.out_factor, permutation, 0)), entry.in_factor)
-    return LowRank(entry.out_factor, as_dense(_permute(entry.in_factor, permutation, axis)))
+        return LowRank(change(entry.out_factor), entry.in_factor)
+    return LowRank(entry.out_factor, change(entry.in_factor))

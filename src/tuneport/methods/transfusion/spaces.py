@@ -1,14 +1,13 @@
 """Which axes of a model's tensors share one order of units: their spaces.
 
-A residual stream has a space before attention, after it, after cross-attention and after the MLP. Heads and hidden
-units have spaces in each block, and so has the output of a pooler. Spaces follow from the roles, kinds, names and
-widths in a plan. A tensor whose space is uncertain gets a reason instead.
+A residual stream has a space before attention, after it, after cross-attention and after the MLP; each block has
+spaces of its heads and hidden units. Spaces follow from the roles, kinds, names and widths in a plan.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -103,7 +102,12 @@ class _Model:
         self.ends = {layer.role for layer in layers if layer.block is None} - {"patch"}  # after the blocks
         self.queries = {(layer.stack, layer.block): layer for layer in layers if layer.rotary and layer.role == "q"}
         self.same: dict[Space, Space] = {}  # from a space to the one whose order it shares
-        self.same = self._join_spaces(pair.target for pair in plan.loose)
+        for part in (pair.target for pair in plan.loose):
+            stacks = self._stacks_near(part.name) if part.kind == "embedding" and part.block is None else []
+            if stacks and (len(stacks) == 1 or self.reading):  # one order for all stacks that read it, and a tied head
+                first, *others = [(stack, "stream", 0) for stack in stacks]
+                last = self._last() if part.tied else None
+                self.same |= {space: first for space in (*others, last) if space is not None}
 
     def axes_of(self, layer: Layer) -> Axes | None:
         """The spaces of the output and the input axis; None where they are unknown."""
@@ -131,7 +135,12 @@ class _Model:
         if part.block is not None:
             role = part.role.removesuffix(".bias")
             if IN_HEADS.search(role):
-                return self._norm_of_heads(part, part.block)
+                queries = self.queries.get((part.stack, part.block))
+                if queries is None or not queries.heads:
+                    return UNKNOWN
+                if part.shape[-1] * queries.heads == queries.out_features:  # per head: RoPE fixes the order
+                    return None
+                return self._inner(TURNED, part.stack, part.block) or UNKNOWN
             kind = LOOSE_SPACES.get(role)
             return (self._inner(kind, part.stack, part.block) if kind else None) or UNKNOWN
         if part.kind == "vocabulary head":
@@ -143,15 +152,6 @@ class _Model:
             return self._first(part.name) or UNKNOWN
         return UNKNOWN
 
-    def _norm_of_heads(self, part: LooseTensor, block: int) -> Space | str | None:
-        """q_norm or k_norm: per head (order fixed under RoPE) or over all heads."""
-        queries = self.queries.get((part.stack, block))
-        if queries is None or not queries.heads:
-            return UNKNOWN
-        if part.shape[-1] * queries.heads == queries.out_features:
-            return None
-        return self._inner(TURNED, part.stack, block) or UNKNOWN
-
     def shortcuts(self) -> Iterator[tuple[Space, Space]]:
         """Yield the stream before and after each attention and each MLP, which a residual connection ties."""
         for stack, depth in self.blocks.items():
@@ -160,37 +160,28 @@ class _Model:
                 chain = [self._inner(kind, stack, block) for kind in kinds]
                 yield from ((one, other) for one, other in pairwise(chain) if one and other)
 
-    def _join_spaces(self, parts: Iterable[LooseTensor]) -> dict[Space, Space]:
-        """An embedding that several stacks read, or that is tied to the head, has one order everywhere."""
-        same: dict[Space, Space] = {}
-        for part in parts:
-            stacks = self._stacks_near(part.name) if part.kind == "embedding" and part.block is None else []
-            if not stacks or (len(stacks) > 1 and not self.reading):
-                continue
-            first, *others = [(stack, "stream", 0) for stack in stacks]
-            last = self._last() if part.tied else None
-            same |= {space: first for space in (*others, last) if space is not None}
-        return same
-
     def _inner(self, kind: str, stack: str, block: int) -> Space | None:
         if kind == "memory":
-            others = [other for other in self.blocks if other != stack]
-            return self._one((others[0], "stream", self.blocks[others[0]])) if len(others) == 1 else None
+            return self._stream([other for other in self.blocks if other != stack], end=True)
         if kind == "second" and stack in self.reading:
             return None
         if kind in ("mixed", "second"):
             kind = "crossed" if stack in self.reading else "middle"
-        return self._one((stack, "stream", block + 1) if kind == "next" else (stack, kind, block))
+        space = (stack, "stream", block + 1) if kind == "next" else (stack, kind, block)
+        return self.same.get(space, space)
+
+    def _stream(self, stacks: Collection[str], *, end: bool = False) -> Space | None:
+        """The space at the start or the end of these stacks; None if they do not share one."""
+        spaces = {self._inner("stream", stack, self.blocks[stack] if end else 0) for stack in stacks}
+        return spaces.pop() if len(spaces) == 1 else None
 
     def _first(self, name: str) -> Space | None:
         """The start of the stream that a tensor outside the blocks is added to."""
-        starts = {self._one((stack, "stream", 0)) for stack in self._stacks_near(name)}
-        return starts.pop() if len(starts) == 1 else None
+        return self._stream(self._stacks_near(name))
 
     def _last(self) -> Space | None:
         """The end of the stream that heads read: of the only stack, or of the one with cross-attention."""
-        ends = list(self.blocks) if len(self.blocks) == 1 else list(self.reading)
-        return self._one((ends[0], "stream", self.blocks[ends[0]])) if len(ends) == 1 else None
+        return self._stream(self.blocks if len(self.blocks) == 1 else self.reading, end=True)
 
     def _norm(self, name: str) -> Space | None:
         """A norm next to a stack: its name says at which end. A norm among embeddings: at the start."""
@@ -198,11 +189,8 @@ class _Model:
         stacks = self._stacks_in(parent)
         if not stacks and "emb" in parent.lower():
             return self._first(name)
-        if len(stacks) != 1:
-            return None
-        if AT_START.search(own.lower()):
-            return self._one((stacks[0], "stream", 0))
-        return self._one((stacks[0], "stream", self.blocks[stacks[0]])) if AT_END.search(own.lower()) else None
+        at_start = AT_START.search(own.lower()) is not None
+        return self._stream(stacks, end=not at_start) if at_start or AT_END.search(own.lower()) else None
 
     def _stacks_near(self, name: str) -> list[str]:
         """The stacks in the smallest module that contains the tensor and a stack."""
@@ -214,6 +202,3 @@ class _Model:
 
     def _stacks_in(self, module: str) -> list[str]:
         return [stack for stack in self.blocks if not module or stack.startswith(f"{module}.")]
-
-    def _one(self, space: Space) -> Space:
-        return self.same.get(space, space)
