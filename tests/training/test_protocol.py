@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tuneport.io.checkpoint import open_checkpoint
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.training import finetune as training
-from tuneport.training.finetune import PROTOCOL, Schedule, finetune, prepare_training, run_training
+from tuneport.training.finetune import PROTOCOL, Schedule, finetune, mean_losses, prepare_training, run_training
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
 
@@ -87,24 +86,24 @@ def test_gradient_accumulation(zoo: Zoo) -> None:
     model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train").subset(range(22))
     head = choose_head(model, None, data)
     schedule = Schedule(steps=2, batch_size=22, learning_rate=1e-3)
-    logged: list[list[float]] = [[], []]
+    logged: list[list[torch.Tensor]] = [[], []]
     found = []
     for losses, size in zip(logged, (22, 8), strict=True):
-        log = partial(lambda into, _, loss: into.append(float(loss)), losses)
-        run = finetune(model, head, data, schedule, log=log, pass_size=size)
+        run = finetune(model, head, data, schedule, log=losses.append, pass_size=size)
         found.append([module.state_dict() for _, module in run][-1])
-    assert logged[0] == pytest.approx(logged[1], rel=1e-5)
+    assert [float(loss) for loss in logged[0]] == pytest.approx([float(loss) for loss in logged[1]], rel=1e-5)
     for name, tensor in found[0].items():
         if not name.endswith("k_proj.bias"):  # its gradient is rounding, which Adam blows up
             assert torch.allclose(tensor, found[1][name], atol=2e-5), name
 
 
 def test_logged_losses_are_means_since_the_last_entry() -> None:
-    losses: list[dict[str, float]] = []
-    log = training._logger(5, losses, every=2)
-    for step in range(1, 6):
-        log(step, torch.tensor(float(step)))
-    assert losses == [{"step": 2, "loss": 1.5}, {"step": 4, "loss": 3.5}, {"step": 5, "loss": 5.0}]
+    losses = [torch.tensor(float(step)) for step in range(1, 6)]
+    assert mean_losses(losses, every=2) == [
+        {"step": 2, "loss": 1.5},
+        {"step": 4, "loss": 3.5},
+        {"step": 5, "loss": 5.0},
+    ]
 
 
 def test_failed_run_leaves_no_output(zoo: Zoo, tmp_path: Path) -> None:

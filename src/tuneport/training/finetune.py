@@ -24,7 +24,7 @@ from ..data.tasks import read_data, split_reference
 from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.hub import looks_like_hub_id
-from ..io.output import check_new_folder, claimed, new_folder
+from ..io.output import check_new_folder, new_folder
 from ..io.tensors import all_finite, describe
 from ..measure.accuracy import encode_batches, zero_shot
 from ..models.base import Model
@@ -34,9 +34,6 @@ from ..report.card import training_card
 from ..report.provenance import data_identity, identity_of, package_version, versions
 from ..report.record import write_record
 from ..types import Progress
-
-Log = Callable[[int, Tensor], None]  # step and loss
-BatchReader = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # row numbers -> batch and labels
 
 CHECKPOINTS = "checkpoints"
 PASS_SIZE = 128  # samples in one forward and backward pass; gradients of a larger batch are accumulated
@@ -80,7 +77,7 @@ def finetune(
     *,
     at: Sequence[int] = (),
     progress: Progress | None = None,
-    log: Log | None = None,
+    log: Callable[[Tensor], object] | None = None,
     pass_size: int = PASS_SIZE,
     check_every: int = CHECK_EVERY,
     cache_bytes: int = CACHE_BYTES,
@@ -97,7 +94,7 @@ def finetune(
         schedule: steps, batches and learning rates.
         at: steps to yield at.
         progress: called with 1 after each step.
-        log: called with the loss of each step.
+        log: called with the loss of each step, which stays on its device.
         pass_size: samples in one forward and backward pass.
         check_every: steps between two checks of the losses.
         cache_bytes: the largest size of encoded inputs that are cached.
@@ -107,9 +104,16 @@ def finetune(
     data = align_labels(data, head.classes)
     batch_of = batch_reader(model, data, cache_bytes)
     module, optimizer = _trainable(model, schedule)
-    name = f"{model.name} on {data.name}"
     stops = {*at, schedule.steps}
     unchecked: list[Tensor] = []  # losses that are still on the device
+
+    def check(ok: bool, why: str) -> None:
+        if not ok:
+            raise TuneportError(
+                f"the fine-tuning of {model.name} on {data.name} has diverged: {why} of {schedule.steps}. Lower "
+                f"`learning_rate`, which is {schedule.learning_rate:g}."
+            )
+
     for step, rows in enumerate(_draws(len(data), schedule)):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
@@ -128,14 +132,15 @@ def finetune(
             progress(1)
         unchecked.append(torch.stack(losses).sum())
         if log is not None:
-            log(step + 1, unchecked[-1])
+            log(unchecked[-1])
         if step + 1 in stops or len(unchecked) == check_every:
-            _check_losses(unchecked, step + 1, name, schedule)
+            for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
+                check(finite, f"the loss is NaN or infinite at step {number}")
             unchecked.clear()
         if step + 1 in stops:
             for key, parameter in module.named_parameters():
-                if parameter.requires_grad and not all_finite(parameter.detach()):
-                    raise _divergence(name, f"{key} holds NaN or infinite values after step {step + 1}", schedule)
+                finite = not parameter.requires_grad or all_finite(parameter.detach())
+                check(finite, f"{key} holds NaN or infinite values after step {step + 1}")
             module.eval()
             yield step + 1, module
             module.train(step + 1 < schedule.steps)  # the last one stays in evaluation mode
@@ -210,36 +215,31 @@ def run_training(
     inputs = [] if model.folder is None or looks_like_hub_id(model.name) else [model.folder]
     check_new_folder(out, overwrite, needed_bytes=(1 + len(stops)) * size, inputs=inputs)
     started = time.perf_counter()
-    losses: list[dict[str, float]] = []
+    losses: list[Tensor] = []
     history: list[dict[str, Any]] = []
-    with claimed(out), new_folder(out, overwrite=overwrite) as folder:
-        run = finetune(
-            model,
-            training.head,
-            training.train,
-            schedule,
-            at=tuple(stops),
-            progress=progress,
-            log=_logger(schedule.steps, losses),
-        )
+    with new_folder(out, overwrite=overwrite) as folder:
+        head, data = training.head, training.train
+        run = finetune(model, head, data, schedule, at=stops, progress=progress, log=losses.append)
         for step, module in run:
-            place = folder / CHECKPOINTS / f"step-{step:06}"
+            scores = {}
+            if training.validation is not None:
+                found = zero_shot(model.with_module(module), head, training.validation)
+                scores["validation_accuracy"] = found.accuracy
             if step in stops:
+                place = folder / CHECKPOINTS / f"step-{step:06}"
                 place.mkdir(parents=True)
                 write_model(model, module, place)
-                history.append({"step": step, "folder": f"{CHECKPOINTS}/{place.name}", **_validated(training, module)})
-            if step == schedule.steps:
-                write_model(model, module, folder)
-                final = _validated(training, module)
+                history.append({"step": step, "folder": f"{CHECKPOINTS}/{place.name}", **scores})
+        write_model(model, module, folder)
         record = {
             **training.record,
             "out": str(out),
             "steps": schedule.steps,
-            "samples": len(training.train),
+            "samples": len(data),
             "seconds": round(time.perf_counter() - started, 3),
-            "losses": losses,
+            "losses": mean_losses(losses),
             "checkpoints": history,
-            **final,
+            **scores,
         }
         write_record(folder / "tuneport.json", record)
         (folder / "README.md").write_text(training_card(record), encoding="utf-8")
@@ -259,7 +259,9 @@ def write_model(model: Model, module: nn.Module, folder: Path) -> None:
     model.write(folder, {name: stored(name) for name in model.tensors})
 
 
-def batch_reader(model: Model, data: Dataset, cache_bytes: int = CACHE_BYTES) -> BatchReader:
+def batch_reader(
+    model: Model, data: Dataset, cache_bytes: int = CACHE_BYTES
+) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
     """A function from row numbers to a batch on the model's device; inputs of small datasets are encoded once."""
     one, _ = next(encode_batches(model, data.subset([0]), 1))
     if len(data) * sum(value.nbytes for value in one.values()) <= cache_bytes:
@@ -320,36 +322,7 @@ def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
         yield rows
 
 
-def _check_losses(losses: Sequence[Tensor], step: int, name: str, schedule: Schedule) -> None:
-    """Raise a TuneportError if one of the losses up to a step is NaN or infinite."""
-    wrong = (~torch.stack(list(losses)).isfinite()).nonzero()
-    if len(wrong):
-        first = step - len(losses) + 1 + int(wrong[0])
-        raise _divergence(name, f"the loss is NaN or infinite at step {first}", schedule)
-
-
-def _divergence(name: str, why: str, schedule: Schedule) -> TuneportError:
-    return TuneportError(
-        f"the fine-tuning of {name} has diverged: {why} of {schedule.steps}. Lower `learning_rate`, which is "
-        f"{schedule.learning_rate:g}."
-    )
-
-
-def _validated(training: Training, module: nn.Module) -> dict[str, float]:
-    if training.validation is None:
-        return {}
-    found = zero_shot(training.model.with_module(module), training.head, training.validation)
-    return {"validation_accuracy": found.accuracy}
-
-
-def _logger(steps: int, losses: list[dict[str, float]], every: int = LOG_EVERY) -> Log:
-    """A log that appends the mean loss since the last entry every `every` steps, and synchronises the device then."""
-    waiting: list[Tensor] = []
-
-    def log(step: int, loss: Tensor) -> None:
-        waiting.append(loss)
-        if step % every == 0 or step == steps:
-            losses.append({"step": step, "loss": float(torch.stack(waiting).mean())})
-            waiting.clear()
-
-    return log
+def mean_losses(losses: Sequence[Tensor], every: int = LOG_EVERY) -> list[dict[str, float]]:
+    """The mean of each `every` losses, and of the last ones, with the number of the last step in it."""
+    parts = torch.stack(list(losses)).split(every)
+    return [{"step": min((i + 1) * every, len(losses)), "loss": float(part.mean())} for i, part in enumerate(parts)]
