@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tuneport.io.tensors import LazyMapping
+from tuneport.io.tensors import LazyMapping, TensorSpec
 from tuneport.layers import Layer
 from tuneport.maps.covariance import CrossCovariance
 from tuneport.maps.procrustes import MapSolver
@@ -31,7 +31,7 @@ from tuneport.maps.statistics import Statistics
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
 from tuneport.task_vectors.low_rank import LowRank
-from tuneport.task_vectors.vector import EntrySpec, TaskVector
+from tuneport.task_vectors.vector import TaskVector
 
 
 def square(width: int, block: int) -> Layer:
@@ -67,7 +67,7 @@ def child(options: argparse.Namespace) -> None:
 
     names = [pair.source.weight for pair in pairs]
     rank = options.rank if options.variant == "low-rank" else None
-    spec = EntrySpec((options.source, options.source), torch.float32, rank)
+    spec = TensorSpec((options.source, options.source), torch.float32, rank)
     problem = Problem(Plan(tuple(pairs)), TaskVector(LazyMapping(names, update), lambda _: spec), statistics, "none")
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not serve the transport unseen
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import tuneport.task_vectors.vector as module
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.io.checkpoint import open_checkpoint, write_checkpoint
 from tuneport.io.output import new_folder
-from tuneport.io.tensors import LazyMapping
+from tuneport.io.tensors import LazyMapping, describe
 from tuneport.io.validate import check_finite
 from tuneport.task_vectors.low_rank import LowRank
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
@@ -41,31 +41,17 @@ def two() -> TaskVector:
     return TaskVector({"dense": random(3, 3, seed=5), "mixed": low_rank(2), "low": low_rank(3, rank=1)})
 
 
-class Watched(Mapping[str, torch.Tensor]):
+class Watched(LazyMapping[torch.Tensor]):
     """Tensors that note who reads them."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors, self._note, lambda name: describe(tensors, name))
         self.tensors = tensors
         self.read: list[str] = []
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def _note(self, name: str) -> torch.Tensor:
         self.read.append(name)
         return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
 
 
 def error_of(kind: type[TuneportError], action: Callable[[], object]) -> str:

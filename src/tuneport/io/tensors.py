@@ -1,6 +1,5 @@
 """Lazy mappings of tensors by name, with shapes and dtypes that are known before a tensor is read.
 
-A mapping of tensors may have `shape(name)` and `dtype(name)`, which answer without reading; `describe` calls them.
 Operations on whole tensors go piece by piece, so that they need little extra memory.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,10 +25,11 @@ class UnknownTensorError(CheckpointError, KeyError):
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor: enough to plan a file."""
+    """Shape and dtype of a tensor and, if it is the product of two factors, their rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rank: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -37,27 +37,30 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
-    """Return the TensorSpec of one tensor, without reading it if the mapping has `shape(name)` and `dtype(name)`.
-
-    >>> describe({"weight": torch.zeros(2, 3)}, "weight")
-    TensorSpec(shape=(2, 3), dtype=torch.float32)
-    """
-    shape, dtype = getattr(tensors, "shape", None), getattr(tensors, "dtype", None)
-    if callable(shape) and callable(dtype):
-        return TensorSpec(tuple(shape(name)), dtype(name))
-    tensor = tensors[name]
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
-
-
 class LazyMapping(Mapping[str, T]):
-    """A Mapping whose values `read(name)` computes on each access."""
+    """A Mapping whose values `read(name)` computes on each access; `spec(name)`, if given, describes one before."""
 
     holder = "the mapping"  # in errors
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], T], spec: Callable[[str], TensorSpec] | None = None
+    ) -> None:
         self._names = dict.fromkeys(names)
         self._read = read
+        self._spec = spec
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape, dtype and rank of a value, without computing it where possible."""
+        self.check_known(name)
+        return _spec_of(self[name]) if self._spec is None else self._spec(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a value."""
+        return self.spec(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a value."""
+        return self.spec(name).dtype
 
     def check_known(self, *names: str) -> None:
         """Raise an UnknownTensorError with the names that are not in the mapping."""
@@ -79,40 +82,29 @@ class LazyMapping(Mapping[str, T]):
         return name in self._names
 
 
-class LazyTensors(LazyMapping[torch.Tensor]):
-    """Tensors computed on each access, with `shape(name)` and `dtype(name)` known before."""
+LazyTensors = LazyMapping[torch.Tensor]
 
-    def __init__(
-        self, names: Iterable[str], read: Callable[[str], torch.Tensor], spec: Callable[[str], TensorSpec]
-    ) -> None:
-        super().__init__(names, read)
-        self._spec = spec
 
-    def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor, without computing it."""
-        self.check_known(name)
-        return self._spec(name)
+def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
+    """The TensorSpec of one tensor, without reading it from a lazy mapping that knows it."""
+    return tensors.spec(name) if isinstance(tensors, LazyMapping) else _spec_of(tensors[name])
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without computing it."""
-        return self.spec(name).shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, without computing it."""
-        return self.spec(name).dtype
+def _spec_of(tensor: Any) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, getattr(tensor, "rank", None))
+
+
+def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> LazyTensors:
+    """Tensors under other names, by `names` of new name -> old name."""
+    return LazyTensors(names, lambda name: tensors[names[name]], lambda name: describe(tensors, names[name]))
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Split a tensor along its first dimension into views of a few million elements.
-
-    >>> [tuple(piece.shape) for piece in pieces(torch.zeros(3, 2**22))]
-    [(1, 4194304), (1, 4194304), (1, 4194304)]
-    """
+    """Split a tensor along its first dimension into views of a few million elements."""
     if tensor.ndim == 0 or tensor.numel() <= _PIECE:
         yield tensor
-        return
-    rows = max(1, _PIECE * len(tensor) // tensor.numel())
-    yield from tensor.split(rows)
+    else:
+        yield from tensor.split(max(1, _PIECE * len(tensor) // tensor.numel()))
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -67,13 +67,13 @@ class SafetensorsFile:
         """Read one tensor from disk."""
         # Plain reads: the pages of a memory map would count as memory in addition to the tensor.
         _check_unchanged(self.path, self._stamp)
-        shape, dtype = self.specs[name]
-        content = torch.empty(self.specs[name].nbytes, dtype=torch.uint8)
+        spec = self.specs[name]
+        content = torch.empty(spec.nbytes, dtype=torch.uint8)
         with self._readable(), self.path.open("rb") as file:
             file.seek(self._offsets[name])
             if file.readinto(content.numpy().data) != len(content):
                 raise OSError(f"{name} is cut off")
-        return content.view(dtype).reshape(shape)
+        return content.view(spec.dtype).reshape(spec.shape)
 
     def _spec(self, name: str, entry: Mapping[str, Any]) -> TensorSpec:
         if entry["dtype"] not in _DTYPES:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, DataError, TuneportError
 from ..io.checkpoint import read_json, write_checkpoint
-from ..io.tensors import LazyTensors, describe
+from ..io.tensors import renamed
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .tokenizer import Reader
 
@@ -126,8 +126,7 @@ class Model:
 
     def stored_parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names, with the values and dtypes of the files."""
-        names = {live: stored for live, stored in self.file_names.items() if stored in self.tensors}
-        return LazyTensors(names, lambda n: self.tensors[names[n]], lambda n: describe(self.tensors, names[n]))
+        return renamed(self.tensors, {live: file for live, file in self.file_names.items() if file in self.tensors})
 
     def require_in_memory(self, what: str, instead: str) -> None:
         """Raise if the model is offloaded: `what` needs it whole in memory, and `instead` says what to do."""

@@ -17,7 +17,7 @@ from ..io.checkpoint import open_checkpoint
 from ..io.companions import copy_companions
 from ..io.hub import local
 from ..io.output import check_new_folder, new_folder
-from ..io.tensors import LazyTensors, describe
+from ..io.tensors import describe, renamed
 from ..io.validate import check_finite, check_unquantised
 from ..models.base import Model, ModelLike
 from ..models.open import describe_module, open_model, open_stored, path_of
@@ -127,7 +127,7 @@ def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor])
         names[other if called not in base and other in base else called] = name
     if all(called == name for called, name in names.items()):
         return finetuned
-    return LazyTensors(names, lambda n: finetuned[names[n]], lambda n: describe(finetuned, names[n]))
+    return renamed(finetuned, names)
 
 
 _NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}

@@ -170,8 +170,8 @@ class Scaled:
     def _base(self, name: str, own: Tensor) -> Tensor:
         """The exact weight, read when it is needed, where there is one that says more."""
         if name in self._exact:
-            shape, dtype = describe(self._exact, name)
-            if shape == tuple(own.shape) and torch.finfo(dtype).eps < torch.finfo(own.dtype).eps:
+            exact = describe(self._exact, name)
+            if exact.shape == tuple(own.shape) and torch.finfo(exact.dtype).eps < torch.finfo(own.dtype).eps:
                 return self._exact[name].to(own.device)
         return own
 

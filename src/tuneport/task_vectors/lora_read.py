@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_of
-from ..io.tensors import LazyMapping, describe
+from ..io.tensors import LazyMapping, TensorSpec, describe
 from .lora_format import CONFIG, PREFIX, TWICE, Adapter
 from .low_rank import Entry, LowRank
-from .vector import EntrySpec, TaskVector
+from .vector import TaskVector
 
 _INNER = ".base_layer.out_proj.lora_"
 
@@ -89,9 +89,9 @@ def _as_vector(
     def wide(name: str) -> torch.dtype:
         return torch.promote_types(describe(base, name).dtype, torch.float32)
 
-    def spec(name: str) -> EntrySpec:
+    def spec(name: str) -> TensorSpec:
         rank = None if "magnitude" in loras[name].keys else loras[name].rank
-        return EntrySpec(describe(base, name).shape, torch.float32, rank)
+        return TensorSpec(describe(base, name).shape, torch.float32, rank)
 
     def difference(name: str) -> Tensor:
         return adapter.tensors[whole[name]].to(wide(name)) - base[name].detach().cpu().to(wide(name))
@@ -100,8 +100,8 @@ def _as_vector(
         key, scaling = biases[name]
         return adapter.tensors[key].to(wide(name)) * scaling
 
-    def dense(name: str) -> EntrySpec:
-        return EntrySpec(describe(base, name).shape, wide(name))
+    def dense(name: str) -> TensorSpec:
+        return TensorSpec(describe(base, name).shape, wide(name))
 
     total = TaskVector(LazyMapping(loras, lambda name: _read(adapter.tensors, loras[name], base, name)), spec)
     if biases:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -29,14 +28,6 @@ VERSION = "1"
 _OUT, _IN = "::out", "::in"
 
 
-class EntrySpec(NamedTuple):
-    """Shape, dtype and, for a low-rank entry, rank: known without computing the entry."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rank: int | None = None
-
-
 class TaskVector(LazyMapping[Entry]):
     """The difference `finetuned - base`, tensor by tensor, with arithmetic.
 
@@ -50,9 +41,8 @@ class TaskVector(LazyMapping[Entry]):
 
     holder = "the task vector"
 
-    def __init__(self, entries: Mapping[str, Entry], describe: Callable[[str], EntrySpec] | None = None) -> None:
-        super().__init__(entries, entries.__getitem__)
-        self._describe = describe
+    def __init__(self, entries: Mapping[str, Entry], describe: Callable[[str], TensorSpec] | None = None) -> None:
+        super().__init__(entries, entries.__getitem__, describe)
 
     @classmethod
     def between(
@@ -83,26 +73,10 @@ class TaskVector(LazyMapping[Entry]):
                 difference.sub_(piece.to(difference))
             return changed
 
-        return cls(LazyMapping(dtypes, difference), lambda name: EntrySpec(specs[name][0].shape, dtypes[name]))
+        return cls(LazyMapping(dtypes, difference), lambda name: TensorSpec(specs[name][0].shape, dtypes[name]))
 
     def __repr__(self) -> str:
         return f"TaskVector({len(self)} tensors)"
-
-    def spec(self, name: str) -> EntrySpec:
-        """Return shape, dtype and rank of an entry, without computing it where possible."""
-        self.check_known(name)
-        if self._describe is not None:
-            return self._describe(name)
-        entry = self[name]
-        return EntrySpec(tuple(entry.shape), entry.dtype, entry.rank if isinstance(entry, LowRank) else None)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of an entry."""
-        return self.spec(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of an entry."""
-        return self.spec(name).dtype
 
     def dense(self, name: str) -> torch.Tensor:
         """Return an entry as one tensor, multiplying its factors if it is low-rank."""
@@ -139,12 +113,12 @@ class TaskVector(LazyMapping[Entry]):
                 return add_entries(self[name], other[name])
             return self[name] if name in self else other[name]
 
-        def spec(name: str) -> EntrySpec:
+        def spec(name: str) -> TensorSpec:
             if name not in shared:
                 return self.spec(name) if name in self else other.spec(name)
             one, two = self.spec(name), other.spec(name)
             rank = None if one.rank is None or two.rank is None else one.rank + two.rank
-            return EntrySpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
+            return TensorSpec(one.shape, torch.promote_types(one.dtype, two.dtype), rank)
 
         return TaskVector(LazyMapping([*self, *other], total), spec)
 
@@ -290,11 +264,11 @@ def load_task_vector(path: PathLike) -> TaskVector:
     def read(name: str) -> Entry:
         return LowRank(stored[name + _OUT], stored[name + _IN]) if name in low else stored[name]
 
-    def spec(name: str) -> EntrySpec:
+    def spec(name: str) -> TensorSpec:
         if name not in low:
-            return EntrySpec(stored.shape(name), stored.dtype(name))
+            return TensorSpec(stored.shape(name), stored.dtype(name))
         (d_out, rank), (_, *d_in) = stored.shape(name + _OUT), stored.shape(name + _IN)
-        return EntrySpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
+        return TensorSpec((d_out, *d_in), stored.dtype(name + _OUT), rank)
 
     names = sorted([*low, *(name for name in stored if not name.endswith((_OUT, _IN)))])
     return TaskVector(LazyMapping(names, read), spec)
