@@ -7,7 +7,6 @@ number of samples. Both models are restored, also after an error.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
@@ -27,7 +26,7 @@ from .batches import PairedBatch, split_batch
 from .signals import NEEDS_BACKWARD, SIGNALS, WEIGHT_GRADIENT, Recorder, frozen
 from .tokens import Match, TokenLimit, match_tokens
 
-MakeSum = Callable[[LayerPair, str, int, int, torch.device], S]
+MakeSum = Callable[[Key, int, int, torch.device], S]
 
 
 def measure_pairs(
@@ -58,19 +57,19 @@ def measure_pairs(
         start: statistics of earlier batches, which these batches continue.
         on_batch: called after each batch with all statistics so far, valid until it returns.
         limit: caps the tokens that enter covariances.
-        make_sum: called with (pair, signal, source width, target width, device); CrossCovariance by default.
+        make_sum: called with ((target layer, signal), source width, target width, device); CrossCovariance by default.
         most_samples: the largest number of samples in one pass. A larger batch is run in parts, if `split_batch` can
             divide it, which changes rounding only.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    make = make_sum or cast("MakeSum[S]", _make_covariance)
-    accumulator = _Accumulator(pairs, frozenset(signals), match or match_tokens(None, None), make, limit)
+    make = make_sum or cast("MakeSum[S]", lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
+    accumulator = _Accumulator(pairs, signals, make, limit)
     backward = bool(NEEDS_BACKWARD & set(signals))
-    samples = passes = 0
-    if start is not None:
-        samples, passes = start.samples, start.passes.get("forward", 0)
-        accumulator.continue_from(start)
+    start = start or Statistics()
+    samples, passes = start.samples, start.passes.get("forward", 0)
+    sums = dict(start.covariances), dict(start.weight_gradients)
+    accumulator.covariances, accumulator.weight_gradients = copy.deepcopy(sums)  # shared sums stay shared
 
     def so_far() -> Statistics[S]:
         runs = {"forward": passes, "backward": passes if backward else 0}
@@ -81,7 +80,7 @@ def measure_pairs(
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
             for part, size in split_batch(paired, most_samples):
                 rows, layers = part.rows or size, accumulator.layers
-                accumulator.start(part.match, samples, size)
+                accumulator.start(part.match or match or match_tokens(None, None), samples, size)
                 if any(layers.source.values()):
                     Recorder(source, layers.source, accumulator.keep, rows, backward).run(part.source, source_loss)
                 Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, target_loss)
@@ -97,26 +96,17 @@ def measure_pairs(
     return so_far()
 
 
-def _make_covariance(_pair: LayerPair, _signal: str, source: int, target: int, device: torch.device) -> CrossCovariance:
-    return CrossCovariance(source, target, device=device)
-
-
 class _Accumulator(Generic[S]):
     """Holds the source's signals of one batch and the sums over all batches."""
 
     def __init__(
-        self,
-        pairs: Sequence[LayerPair],
-        signals: frozenset[str],
-        match: Match,
-        make_sum: MakeSum[S],
-        limit: TokenLimit | None = None,
+        self, pairs: Sequence[LayerPair], signals: Collection[str], make_sum: MakeSum[S], limit: TokenLimit | None
     ) -> None:
         self.covariances: dict[Key, S] = {}
         self.weight_gradients: dict[str, WeightGradient] = {}
         self.layers: Sides[dict[Layer, frozenset[str]]] = Sides({}, {})
         self._pairs = {pair.target.name: pair for pair in pairs}
-        self._default_match, self._make_sum, self._limit = match, make_sum, limit
+        self._make_sum, self._limit = make_sum, limit
         self._readers: Counter[Key] = Counter()
         for pair in pairs:
             wanted = pair.wanted(signals)
@@ -125,17 +115,10 @@ class _Accumulator(Generic[S]):
             self.layers.source[pair.source] = known | wanted - {WEIGHT_GRADIENT}
             self._readers.update((pair.source.name, signal) for signal in wanted)
 
-    def continue_from(self, start: Statistics[S]) -> None:
-        """Copy the sums of earlier batches; sums that were shared stay shared."""
-        copies: dict[int, Any] = {}
-        self.covariances = copy.deepcopy(dict(start.covariances), copies)
-        self.weight_gradients = copy.deepcopy(dict(start.weight_gradients), copies)
-
-    def start(self, match: Match | None, samples: int, size: int) -> None:
+    def start(self, match: Match, samples: int, size: int) -> None:
         """Begin a batch of `size` samples that follows the first `samples`."""
-        self._match = match or self._default_match
-        self._at = (samples, size)
-        self._rows: dict[tuple[int, torch.device], Tensor | None] = {}
+        self._match, self._at = match, (samples, size)
+        self._rows: dict[int, Tensor | None] = {}
         self._unread: Counter[tuple[str, str, int]] = Counter()
         self._ran: Counter[Key] = Counter()
         self._kept: dict[tuple[str, str, int], Tensor] = {}
@@ -190,8 +173,8 @@ class _Accumulator(Generic[S]):
     def _match_once(self, source: Tensor, target: Tensor, again: bool) -> tuple[Tensor, Tensor]:
         """Paired rows of both; if a deeper target reads a source layer several times, its side is resized once.
 
-        On an accelerator, conversion to float64 takes a quarter of the time of a sum, so it is done once too. It is
-        not done for half-precision signals, which are multiplied as they are.
+        On an accelerator it is also converted to float64 once, which takes a quarter of the time of a sum.
+        Half-precision signals are multiplied as they are.
         """
         known = self._resized.get(source)
         if known is not None and known[0] == target.shape[:2]:
@@ -207,12 +190,11 @@ class _Accumulator(Generic[S]):
         """The drawn tokens of a batch, the same for every layer with as many tokens."""
         if self._limit is None:
             return source, target
-        key = (len(target), target.device)
-        if key not in self._rows:
+        if len(target) not in self._rows:
             rows = self._limit.rows(*self._at, len(target))
-            self._rows[key] = rows if rows is None else rows.to(target.device)
-        rows = self._rows[key]
-        return (source, target) if rows is None else (source[rows.to(source.device)], target[rows])
+            self._rows[len(target)] = rows if rows is None else rows.to(target.device)
+        rows = self._rows[len(target)]
+        return (source, target) if rows is None else (source[rows.to(source.device)], target[rows.to(target.device)])
 
     def _find_sum(self, pair: LayerPair, signal: str, source: Tensor, target: Tensor) -> S:
         """The sum of a pair; pairs that read the same two tensors share one."""
@@ -222,8 +204,7 @@ class _Accumulator(Generic[S]):
             if shared is not None and shared[0]() is target:
                 self.covariances[key] = shared[1]
             else:
-                widths = source.shape[-1], target.shape[-1]
-                self.covariances[key] = self._make_sum(pair, signal, *widths, target.device)
+                self.covariances[key] = self._make_sum(key, source.shape[-1], target.shape[-1], target.device)
         self._shared[tensors] = (weakref.ref(target), self.covariances[key])
         return self.covariances[key]
 
@@ -236,27 +217,14 @@ class _Accumulator(Generic[S]):
                     f"source layer {source} ran {expected} times and target layer {name} {calls} times on batch "
                     f"{index} ({signal}); pair layers that run equally often."
                 )
-        self._check_sums(index)
+        energies = {key: found.source_energy * found.target_energy for key, found in self.covariances.items()}
+        gradients = {(name, WEIGHT_GRADIENT): found.total.sum() for name, found in self.weight_gradients.items()}
+        for numbers in (energies, gradients):
+            if numbers and not bool(torch.stack(list(numbers.values())).isfinite().all()):
+                broken = [f"{name} ({signal})" for (name, signal), one in numbers.items() if not bool(one.isfinite())]
+                raise CaptureError(
+                    f"NaN or Inf in batch {index} at {first_of(broken, 3)}: check the weights and the calibration data."
+                )
         self._kept.clear()
         self._copies.clear()
         self._resized.clear()
-
-    def _check_sums(self, index: int) -> None:
-        """Raise an error if a sum is not finite."""
-        energies = [cov.source_energy * cov.target_energy for cov in self.covariances.values()]
-        broken: list[str] = []
-        if energies and not bool(torch.isfinite(torch.stack(energies).sum())):
-            broken = [
-                f"{layer} ({signal})"
-                for (layer, signal), energy in zip(self.covariances, energies, strict=True)
-                if not math.isfinite(float(energy))
-            ]
-        broken = broken or [
-            f"{name} ({WEIGHT_GRADIENT})"
-            for name, found in self.weight_gradients.items()
-            if not bool(found.total.sum().isfinite())
-        ]
-        if broken:
-            raise CaptureError(
-                f"NaN or Inf in batch {index} at {first_of(broken, 3)}: check the weights and the calibration data."
-            )

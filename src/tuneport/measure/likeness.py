@@ -105,19 +105,12 @@ def compare_layers(
             make_sum=make_sum,
         ).covariances
 
-    def make_agreement(pair: LayerPair, signal: str, source: int, target: int, _: torch.device) -> TokenAgreement:
-        key = (pair.target.name, signal)
+    def make_agreement(key: Key, source: int, target: int, _device: torch.device) -> TokenAgreement:
         return TokenAgreement(source, target, matrix=solver.solve([key])[key].matrix)
-
-    def fit(key: Key) -> tuple[int | None, float | None]:
-        if not aligned:
-            return None, None
-        found = solver.solve([key])[key]
-        return found.rank, found.residual
 
     if aligned and iter(batches) is batches:
         raise TuneportError("compare_layers reads its batches twice; give a list, not an iterator.")
-    found = run(batches, lambda _pair, _signal, source, target, device: Similarity(source, target, device=device))
+    found = run(batches, lambda _key, source, target, device: Similarity(source, target, device=device))
     solver = MapSolver(Statistics(found), completion)
     after = run(batches, make_agreement) if aligned else {}
     held = run(held_out, make_agreement) if aligned and next(iter(held_out), None) is not None else {}
@@ -134,7 +127,8 @@ def compare_layers(
             found[key].cosine,
             after[key].cosine if key in after else NAN,
             held[key].cosine if key in held else NAN,
-            *fit(key),
+            solver.solve([key])[key].rank if aligned else None,
+            solver.solve([key])[key].residual if aligned else None,
         )
         for pair, signal in product(pairs, SIGNALS)
         if (key := (pair.target.name, signal)) in found
@@ -178,7 +172,7 @@ def measure_drift(
             signals=(INPUT,),
             source_loss=forward_only(base),
             target_loss=forward_only(tuned),
-            make_sum=lambda _pair, _signal, source, target, _device: TokenAgreement(source, target),
+            make_sum=lambda _key, source, target, _device: TokenAgreement(source, target),
         ).covariances
         found += [
             Drift(step, layer.name, layer.role, layer.block, moved.direction, moved.magnitude)

@@ -1,8 +1,7 @@
 """The signals of one model while it runs: inputs and outputs of its layers, and the gradients of both.
 
 A layer is recognised by its weight, not by its module: every linear map that a model computes with a watched
-parameter is recorded (Linear, Conv1D, patch convolutions, bare matrices, fused projections, the projections inside
-nn.MultiheadAttention). A signal is passed on as (N, T, d) and not kept. Models are restored, also after an error.
+parameter is recorded. A signal is passed on as (N, T, d) and not kept. Models are restored, also after an error.
 """
 
 from __future__ import annotations
@@ -114,18 +113,15 @@ class Recorder(TorchFunctionMode):
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.set_grad_enabled(self._backward):
-                with watched(self):
-                    value = loss(self._model, batch)
-                if not isinstance(value, Tensor) or value.numel() != 1:
-                    shape = (
-                        f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                    )
-                    raise CaptureError(f"the loss must return one number (a sum over samples), got {shape}.")
-                if self._backward:
-                    if not value.requires_grad:
-                        raise CaptureError("the loss does not depend on any paired layer: no gradient can be measured.")
-                    value.sum().backward()
+            with torch.set_grad_enabled(self._backward), watched(self):
+                value = loss(self._model, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise CaptureError(f"the loss must return one number (a sum over samples), got {got}.")
+            if self._backward and not value.requires_grad:
+                raise CaptureError("the loss does not depend on any paired layer: no gradient can be measured.")
+            if self._backward:
+                value.backward()
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 

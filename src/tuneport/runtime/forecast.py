@@ -28,6 +28,7 @@ from ..maps.completion import completes_thin
 from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
+from ..maps.statistics import Key
 from ..measure.batches import PairedBatch, move_batch, samples_at_once, split_batch
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
@@ -111,7 +112,7 @@ class ShapeSum:
             _ = torch.empty(size, dtype=torch.uint8, device=target.device)
 
 
-Sums = Mapping[tuple[str, str], ShapeSum]
+Sums = Mapping[Key, ShapeSum]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +225,7 @@ class Forecast:
         assert job.losses is not None
         modules = Sides(*(shapes_of(model.module) if self.on_meta else model.module for model in job.models))
 
-        def make_sum(_pair: LayerPair, _signal: str, source: int, target: int, _device: torch.device) -> ShapeSum:
+        def make_sum(_key: Key, source: int, target: int, _device: torch.device) -> ShapeSum:
             return ShapeSum((source, target), self._is_dense)
 
         live = LiveBytes()
