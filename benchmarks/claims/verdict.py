@@ -29,6 +29,7 @@ import torch
 from scipy.stats import spearmanr
 
 from benchmarks.claims.zoo import PAIRS
+from tuneport.measure.likeness import COMPARED
 from tuneport.pipeline.preflight import (
     LIKELY,
     UNCERTAIN,
@@ -36,10 +37,10 @@ from tuneport.pipeline.preflight import (
     Trial,
     compare,
     judge,
-    prepare_pair,
     summary,
     try_transfer,
 )
+from tuneport.pipeline.prepare import prepare
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 HARM = 0.5  # points: less than that is neither a gain nor a loss
@@ -60,7 +61,8 @@ def run(options: argparse.Namespace) -> None:
                     continue
                 started = time.perf_counter()
                 tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
-                job = prepare_pair(zoo / source, zoo / target, data, finetuned=tuned, head=task, samples=100, seed=seed)
+                given = {"head": task, "samples": 100, "seed": seed}
+                job = prepare(zoo / source, tuned, zoo / target, data, signals=COMPARED, **given)
                 cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed}
                 if "trial" not in cell:
                     cell["trial"] = asdict(try_transfer(job))

@@ -15,6 +15,7 @@ from builders.folders import Zoo, load
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.job import Drawn, Given
+from tuneport.measure.likeness import COMPARED
 from tuneport.methods import METHODS
 from tuneport.pipeline.preflight import (
     FOLDS,
@@ -24,7 +25,6 @@ from tuneport.pipeline.preflight import (
     Trial,
     compare,
     judge,
-    prepare_pair,
     similarity_rows,
     summary,
     try_transfer,
@@ -36,7 +36,7 @@ from tuneport.pipeline.statistics import measure_job, problem_of
 @pytest.fixture
 def job(zoo: Zoo) -> Any:
     source, tuned, target = zoo.trio("clip_vision")
-    return prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24)
+    return prepare(source, tuned, target, zoo.data, signals=COMPARED, samples=24)
 
 
 class TestTrial:
@@ -75,14 +75,14 @@ class TestTrial:
 
         monkeypatch.setattr("tuneport.pipeline.statistics.measure_job", seen)
         source, tuned, target = zoo.trio("clip_vision")
-        try_transfer(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, max_tokens=40))
+        try_transfer(prepare(source, tuned, target, zoo.data, signals=COMPARED, samples=24, max_tokens=40))
         assert limits == [10] * 4
 
     def test_a_transfer_that_must_help_and_one_that_must_harm(self, zoo: Zoo) -> None:
         """Between equal models the trial is the fine-tune itself: the loss falls where the fine-tune is good."""
         base = zoo["clip_vision-base"]
         data = read_plain(zoo.data, "train")
-        job = prepare_pair(base, base, data, finetuned=zoo["clip_vision-tuned"], samples=24)
+        job = prepare(base, zoo["clip_vision-tuned"], base, data, signals=COMPARED, samples=24)
         found = try_transfer(job)
         module = job.source.module
         batch, labels = next(iter(job.samples)).target
@@ -104,7 +104,7 @@ class TestTrial:
 
     def test_methods_without_signals(self, zoo: Zoo) -> None:
         source, tuned, target = zoo.trio("vit")
-        naive = prepare_pair(source, target, zoo.data, finetuned=tuned, samples=24, method="naive")
+        naive = prepare(source, tuned, target, zoo.data, signals=COMPARED, samples=24)
         assert try_transfer(naive, "naive").samples == 24
 
     def test_without_a_head_only_the_loss_counts(self, job: Any) -> None:
@@ -145,7 +145,7 @@ class TestVerdict:
 
 class TestPair:
     def test_without_a_fine_tune_every_layer_is_compared(self, zoo: Zoo) -> None:
-        job = prepare_pair(zoo["clip_vision-base"], zoo["clip_vision-target"], zoo.data, samples=16)
+        job = prepare(zoo["clip_vision-base"], None, zoo["clip_vision-target"], zoo.data, signals=COMPARED, samples=16)
         assert len(job.plan.pairs) == len(job.target.layers)
         found = compare(job, trial=False)
         assert found.trial is None
@@ -153,13 +153,13 @@ class TestPair:
         assert len(similarity_rows(found.similarity)) == len(found.similarity) > 3 * 10
 
     def test_two_live_modules(self, zoo: Zoo) -> None:
-        modules = [load(zoo[f"vit-{part}"]) for part in ("base", "base")]
+        source, target = (load(zoo["vit-base"]) for _ in range(2))
         data = read_plain(zoo.data, "train")
         with pytest.raises(TuneportError, match="cannot read raw samples"):
-            prepare_pair(*modules, data, samples=16)
+            prepare(source, None, target, data, signals=COMPARED, samples=16)
 
     def test_a_model_with_itself(self, zoo: Zoo) -> None:
-        job = prepare_pair(zoo["vit-base"], zoo["vit-base"], zoo.data, samples=16)
+        job = prepare(zoo["vit-base"], None, zoo["vit-base"], zoo.data, signals=COMPARED, samples=16)
         similarity = compare(job, trial=False).similarity
         assert similarity
         for item in similarity:
@@ -169,7 +169,7 @@ class TestPair:
     def test_too_few_samples_and_batches(self, zoo: Zoo) -> None:
         source, tuned, target = zoo.trio("vit")
         with pytest.raises(DataError, match="at least 8 samples, got 5"):
-            compare(prepare_pair(source, target, zoo.data, finetuned=tuned, samples=5))
+            compare(prepare(source, tuned, target, zoo.data, signals=COMPARED, samples=5))
         job = prepare(source, tuned, target, zoo.data, samples=8)
         assert isinstance(job.samples, Drawn)
         with pytest.raises(DataError, match="draws its own samples"):

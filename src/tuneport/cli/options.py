@@ -1,15 +1,19 @@
-"""The options that several commands share, each declared once.
+"""The options that several commands share, each declared once with its help and limits.
 
-An option of one command alone is declared there. Defaults stand with the commands, help and limits here.
+A command declares the defaults, and the options that no other command has.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ..types import Completion, OutputKind
+
+if TYPE_CHECKING:
+    from ..pipeline.options import Options
 
 Source = Annotated[
     str, typer.Option(help="The old base model: a folder, open_clip's NAME:TAG or NAME:FILE, timm:NAME.")
@@ -71,3 +75,14 @@ Compare = Annotated[bool, typer.Option("--compare", help="Compare the models fir
 Evaluate = Annotated[
     bool, typer.Option("--evaluate", help="Score the target before and after, on the data's test split.")
 ]
+
+
+def prepare_options(given: Mapping[str, Any]) -> Options:
+    """The options of `prepare` among the parameters of a command."""
+    from ..io.sizes import parse_bytes
+    from ..pipeline.options import DEFAULTS
+
+    found = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
+    if "memory_budget" in found:
+        found["memory_budget"] = parse_bytes(found["memory_budget"])
+    return cast("Options", found)

@@ -7,94 +7,57 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import TuneportError
-from .options import (
-    BatchSize,
-    CompletionName,
-    Data,
-    Device,
-    DtypeName,
-    Exclude,
-    HeadName,
-    Json,
-    LabelsName,
-    LossName,
-    MaxTokens,
-    MemoryBudget,
-    MethodName,
-    SamplerName,
-    Samples,
-    Seed,
-    Shots,
-    Source,
-    Target,
-    TrustRemoteCode,
-)
+from . import options
 from .terminal import emit_json, say, show
-from .transfer import compare_models, parse_budget, prepare_job, print_kept, print_notes
+from .transfer import compare_models, print_kept, print_notes
 
 if TYPE_CHECKING:
     from ..pipeline.options import Options
 
 
 def plan(
-    source: Source,
-    target: Target,
+    source: options.Source,
+    target: options.Target,
     finetuned: Annotated[
         str | None, typer.Option(help="The fine-tuned old base, an adapter of it, or a task-vector file.")
     ] = None,
-    data: Data = None,
-    method: MethodName = "bico",
-    samples: Samples = None,
-    shots: Shots = None,
-    sampler: SamplerName = "random",
-    seed: Seed = 0,
-    head: HeadName = None,
-    labels: LabelsName = "data",
-    loss: LossName = None,
-    completion: CompletionName = "svd",
-    exclude: Exclude = None,
-    max_tokens: MaxTokens = None,
-    memory_budget: MemoryBudget = None,
-    batch_size: BatchSize = 32,
-    device: Device = "auto",
-    dtype: DtypeName = "float32",
+    data: options.Data = None,
+    method: options.MethodName = "bico",
+    samples: options.Samples = None,
+    shots: options.Shots = None,
+    sampler: options.SamplerName = "random",
+    seed: options.Seed = 0,
+    head: options.HeadName = None,
+    labels: options.LabelsName = "data",
+    loss: options.LossName = None,
+    completion: options.CompletionName = "svd",
+    exclude: options.Exclude = None,
+    max_tokens: options.MaxTokens = None,
+    memory_budget: options.MemoryBudget = None,
+    batch_size: options.BatchSize = 32,
+    device: options.Device = "auto",
+    dtype: options.DtypeName = "float32",
     shapes_only: Annotated[
         bool,
         typer.Option("--shapes-only", help="Read config.json only, no weights and no data: text models of any size."),
     ] = False,
     length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
 ) -> None:
     """Show what a transfer would do, without doing it: the pairing, what stays and why, the expected cost."""
-    from ..pipeline.outlook import expected
-    from ..pipeline.prepare import signals_of
-
-    options: Options = {
-        "samples": samples,
-        "shots": shots,
-        "sampler": sampler,
-        "seed": seed,
-        "head": head,
-        "labels": labels,
-        "loss": loss,
-        "completion": completion,
-        "exclude": exclude or (),
-        "max_tokens": max_tokens,
-        "memory_budget": parse_budget(memory_budget),
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-    }
+    given = options.prepare_options(locals())
     if shapes_only:
-        _plan_shapes(source, target, method, length, options, json)
+        _plan_shapes(source, target, method, length, given, json)
         return
     if finetuned is None:
         raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
-    job = prepare_job((source, finetuned, target, data), method, signals_of(method), options)
-    print_notes(job)
+    from ..pipeline.outlook import expected
+    from ..pipeline.prepare import prepare
+
+    job = prepare(source, finetuned, target, data, signals=method, **given)
     outlook = expected(job, method)
+    print_notes(job)
     if json:
         emit_json(outlook)
     else:
@@ -104,9 +67,11 @@ def plan(
 def _print_plan(outlook: dict[str, Any]) -> None:
     from ..io.sizes import format_bytes
 
-    layers = outlook["layers"]
-    rows = [(row["target"], _by(row["target_shape"]), row["source"], _by(row["source_shape"])) for row in layers]
-    title = f"{outlook['method']}: {len(layers)} layers"
+    rows = [
+        (row["target"], "{} x {}".format(*row["target_shape"]), row["source"], "{} x {}".format(*row["source_shape"]))
+        for row in outlook["layers"]
+    ]
+    title = f"{outlook['method']}: {len(rows)} layers"
     show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
     print_kept(outlook)
     cost = outlook["expected"]
@@ -131,34 +96,23 @@ def _print_plan(outlook: dict[str, Any]) -> None:
             )
 
 
-def _plan_shapes(source: str, target: str, method: str, length: int, options: Options, json: bool) -> None:
+def _plan_shapes(source: str, target: str, method: str, length: int, given: Options, json: bool) -> None:
     """Plans for several devices."""
     from ..models.open import pick_device, pick_dtype
     from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes
     from ..runtime.speed import probe
 
-    job = prepare_shapes(
-        source,
-        target,
-        method=method,
-        samples=options["samples"] or 100,
-        length=length,
-        batch_size=options["batch_size"],
-        max_tokens=options["max_tokens"],
-        memory_budget=options["memory_budget"],
-        device="cuda" if options["device"] == "auto" else options["device"],
-        dtype=options["dtype"],
-    )
-    rates = probe(pick_device("auto"), pick_dtype(options["dtype"]), options["batch_size"] * length)
+    device = "cuda" if given["device"] == "auto" else given["device"]
+    names = ("batch_size", "dtype", "max_tokens", "memory_budget", "samples")
+    known: dict[str, Any] = {name: value for name, value in given.items() if name in names}
+    job = prepare_shapes(source, target, method=method, length=length, device=device, **known)
+    rates = probe(pick_device("auto"), pick_dtype(given["dtype"]), given["batch_size"] * length)
     lines = plan_devices(job, rates, method=method)
     if json:
         emit_json({"options": job.record["options"], "rates": vars(rates), "plans": lines})
         return
-    show(
-        map(describe_line, lines),
-        *COLUMNS,
-        title=f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens",
-    )
+    title = f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens"
+    show(map(describe_line, lines), *COLUMNS, title=title)
     say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
 
 
@@ -170,31 +124,24 @@ def compare(
         str | None,
         typer.Option(help="The fine-tuned old base: its transfer is tried in memory. No verdict without it."),
     ] = None,
-    method: MethodName = "bico",
-    samples: Samples = None,
-    seed: Seed = 0,
-    head: HeadName = None,
-    batch_size: BatchSize = 32,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
+    method: options.MethodName = "bico",
+    samples: options.Samples = None,
+    seed: options.Seed = 0,
+    head: options.HeadName = None,
+    batch_size: options.BatchSize = 32,
+    device: options.Device = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
 ) -> None:
     """Compare two models layer by layer, and say whether a transfer is likely to help. Writes nothing."""
+    given = options.prepare_options(locals())
+    from ..measure.likeness import COMPARED
+    from ..methods import get_method
     from ..pipeline import preflight
+    from ..pipeline.prepare import prepare
 
-    job = preflight.prepare_pair(
-        source,
-        target,
-        data,
-        finetuned=finetuned,
-        method=method,
-        samples=samples,
-        seed=seed,
-        head=head,
-        batch_size=batch_size,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
+    signals = get_method(method).signals.union(COMPARED)
+    job = prepare(source, finetuned, target, data, signals=signals, **given)
     found = compare_models(job, method, trial=finetuned is not None)
     means = preflight.summary(found.similarity)
     if json:
@@ -205,7 +152,3 @@ def compare(
     say(f"verdict: {found.verdict.verdict}")
     for reason in found.verdict.reasons:
         say(f"- {reason}")
-
-
-def _by(shape: list[int]) -> str:
-    return " x ".join(str(size) for size in shape)

@@ -1,256 +1,157 @@
-"""From an old base to a new one: `tuneport transfer`.
+"""`tuneport transfer`, and what it shares with `plan` and `compare`.
 
-`transfer` and `plan` hand the same options to `prepare_job`, so that a plan shows the very transfer. All that can be
+All three hand their parameters to `prepare`, so that a plan shows the transfer that would run. Every input that can be
 refused is refused before a model runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TuneportError
 from ..types import OutputKind
-from .options import (
-    As,
-    BatchSize,
-    Compare,
-    CompletionName,
-    Data,
-    Device,
-    DtypeName,
-    Energy,
-    Evaluate,
-    Exclude,
-    Finetuned,
-    HeadName,
-    Json,
-    LabelsName,
-    LossName,
-    MaxTokens,
-    MemoryBudget,
-    MethodName,
-    Out,
-    Overwrite,
-    Rank,
-    Resume,
-    SamplerName,
-    Samples,
-    SaveEvery,
-    Scale,
-    Seed,
-    Shots,
-    Source,
-    Target,
-    TrustRemoteCode,
-)
+from . import options
 from .terminal import emit_json, note, progress, say, show_list
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..job import Job
-    from ..pipeline.options import Options
     from ..pipeline.preflight import Preflight
     from ..runtime.passes import Passes
-    from ..types import ScaleRule, Signal
 
 
 def transfer(
-    source: Source,
-    finetuned: Finetuned,
-    target: Target,
-    out: Out,
-    data: Data = None,
-    method: MethodName = "bico",
-    samples: Samples = None,
-    shots: Shots = None,
-    sampler: SamplerName = "random",
-    seed: Seed = 0,
-    scale: Scale = None,
-    head: HeadName = None,
-    labels: LabelsName = "data",
-    loss: LossName = None,
-    as_: As = "model",
-    rank: Rank = None,
-    energy: Energy = None,
-    completion: CompletionName = "svd",
-    exclude: Exclude = None,
-    max_tokens: MaxTokens = None,
-    memory_budget: MemoryBudget = None,
-    batch_size: BatchSize = 32,
-    device: Device = "auto",
-    dtype: DtypeName = "float32",
-    resume: Resume = False,
-    save_every: SaveEvery = 60.0,
-    compare: Compare = False,
-    evaluate: Evaluate = False,
-    overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
+    source: options.Source,
+    finetuned: options.Finetuned,
+    target: options.Target,
+    out: options.Out,
+    data: options.Data = None,
+    method: options.MethodName = "bico",
+    samples: options.Samples = None,
+    shots: options.Shots = None,
+    sampler: options.SamplerName = "random",
+    seed: options.Seed = 0,
+    scale: options.Scale = None,
+    head: options.HeadName = None,
+    labels: options.LabelsName = "data",
+    loss: options.LossName = None,
+    as_: options.As = "model",
+    rank: options.Rank = None,
+    energy: options.Energy = None,
+    completion: options.CompletionName = "svd",
+    exclude: options.Exclude = None,
+    max_tokens: options.MaxTokens = None,
+    memory_budget: options.MemoryBudget = None,
+    batch_size: options.BatchSize = 32,
+    device: options.Device = "auto",
+    dtype: options.DtypeName = "float32",
+    resume: options.Resume = False,
+    save_every: options.SaveEvery = 60.0,
+    compare: options.Compare = False,
+    evaluate: options.Evaluate = False,
+    overwrite: options.Overwrite = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
+    given = options.prepare_options(locals())
+    from ..io.output import claimed
+    from ..measure.accuracy import read_test_split
+    from ..methods import get_method
+    from ..pipeline.port import port
+    from ..pipeline.prepare import SCORED, prepare
+    from ..pipeline.transfer import check_scale, run
     from ..runtime.distributed import processes
 
-    options: Options = {
-        "samples": samples,
-        "shots": shots,
-        "sampler": sampler,
-        "seed": seed,
-        "head": head,
-        "labels": labels,
-        "loss": loss,
-        "completion": completion,
-        "exclude": exclude or (),
-        "max_tokens": max_tokens,
-        "memory_budget": parse_budget(memory_budget),
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-    }
-    output = _Output(out, as_, rank, energy, overwrite, resume, save_every)
-    run = _Run((source, finetuned, target, data), method, scale, options, output, compare, evaluate)
     with processes(device) as here:
+        if compare and here.size > 1:
+            raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
+        strength = check_scale(scale, method)
+        scored = isinstance(strength, str) or compare or evaluate
+        signals = get_method(method).signals | (SCORED if scored else frozenset())
+        prepared = partial(prepare, source, finetuned, target, data, signals=signals, **given)
         if not here.first:
-            run.other()
+            run(prepared(), method, scale=strength)
             return
-        record = run.first()
+        with claimed(out):
+            _check_output(out, as_, rank, energy, overwrite or resume, source, finetuned, target, data, head)
+            test = read_test_split(data) if evaluate else None
+            job = prepared()
+            _check_job(job, method, as_, rank, energy, test)
+            verdict = compare_models(job, method).record() if compare else None
+            with _measuring(job, method) as (passes, advance):
+                record = port(
+                    job,
+                    out,
+                    method=method,
+                    scale=strength,
+                    kind=as_,
+                    rank=rank,
+                    energy=energy,
+                    overwrite=overwrite,
+                    resume=resume,
+                    save_every=save_every,
+                    progress=advance,
+                    note=note,
+                    test=test,
+                    verdict=verdict,
+                    passes=passes,
+                )
     if json:
         emit_json(record)
-        return
-    _print_summary(record)
-    output.print_next(data if labels == "data" else None, head)
+    else:
+        _print_result(record, data if labels == "data" else None, head)
 
 
-@dataclass(frozen=True)
-class _Output:
-    """What is written, and where."""
+def _check_output(
+    out: str, kind: OutputKind, rank: int | None, energy: float | None, overwrite: bool, *inputs: str | None
+) -> None:
+    """Refuse an output that must not be replaced, and options that do not fit its kind."""
+    from ..models.open import path_of
+    from ..pipeline.result import check_output
+    from ..task_vectors.low_rank import check_truncation
 
-    out: str
-    kind: OutputKind
-    rank: int | None
-    energy: float | None
-    overwrite: bool
-    resume: bool
-    save_every: float
-
-    def check(self, inputs: list[Any]) -> None:
-        """Refuse an output that must not be replaced, and options that do not fit its kind."""
-        from ..io.output import check_new_file, check_new_folder
-        from ..task_vectors.low_rank import check_truncation
-
-        check_new = check_new_file if self.kind == "task-vector" else check_new_folder
-        check_new(self.out, self.overwrite or self.resume, inputs=inputs)
-        if self.kind != "adapter" and (self.rank is not None or self.energy is not None):
-            raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
-        check_truncation(self.rank, self.energy)
-
-    def print_next(self, data: str | None, head: str | None) -> None:
-        say(f"written to {self.out}" + ("" if self.kind == "task-vector" else ", report in report.html"))
-        if self.kind == "adapter":
-            say(f'next: peft.PeftModel.from_pretrained(model, "{self.out}")')
-        if self.kind == "model" and data is not None:
-            say(f"next: tuneport evaluate {self.out} --data {data}" + (f" --head {head}" if head else ""))
+    check_output(out, kind, overwrite, inputs=[path_of(path) for path in inputs if path])
+    if kind != "adapter" and (rank is not None or energy is not None):
+        raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
+    check_truncation(rank, energy)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One `transfer` command: in the first process, which checks, writes and prints, and in the others."""
+def _check_job(
+    job: Job, method: str, kind: OutputKind, rank: int | None, energy: float | None, test: Dataset | None
+) -> None:
+    """Refuse, before a model runs, a job whose result could not be written or scored."""
+    from ..measure.accuracy import check_test_split
+    from ..methods import get_method
+    from ..pipeline.result import check_adapter
 
-    inputs: tuple[str, str, str, str | None]
-    method: str
-    scale: str | None
-    options: Options
-    output: _Output
-    compare: bool
-    evaluate: bool
-
-    def first(self) -> dict[str, Any]:
-        from ..io.output import claimed
-        from ..measure.accuracy import check_test_split, read_test_split
-        from ..methods import get_method
-        from ..models.open import path_of
-        from ..pipeline.result import check_adapter
-        from ..runtime.budget import plan_passes
-
-        strength, output = self._strength(), self.output
-        with claimed(output.out):
-            output.check([path_of(path) for path in (*self.inputs, self.options["head"]) if path])
-            data = self.inputs[3]
-            test = read_test_split(data) if self.evaluate else None
-            job = self._job(strength)
-            print_notes(job)
-            if output.kind == "adapter":
-                check_adapter(job, get_method(self.method), output.rank, output.energy)
-            if test is not None:
-                check_test_split(test, job.heads.target if job.heads is not None else None)
-            verdict = compare_models(job, self.method).record() if self.compare else None
-            passes = None
-            if job.memory_budget is not None:
-                passes = plan_passes(job, job.memory_budget, method=self.method)
-                _note_passes(passes)
-            return self._ported(job, strength, test, verdict, passes)
-
-    def other(self) -> None:
-        from ..pipeline.transfer import run
-
-        strength = self._strength()
-        run(self._job(strength), self.method, scale=strength)
-
-    def _strength(self) -> float | ScaleRule:
-        from ..pipeline.transfer import check_scale
-        from ..runtime.distributed import ranks
-
-        if self.compare and ranks().size > 1:
-            raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
-        return check_scale(self.scale, self.method)
-
-    def _job(self, strength: float | ScaleRule) -> Job:
-        from ..methods import get_method
-        from ..pipeline.prepare import SCORED
-
-        signals = get_method(self.method).signals
-        scored = isinstance(strength, str) or self.compare or self.evaluate
-        return prepare_job(self.inputs, self.method, signals | SCORED if scored else signals, self.options)
-
-    def _ported(
-        self,
-        job: Job,
-        strength: float | ScaleRule,
-        test: Dataset | None,
-        verdict: dict[str, Any] | None,
-        passes: Passes | None,
-    ) -> dict[str, Any]:
-        from ..pipeline.port import port
-
-        output = self.output
-        with progress("measuring", len(job.samples) * (len(passes.groups) if passes else 1)) as advance:
-            return port(
-                job,
-                output.out,
-                method=self.method,
-                scale=strength,
-                kind=output.kind,
-                rank=output.rank,
-                energy=output.energy,
-                overwrite=output.overwrite,
-                resume=output.resume,
-                save_every=output.save_every,
-                progress=advance,
-                note=note,
-                test=test,
-                verdict=verdict,
-                passes=passes,
-            )
+    get_method(method).check(job.plan)
+    print_notes(job)
+    if kind == "adapter":
+        check_adapter(job, get_method(method), rank, energy)
+    if test is not None:
+        check_test_split(test, job.heads.target if job.heads is not None else None)
 
 
-def _note_passes(passes: Passes) -> None:
+@contextmanager
+def _measuring(job: Job, method: str) -> Iterator[tuple[Passes | None, Callable[[int], None]]]:
+    """A progress bar over all passes of a job, and the passes that its memory budget needs."""
     from ..io.sizes import format_bytes
+    from ..runtime.budget import plan_passes
 
-    runs = f"in {len(passes.groups)} runs" if len(passes.groups) > 1 else "in one run"
-    note(f"expected peak {format_bytes(passes.peak_bytes)}, {runs} over the calibration data")
-    if passes.fetched_bytes:
-        note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
+    passes, runs = None, 1
+    if job.memory_budget is not None:
+        passes = plan_passes(job, job.memory_budget, method=method)
+        runs = len(passes.groups)
+        words = f"{runs} runs" if runs > 1 else "one run"
+        note(f"expected peak {format_bytes(passes.peak_bytes)}, in {words} over the calibration data")
+        if passes.fetched_bytes:
+            note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
+    with progress("measuring", len(job.samples) * runs) as advance:
+        yield passes, advance
 
 
 def compare_models(job: Job, method: str, *, trial: bool = True) -> Preflight:
@@ -258,18 +159,6 @@ def compare_models(job: Job, method: str, *, trial: bool = True) -> Preflight:
 
     with progress("comparing", 0) as advance:
         return preflight.compare(job, method, trial=trial, progress=advance)
-
-
-def prepare_job(
-    inputs: tuple[str, str, str, str | None], method: str, signals: frozenset[Signal], options: Options
-) -> Job:
-    """The job of a transfer or a plan, which its method can serve."""
-    from ..methods import get_method
-    from ..pipeline.prepare import prepare
-
-    job = prepare(*inputs, signals=signals, **options)
-    get_method(method).check(job.plan)
-    return job
 
 
 def print_notes(job: Job) -> None:
@@ -281,17 +170,17 @@ def print_notes(job: Job) -> None:
         note(text)
 
 
-def parse_budget(budget: str | None) -> int | None:
-    from ..io.sizes import parse_bytes
-
-    return None if budget is None else parse_bytes(budget)
-
-
-def _print_summary(record: dict[str, Any]) -> None:
+def _print_result(record: dict[str, Any], data: str | None, head: str | None) -> None:
     from ..report.summary import summary_rows
 
     show_list(summary_rows(record), "dim")
     print_kept(record)
+    out, kind = record["out"], record["as"]
+    say(f"written to {out}" + ("" if kind == "task-vector" else ", report in report.html"))
+    if kind == "adapter":
+        say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
+    if kind == "model" and data is not None:
+        say(f"next: tuneport evaluate {out} --data {data}" + (f" --head {head}" if head else ""))
 
 
 def print_kept(record: dict[str, Any]) -> None:

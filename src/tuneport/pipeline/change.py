@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -45,6 +46,13 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
     known = vector.subset(name for name in vector if name in source.file_names)
     check_changes(known, (name for name in known if not source.matches(name, exclude)), exclude)
     return known
+
+
+def every_layer(model: Model) -> TaskVector:
+    """A change of every layer of a model, without values (on the meta device)."""
+    shapes = {layer.weight: layer.weight_shape for layer in model.layers}
+    shapes |= {layer.bias: (layer.out_features,) for layer in model.layers if layer.bias is not None and not layer.rows}
+    return TaskVector({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
 def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[str], use: str = "transfer") -> None:

@@ -26,6 +26,7 @@ from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
+from .change import every_layer
 from .plan import left_behind, not_transported_by, plan_of
 
 
@@ -126,10 +127,7 @@ def prepare_shapes(
     for model in models:
         if model.kind != "text" or model.generates == "seq2seq":
             raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
-    layers = models.source.layers
-    shapes = {layer.weight: layer.weight_shape for layer in layers}
-    shapes |= {layer.bias: (layer.out_features,) for layer in layers if layer.bias is not None and not layer.rows}
-    vector = TaskVector({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    vector = every_layer(models.source)
     chosen = get_method(method)
     plan = plan_of(*models, vector)
     chosen.check(plan)

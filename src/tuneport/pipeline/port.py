@@ -11,7 +11,7 @@ from typing import Any
 from ..data.dataset import Dataset
 from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint, read_json
-from ..io.output import check_new_file, check_new_folder, claimed
+from ..io.output import claimed
 from ..io.tensors import describe
 from ..job import Job
 from ..measure.accuracy import evaluate_change
@@ -21,6 +21,7 @@ from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import SAVE_EVERY, Work, fingerprint
 from ..types import OutputKind, Progress, ScaleRule
+from .result import check_output
 from .transfer import check_scale, conditions_of, run
 
 
@@ -72,7 +73,8 @@ def port(
             work.remove()
             say(f"{out} was complete already")
             return done
-        _check_place(job, out, kind, overwrite)
+        size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
+        check_output(out, kind, overwrite, needed_bytes=size if kind == "model" else 0)
         if resume:
             work.check()
             say("continuing from saved statistics" if work.exists() else "nothing to resume: starting over")
@@ -99,17 +101,6 @@ def port(
         written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=10**8)
         return written
     return {**result.record, "out": str(out), "as": kind}
-
-
-def _check_place(job: Job, out: Path, kind: OutputKind, overwrite: bool) -> None:
-    """Refuse an output that must not be replaced, or does not fit on the disk."""
-    if kind == "model":
-        size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
-        check_new_folder(out, overwrite, needed_bytes=size)
-    elif kind == "adapter":
-        check_new_folder(out, overwrite)
-    else:
-        check_new_file(out, overwrite)
 
 
 def _finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:

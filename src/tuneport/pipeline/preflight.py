@@ -14,28 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
 from ..errors import DataError
 from ..job import Drawn, Job
 from ..maps.statistics import Statistics
-from ..measure.likeness import COMPARED, LayerSimilarity, compare_layers
+from ..measure.likeness import LayerSimilarity, compare_layers
 from ..measure.signals import frozen
 from ..methods import Method, get_method
-from ..models.base import ModelLike
-from ..models.open import open_model, pick_device
 from ..report.summary import number_text
-from ..task_vectors.vector import TaskVector
 from ..types import Progress
-from .options import Options
-from .prepare import Data, prepare
 from .scale import Scaled
 from .statistics import measure_in_parts, problem_of
 
@@ -116,34 +109,13 @@ class Preflight:
         }
 
 
-def prepare_pair(
-    source: ModelLike,
-    target: ModelLike,
-    data: Data,
-    *,
-    finetuned: ModelLike | TaskVector | None = None,
-    method: str | Method = "bico",
-    **options: Unpack[Options],
-) -> Job:
-    """A job for a comparison; without a fine-tune, every layer of the source counts as changed."""
-    if finetuned is None:
-        if isinstance(source, (str, Path)):
-            trust = options.get("trust_remote_code", False)
-            source = open_model(source, device=pick_device(options.get("device", "auto")), trust_remote_code=trust)
-        module = source if isinstance(source, nn.Module) else source.module
-        names = {} if isinstance(source, nn.Module) else source.file_names
-        one = torch.ones(())
-        finetuned = TaskVector({names.get(name, name): one.expand(p.shape) for name, p in module.named_parameters()})
-    signals = get_method(method).signals | frozenset(COMPARED)
-    return prepare(source, finetuned, target, data, signals=signals, **options)
-
-
 def compare(
     job: Job, method: str | Method = "bico", *, trial: bool = True, progress: Progress | None = None
 ) -> Preflight:
     """Compare the two models of a job layer by layer, and try its transfer on held-out calibration samples.
 
-    With `trial=False` only similarity is measured. Nothing is written, and both models are restored.
+    The job is prepared for the signals of the method and those that are `COMPARED`. With `trial=False` only similarity
+    is measured. Nothing is written, and both models are restored.
     """
     held_out, *_ = _folds(job)
     assert job.losses is not None

@@ -33,7 +33,7 @@ from ..report.provenance import base_note, data_identity, identity_of, package_v
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Loss, Sides, Signal
-from .change import Finetuned, change_of, exclude_note, names_of, opened
+from .change import Finetuned, change_of, every_layer, exclude_note, names_of, opened
 from .labels import agreement, labelled_by
 from .options import Options, check_options
 from .plan import plan_of
@@ -44,7 +44,7 @@ SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # a job with this sign
 
 def prepare(
     source: ModelLike,
-    finetuned: ModelLike | TaskVector,
+    finetuned: ModelLike | TaskVector | None,
     target: ModelLike,
     data: Data | None = None,
     *,
@@ -55,18 +55,22 @@ def prepare(
 
     Args:
         source: the old base model, as a path, a name or a live module.
-        finetuned: the fine-tuned source, an adapter of it, or a task vector.
+        finetuned: the fine-tuned source, an adapter of it, or a task vector. None, for a comparison of the bases:
+            every layer counts as changed, and the job cannot be transferred.
         target: the new base model.
         data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
         signals: what will be measured: the signals of a method (or its name), or a set of signals.
         options: see `tuneport.pipeline.options.Options`.
     """
     given = check_options(options)
-    wanted = signals_of(signals)
+    wanted = get_method(signals).signals if isinstance(signals, (str, Method)) else frozenset(signals)
     machine = _Machine.of(given, source, target)
     models = machine.open(source, target)
-    tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
-    vector = change_of(models.source, tuned, given["exclude"])
+    if finetuned is None:
+        tuned = vector = every_layer(models.source)
+    else:
+        tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
+        vector = change_of(models.source, tuned, given["exclude"])
     question = _ask(data, models, wanted, given, machine.device)
     plan = plan_of(
         *models,
@@ -94,13 +98,6 @@ def prepare(
         device=machine.device if given["memory_budget"] is not None else None,
     )
     return replace(job, record=_record(job, question, given, machine, tuned, about))
-
-
-def signals_of(signals: str | Method | Iterable[Signal]) -> frozenset[Signal]:
-    """The signals of a method or of its name, or the set that was given."""
-    if isinstance(signals, (str, Method)):
-        return get_method(signals).signals
-    return frozenset(signals)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ A folder appears when it is complete, with the run record, the model card and th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from ..report.page import report_page
 from ..report.record import to_json, write_record
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_write import Packed, no_place, pack
-from ..task_vectors.low_rank import check_truncation
 from ..task_vectors.vector import TaskVector, save_task_vector
 from ..types import OutputKind
 
@@ -82,14 +81,11 @@ class Result:
         out = Path(out)
         place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
         record = {**self.record, "out": place, "as": kind}
+        check_output(out, kind, overwrite, inputs=self._inputs())
         if kind == "task-vector":
-            check_new_file(out, overwrite, inputs=self._inputs())
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
             return out
-        if kind not in ("model", "adapter"):
-            raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
-        check_new_folder(out, overwrite, inputs=self._inputs())
         packed = self._packed(rank, energy) if kind == "adapter" else None
         with new_folder(out, overwrite=overwrite) as folder:
             if packed is not None:
@@ -121,9 +117,20 @@ class Result:
         return pack(self.task_vector, self.target.module, base, scale=self.scale, rank=rank, energy=energy, about=about)
 
 
+def check_output(
+    out: str | Path, kind: OutputKind, overwrite: bool, *, inputs: Iterable[Path] = (), needed_bytes: int = 0
+) -> None:
+    """Refuse an unknown kind, an output that must not be replaced, and one that does not fit on the disk."""
+    if kind == "task-vector":
+        check_new_file(out, overwrite, inputs=inputs)
+    elif kind in ("model", "adapter"):
+        check_new_folder(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
+    else:
+        raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
+
+
 def check_adapter(job: Job, method: Method, rank: int | None, energy: float | None) -> None:
     """Refuse, before anything is measured, a transfer whose result cannot be written as an adapter as asked."""
-    check_truncation(rank, energy)
     if rank is None and energy is None:
         names = {pair.source.weight for pair in job.plan.pairs}
         dense = [name for name in names if job.task_vector.spec(name).rank is None]
