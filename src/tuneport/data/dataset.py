@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,11 +45,7 @@ class LazySequence(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> LazySequence: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return LazySequence(self.indices[index], self.load)
         return self.load(int(self.indices[index]))
@@ -148,10 +144,8 @@ def of_images(
         load = partial(open_file, list(images))
         missing = [path.name for path in images if not path.is_file()]
         if missing:
-            where = images[0].parent
-            raise DataError(
-                f"{len(missing)} of {len(images)} images of {name} are not in {where}: {first_of(missing)}."
-            )
+            given = f"{len(missing)} of {len(images)} images of {name}"
+            raise DataError(f"{given} are not in {images[0].parent}: {first_of(missing)}.")
     numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
     if len(numbers) != len(images):
         raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
@@ -229,11 +223,9 @@ def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[
     """The source's name of `split`; None if it has no splits. `also` holds further names of the split."""
     by_name = {name.lower(): name for name in found}
     names = (*SPLIT_NAMES[split], *also)
-    for name in names:
-        if name in by_name:
-            return by_name[name]
-    if set(by_name) <= {"all", ""}:
-        return None
+    chosen = next((by_name[name] for name in names if name in by_name), None)
+    if chosen is not None or set(by_name) <= {"all", ""}:
+        return chosen
     raise DataError(
         f"{path} has no {split} split; found: {first_of(sorted(by_name))}. "
         f"Add one named {' or '.join(names)}, or drop the splits to use all samples for both."

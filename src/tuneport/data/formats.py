@@ -19,7 +19,7 @@ from ..errors import DataError, brief, first_of, unknown_name
 from ..types import Split
 from .dataset import SPLIT_NAMES, Dataset, LazySequence, choose_split, dataset_name, reading
 from .images import IMAGE_SUFFIXES, check_images, open_array, open_file
-from .tables import has_label_column, is_table, read_table
+from .tables import is_table, read_table
 
 _FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
 _ANY_SPLIT = {name for names in SPLIT_NAMES.values() for name in names}
@@ -36,7 +36,7 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
         raise DataError(f"no data at {path}: no such file or folder. Pass {_FORMATS}.")
     with reading(path):
         if is_table(path):
-            data = read_table(path, split)
+            data = read_table(path, split, labelled)
         elif path.is_dir():
             data = _read_folder(path, split)
         elif path.name.lower().endswith(".npz"):
@@ -44,17 +44,9 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
         else:
             raise DataError(f"the format of {path} is unknown by its name. Pass {_FORMATS}.")
     if labelled and data.labels is None and data.targets is None:
-        raise DataError(f"{path} has no labels{_missing_labels(path, data.split)}.")
+        expected = "one sub-folder of images per class" if path.is_dir() else "an array y, or y_train and y_test"
+        raise DataError(f"{path} has no labels; expected {expected}.")
     return data
-
-
-def _missing_labels(path: Path, split: str) -> str:
-    if is_table(path):
-        if has_label_column(path):
-            return f': the column label is empty (null, NaN, -1 or "") in every row of the split {split}. Fill it'
-        return "; expected a column label or target"
-    npz = path.name.lower().endswith(".npz")
-    return f"; expected {'an array y, or y_train and y_test' if npz else 'one sub-folder of images per class'}"
 
 
 def _read_folder(path: Path, split: Split) -> Dataset:

@@ -75,23 +75,19 @@ def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
 
 def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
     try:
-        with warnings.catch_warnings(), _open(source) as image:
-            if image.mode == "F":
-                raise ValueError("its pixels are floats without a known range")
-            if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
-                pixels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
-                return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
-            return image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(source, formats=_IMAGE_FORMATS) as image:
+                if image.mode == "F":
+                    raise ValueError("its pixels are floats without a known range")
+                if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
+                    pixels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+                    return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
+                return image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"image {where} is too large to open safely: {brief(error)}. Resize it.") from error
     except UnidentifiedImageError as error:
         raise DataError(f"cannot read image {where}: not in a format Pillow knows. Replace it.") from error
     except Exception as error:  # broken files make decoders raise nearly anything
         raise DataError(f"cannot read image {where}: {brief(error)}. Replace it.") from error
-
-
-def _open(source: Path | io.BytesIO) -> Image.Image:
-    """Open an image of a common format; a decompression bomb is an error, not a warning."""
-    warnings.simplefilter("ignore")
-    warnings.simplefilter("error", Image.DecompressionBombWarning)
-    return Image.open(source, formats=_IMAGE_FORMATS)

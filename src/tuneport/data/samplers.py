@@ -45,8 +45,9 @@ def _shuffled(size: int, generator: Generator) -> Tensor:
     return torch.randperm(size, generator=generator, device=generator.device).cpu()
 
 
-def _present(labels: Tensor) -> Tensor:
-    return torch.tensor(sorted(set(labels.tolist())), dtype=torch.int64)
+def _shuffled_classes(labels: Tensor, generator: Generator) -> Tensor:
+    present = labels.unique()
+    return present[_shuffled(len(present), generator)]
 
 
 def _random(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
@@ -54,17 +55,15 @@ def _random(labels: Tensor, count: int, generator: Generator, _: Tensor | None) 
 
 
 def _class_balanced(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    present = _present(labels)
-    order = present[_shuffled(len(present), generator)]
+    order = _shuffled_classes(labels, generator)
     samples = _shuffled(len(labels), generator)
     return _round_robin([samples[labels[samples] == label] for label in order])[:count]
 
 
 def _by_distance(labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float) -> Tensor:
     assert features is not None  # `select` has checked
-    present = _present(labels)
     groups = []
-    for label in present[_shuffled(len(present), generator)]:
+    for label in _shuffled_classes(labels, generator):
         members = (labels == label).nonzero()[:, 0]
         points = features.detach().cpu()[members].double()  # (members, width)
         distance = (points - points.mean(dim=0)).norm(dim=1)
@@ -73,8 +72,8 @@ def _by_distance(labels: Tensor, count: int, generator: Generator, features: Ten
 
 
 def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    present = _present(labels)
-    chosen = present[_shuffled(len(present), generator)[: max(1, len(present) // 2)]]
+    present = _shuffled_classes(labels, generator)
+    chosen = present[: max(1, len(present) // 2)]
     samples = _shuffled(len(labels), generator)
     samples = samples[torch.isin(labels[samples], chosen)]
     if len(samples) < count:
@@ -86,15 +85,14 @@ def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | No
 
 
 def _single_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    present = _present(labels)
-    sizes = torch.bincount(labels)[present]
-    order = _shuffled(len(present), generator)
+    order = _shuffled_classes(labels, generator)
+    sizes = torch.bincount(labels)
     enough = order[sizes[order] >= count]
     if not len(enough):
         largest = f"the largest class has {int(sizes.max())}"
         raise DataError(f"asked for {count} samples of one class, but {largest}; lower `samples`.")
     samples = _shuffled(len(labels), generator)
-    return samples[labels[samples] == present[enough[0]]][:count]
+    return samples[labels[samples] == enough[0]][:count]
 
 
 def _round_robin(groups: list[Tensor]) -> Tensor:
@@ -103,21 +101,15 @@ def _round_robin(groups: list[Tensor]) -> Tensor:
     return torch.cat(groups)[torch.argsort(turn, stable=True)]
 
 
+def _centroid(description: str, sign: float) -> Sampler:
+    return Sampler(description, partial(_by_distance, sign=sign), needs_features=True, balanced=True)
+
+
 SAMPLERS: dict[str, Sampler] = {
     "random": Sampler("uniformly at random (default)", _random, needs_labels=False),
     "class_balanced": Sampler("at random, equally many of every class", _class_balanced, balanced=True),
-    "centroid_near": Sampler(
-        "the most typical of every class: nearest to its mean feature",
-        partial(_by_distance, sign=1.0),
-        needs_features=True,
-        balanced=True,
-    ),
-    "centroid_far": Sampler(
-        "the least typical of every class: farthest from its mean feature",
-        partial(_by_distance, sign=-1.0),
-        needs_features=True,
-        balanced=True,
-    ),
+    "centroid_near": _centroid("the most typical of every class: nearest to its mean feature", 1.0),
+    "centroid_far": _centroid("the least typical of every class: farthest from its mean feature", -1.0),
     "half_class": Sampler("at random from a random half of the classes", _half_class),
     "single_class": Sampler("at random from one random class", _single_class),
 }
@@ -154,9 +146,8 @@ def select(
     chosen = SAMPLERS[sampler]
     if dataset.labels is None and (shots is not None or chosen.needs_labels):
         need = "`shots`" if shots is not None else f"sampler '{sampler}'"
-        raise DataError(
-            f"{dataset} has no labels; expected a label per sample for {need}. Use `samples` and the sampler random."
-        )
+        expected = f"expected a label per sample for {need}"
+        raise DataError(f"{dataset} has no labels; {expected}. Use `samples` and the sampler random.")
     if shots is None:
         count = DEFAULT_SAMPLES if samples is None else samples
         if count <= 0:

@@ -10,6 +10,7 @@ import csv
 import gzip
 import importlib
 import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, brief, first_of
+from ..io.sizes import format_bytes
 from ..types import Split
 from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, dataset_name, reading
 from .images import open_cell, open_file
@@ -38,14 +40,16 @@ def is_table(path: Path) -> bool:
     return path.name.lower().endswith(TABLE_SUFFIXES)
 
 
-def read_table(path: Path, split: Split) -> Dataset:
-    """Read one split of a table or a saved HF dataset."""
-    return _from_table(_columns(path), path, split)
-
-
-def has_label_column(path: Path) -> bool:
-    """True if a table has a column label, even an empty one."""
-    return "label" in _columns(path).columns
+def read_table(path: Path, split: Split, labelled: bool) -> Dataset:
+    """Read one split of a table or a saved HF dataset; `labelled` refuses one with neither labels nor targets."""
+    table = _columns(path)
+    data = _from_table(table, path, split)
+    if labelled and data.labels is None and data.targets is None:
+        if "label" not in table.columns:
+            raise DataError(f"{path} has no labels; expected a column label or target.")
+        empty = f'the column label is empty (null, NaN, -1 or "") in every row of the split {data.split}'
+        raise DataError(f"{path} has no labels: {empty}. Fill it.")
+    return data
 
 
 def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
@@ -86,13 +90,11 @@ def _columns(path: Path) -> _Table:
         with opened(path, "rb") as packed:
             content = packed.read(_LARGEST_TABLE + 1)  # a small archive can hold a huge table
         if len(content) > _LARGEST_TABLE:
-            limit = f"{_LARGEST_TABLE / 2**30:.0f} GiB"
-            raise DataError(f"{path} is refused: a table may have {limit} uncompressed. Split it.")
+            most = format_bytes(_LARGEST_TABLE)
+            raise DataError(f"{path} is refused: a table may have {most} uncompressed. Split it.")
         file = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
-        if name.endswith(".jsonl"):
-            rows = list(_json_rows(file, path))
-        else:
-            rows = list(_delimited_rows(file, path, "\t" if name.endswith(".tsv") else ","))
+        delimiter = "\t" if name.endswith(".tsv") else ","
+        rows = list(_json_rows(file, path) if name.endswith(".jsonl") else _delimited_rows(file, path, delimiter))
     keys = dict.fromkeys(key for row in rows for key in row)
     return _Table({key: [row.get(key) for row in rows] for key in keys})
 
@@ -116,8 +118,8 @@ def _delimited_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[s
         header = next(reader, [])
         for fields in filter(None, reader):  # the reader gives [] for a blank line
             if len(fields) != len(header):
-                given = f"line {reader.line_num} of {path} has {len(fields)} fields"
-                raise DataError(f"{given}; expected {len(header)} as in its header.")
+                expected = f"expected {len(header)} as in its header"
+                raise DataError(f"line {reader.line_num} of {path} has {len(fields)} fields; {expected}.")
             yield dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise DataError(f"line {reader.line_num} of {path} is malformed: {brief(error)}.") from error
@@ -139,7 +141,7 @@ def _read_arrow(path: Path) -> _Table:
             loaded = (module.concatenate_datasets(list(parts.values())) if parts else loaded).with_format("arrow")[:]
         for name in loaded.column_names:
             plain = name in _PLAIN_COLUMNS or (name == "image" and str(loaded[name].type).endswith("string"))
-            lazy = LazySequence(np.arange(len(loaded)), partial(_cell, loaded[name]))
+            lazy = LazySequence(np.arange(len(loaded)), lambda index, column=loaded[name]: column[index].as_py())
             columns[name] = loaded[name].to_pylist() if plain else lazy
     except Exception as error:  # errors of pyarrow, fsspec and json share no base class
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
@@ -151,10 +153,6 @@ def _read_arrow(path: Path) -> _Table:
     except (KeyError, TypeError, ValueError):
         return _Table(columns)
     return _Table(columns, tuple(map(str, known)))
-
-
-def _cell(column: Any, index: int) -> Any:
-    return column[index].as_py()
 
 
 def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
@@ -202,11 +200,11 @@ def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazyS
 
 def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path) -> list[Any]:
     """The texts of one column, or pairs of texts of two."""
+    for key, row in itertools.product(keys, rows):
+        if not isinstance(columns[key][row], str):
+            given = type(columns[key][row]).__name__
+            raise DataError(f"{key} of row {row + 1} of {path} is {given}; expected text.")
     picked = [[columns[key][row] for row in rows] for key in keys]
-    for key, texts in zip(keys, picked, strict=True):
-        for row, text in zip(rows, texts, strict=True):
-            if not isinstance(text, str):
-                raise DataError(f"{key} of row {row + 1} of {path} is {type(text).__name__}; expected text.")
     return picked[0] if len(keys) == 1 else list(zip(*picked, strict=True))
 
 
@@ -245,8 +243,7 @@ def _class_name(value: Any, row: int, path: Path) -> str | None:
         return None
     if isinstance(value, str):
         return value
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if whole and value >= 0:
+    if isinstance(value, (int, float)) and value >= 0 and value % 1 == 0:
         return str(int(value))
     given = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
     raise DataError(f"label of row {row} of {path} is {given}; expected a class name or a number from 0.")

@@ -6,7 +6,6 @@ folder; writing holds one tensor at a time. Every failure is one CheckpointError
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -22,8 +21,8 @@ from .sizes import parse_bytes
 from .tensors import LazyTensors, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # as transformers looks
 
 
 class Checkpoint(LazyTensors):
@@ -82,7 +81,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
 
 def _weights_in(folder: Path) -> Path:
     """Choose the weight file or index of a model folder, as from_pretrained would."""
-    for name in (*_WEIGHTS, *_PICKLED_WEIGHTS):
+    for name in _WEIGHTS:
         if (folder / name).is_file():
             return folder / name
     if (folder / "adapter_config.json").is_file():
@@ -93,14 +92,12 @@ def _weights_in(folder: Path) -> Path:
     if found:
         names = first_of(file.name for file in found)
         raise CheckpointError(
-            f"{folder} holds {len(found)} safetensors files and no {_WEIGHTS[1]}: {names}. "
+            f"{folder} holds {len(found)} safetensors files and no {_INDEX}: {names}. "
             "Give one of the files, or add the index."
         )
     if (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} has a config.json but no weights: expected one of "
-            f"{', '.join((*_WEIGHTS, *_PICKLED_WEIGHTS))}. Download or save it again."
-        )
+        expected = f"expected one of {', '.join(_WEIGHTS)}"
+        raise CheckpointError(f"{folder} has a config.json but no weights: {expected}. Download or save it again.")
     raise CheckpointError(
         f"{folder} is not a model: no config.json or safetensors in it. "
         "Give the folder that save_pretrained wrote, or a .safetensors file."
@@ -191,14 +188,13 @@ def write_checkpoint(
 
 def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
     """Return the SHA-256 of each file, under its path as given."""
+    from huggingface_hub.utils.sha import sha_fileobj
+
     digests = {}
     for path in paths:
-        digest = hashlib.sha256()
         try:
             with Path(path).open("rb") as file:
-                while piece := file.read(2**20):
-                    digest.update(piece)
+                digests[os.fspath(path)] = sha_fileobj(file).hex()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-        digests[os.fspath(path)] = digest.hexdigest()
     return digests

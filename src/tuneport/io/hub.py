@@ -21,11 +21,7 @@ _OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmod
 
 
 def looks_like_hub_id(reference: str | os.PathLike[str]) -> bool:
-    """True if a reference has the form `org/name` and no such path exists.
-
-    >>> [looks_like_hub_id(text) for text in ("openai/clip-vit-base", "./model", "/data/model", "model", "a/b/c")]
-    [True, False, False, False, False]
-    """
+    """True if a reference has the form `org/name` and no such path exists."""
     text = os.fspath(reference)
     return _ID.fullmatch(text) is not None and ".." not in text and not os.path.lexists(text)
 

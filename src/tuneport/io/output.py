@@ -52,7 +52,7 @@ def check_new_folder(
     _check_path(out, overwrite, folder=True)
     _check_inputs_survive(out, inputs)
     _check_marks(out, marks)
-    free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
+    free = shutil.disk_usage(out.parent).free
     if needed_bytes > free:
         raise CheckpointError(
             f"{out} needs about {format_bytes(needed_bytes)}, but only {format_bytes(free)} are free in {out.parent}. "

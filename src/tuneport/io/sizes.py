@@ -33,11 +33,8 @@ def format_bytes(size: float) -> str:
     >>> format_bytes(8589934592)
     '8.00 GiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
+    power = next((power for power in (3, 2, 1) if size >= 1024**power), 0)
+    return f"{size / 1024**power:.2f} {'KMG'[power - 1]}iB" if power else f"{size:.0f} B"
 
 
 def free_memory() -> float:

@@ -29,11 +29,9 @@ _DTYPE_NAMES = {
     "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32",
     "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-_DTYPES: dict[str, torch.dtype] = {
-    code: getattr(torch, name) for code, name in _DTYPE_NAMES.items() if hasattr(torch, name)
-}
+_DTYPES: dict[str, torch.dtype] = {c: getattr(torch, name) for c, name in _DTYPE_NAMES.items() if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES.values())}
+_RANK = {dtype: rank for rank, dtype in enumerate(_CODES)}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -85,10 +83,11 @@ class SafetensorsFile:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            if isinstance(error, SafetensorError) and _is_pointer(self.path):
-                reason = "is a Git LFS pointer, not the weights. Fetch them with git lfs pull."
-            else:
-                reason = f"cannot be read as safetensors ({error}). Download or save it again."
+            reason = f"cannot be read as safetensors ({error}). Download or save it again."
+            if isinstance(error, SafetensorError):
+                with self.path.open("rb") as file:
+                    if file.read(23) == b"version https://git-lfs":
+                        reason = "is a Git LFS pointer, not the weights. Fetch them with git lfs pull."
             raise CheckpointError(f"{self.path} {reason}") from error
 
 
@@ -137,15 +136,11 @@ class PickleFile:
             raise CheckpointError(
                 f"{self.path} cannot be read as a state dict ({brief(error)}). Download or save it again."
             ) from error
-        for key in ("state_dict", "model"):  # in a training checkpoint, the entry that holds the weights
-            if isinstance(state, dict) and isinstance(state.get(key), dict):
-                state = state[key]
-                break
         if not isinstance(state, dict):
-            raise CheckpointError(
-                f"{self.path} is not a state dict but a {type(state).__name__}. Save model.state_dict()."
-            )
-        return state
+            kind = type(state).__name__
+            raise CheckpointError(f"{self.path} is not a state dict but a {kind}. Save model.state_dict().")
+        parts = (state.get(key) for key in ("state_dict", "model"))  # of a training checkpoint
+        return next((part for part in parts if isinstance(part, dict)), state)
 
 
 WeightFile = SafetensorsFile | PickleFile
@@ -154,11 +149,6 @@ WeightFile = SafetensorsFile | PickleFile
 def _check_unchanged(path: Path, stamp: tuple[int, int, int]) -> None:
     if _stamp(path) != stamp:
         raise CheckpointError(f"{path} has changed since it was opened. Open it again.")
-
-
-def _is_pointer(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(23) == b"version https://git-lfs"
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

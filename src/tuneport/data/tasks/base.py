@@ -82,10 +82,8 @@ class Task:
             train, validation = _split(data, VALIDATION_SHARE)
             data = replace(data.subset(validation if split == "validation" else train), split=split)
         if not len(data):
-            hint = "Add samples, or a test split." if split == "test" else "Add samples."
-            raise DataError(
-                f"{place} has too few samples for a {split} split of {self.title}: no class has two. {hint}"
-            )
+            few = f"{place} has too few samples for a {split} split of {self.title}: no class has two"
+            raise DataError(f"{few}. Add samples{', or a test split' if split == 'test' else ''}.")
         return data
 
     def _find(self, place: Path, split: Split, labelled: bool) -> Dataset:
@@ -118,16 +116,11 @@ class Task:
             places = [number if number < len(self.classes) else -1 for number in numbers]
         if min(places, default=-1) < 0 or len(set(places)) != len(places):
             return data  # other classes keep their names
-        labels = np.array(places, dtype=np.int64)[data.labels]
-        return replace(data, labels=labels, classes=self.classes)
+        return replace(data, labels=np.array(places, dtype=np.int64)[data.labels], classes=self.classes)
 
 
 def plain_name(name: str) -> str:
-    """A name reduced to lower-case letters and digits, for comparison.
-
-    >>> plain_name("Annual_Crop") == plain_name("annual crop")
-    True
-    """
+    """A name reduced to lower-case letters and digits, so that Annual_Crop is equal to "annual crop"."""
     return "".join(mark for mark in name.lower() if mark.isalnum())
 
 

@@ -41,8 +41,7 @@ def _class_folders(task: Task, place: Path, split: Split) -> Dataset | None:
 def _resisc45_lists(task: Task, place: Path, split: Split) -> Dataset | None:
     """One folder per class, and resisc45-train.txt, -val.txt, -test.txt with file names, in it or its parent."""
     home = place / "NWPU-RESISC45" if (place / "NWPU-RESISC45").is_dir() else place
-    lists = [folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent)]
-    found = _first(lists)
+    found = _first(folder / f"resisc45-{split}.txt" for folder in (place, home, place.parent))
     if found is None:
         return None
     files = [Path(line).name for line in read_lines(found)]
@@ -58,8 +57,7 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
         return None
     if split == "test":
         names = ("GT-final_test.csv", "GT-final_test.test.csv")
-        tables = [folder / name for folder in (place, place.parent, test) for name in names]
-        found = _first(tables)
+        found = _first(folder / name for folder in (place, place.parent, test) for name in names)
         if found is None:
             raise DataError(f"{place} has no GT-final_test.csv, which holds the classes of its test images.")
         rows = read_rows(found, ";")
@@ -108,12 +106,10 @@ def _svhn(task: Task, place: Path, split: Split) -> Dataset | None:
 def _mnist(task: Task, place: Path, split: Split) -> Dataset | None:
     """The four idx files, compressed or not."""
     part = "t10k" if split == "test" else "train"
-    found = []
-    for word, dimensions in (("images", 3), ("labels", 1)):
-        names = (f"{part}-{word}-idx{dimensions}-ubyte", f"{part}-{word}.idx{dimensions}-ubyte")
-        files = [place / f"{name}{packed}" for name in names for packed in ("", ".gz")]
-        found.append(_first(files))
-    images, labels = found
+    images, labels = (
+        _first(place / f"{part}-{word}{mark}idx{dimensions}-ubyte{packed}" for mark in "-." for packed in ("", ".gz"))
+        for word, dimensions in (("images", 3), ("labels", 1))
+    )
     if images is None or labels is None:
         return None
     files = [images, labels]
