@@ -254,7 +254,7 @@ def test_the_iteration_keeps_the_order_at_any_cut(cut: float) -> None:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
     above = values > cut / 1.05
     assert float(lifted[above].min()) >= steps.lifted > float(lifted[~above].max())
-    for a, b, c in steps.tail.steps:
+    for a, b, c in steps.tail[0]:
         lifted = lifted * (a + b * lifted**2) / (1 + c * lifted**2)
     assert float((1 - lifted[above]).abs().max()) < 0.021
     for route in ("qdwh", "lift"):

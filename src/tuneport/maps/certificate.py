@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 ORTHOGONALITY = 1e-6  # limits of a certificate that holds
 STATIONARITY = 1e-6
@@ -31,40 +32,41 @@ class Certificate:
 
 
 @dataclass(frozen=True, eq=False)
-class Polar:
-    """The determined part of a polar factor as factors, `left @ right.T`, with its evidence.
+class Factors:
+    """R = `left @ right.T`; one factor may be None for the identity."""
 
-    `left` is None for the identity: R is `right.T` then. `total` is the sum of the singular values above the cut,
-    `<R, C>`. `singular_values` are all min(d_A, d_B) of C, largest first (those far below the cut are estimates); None
-    if the route does not compute them. `null` spans the null directions of the shorter side, (min(d_A, d_B), min -
-    rank); it is empty where they are filled, or not computed.
+    left: Tensor | None  # (d_A, p)
+    right: Tensor | None  # (d_B, p)
+
+    @property
+    def T(self) -> Self:  # noqa: N802 - as of a tensor
+        """The transposed R."""
+        return replace(self, left=self.right, right=self.left)
+
+    def dense(self) -> Tensor:
+        """R itself (d_A, d_B)."""
+        if self.left is None:
+            assert self.right is not None
+            return self.right.T
+        return self.left if self.right is None else self.left @ self.right.T
+
+
+@dataclass(frozen=True, eq=False)
+class Polar(Factors):
+    """The determined part of a polar factor, with its evidence.
+
+    `total` is the sum of the singular values above the cut, `<R, C>`. `singular_values` are all min(d_A, d_B) of C,
+    largest first (those far below the cut are estimates); None if the route does not compute them. `null` spans the
+    null directions of the shorter side, (min(d_A, d_B), min - rank); it is empty where they are filled, or not
+    computed.
     """
 
-    left: Tensor | None  # (d_A, rank)
-    right: Tensor | None  # (d_B, rank); None for the identity
     null: Tensor
     rank: int
     total: float
     singular_values: Tensor | None
     route: str
     certificate: Certificate
-
-    @property
-    def T(self) -> Polar:  # noqa: N802 - as of a tensor
-        """The polar factor of the transposed problem."""
-        return replace(self, left=self.right, right=self.left)
-
-    def dense(self) -> Tensor:
-        """R itself (d_A, d_B)."""
-        return product(self.left, self.right)
-
-
-def product(left: Tensor | None, right: Tensor | None) -> Tensor:
-    """`left @ right.T`; one factor may be None for the identity."""
-    if left is None:
-        assert right is not None
-        return right.T
-    return left if right is None else left @ right.T
 
 
 def certify(C: Tensor, U: Tensor, V: Tensor, values: Tensor) -> Certificate:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .certificate import Polar, product
+from .certificate import Factors, Polar
 from .halley import largest_values
 from .polar import null_of, polar, thin_factors
 
@@ -16,15 +16,10 @@ CLEAR = 1e-4  # the least square of one that 1 minus its complement resolves: th
 
 
 @dataclass(frozen=True, eq=False)
-class CoordinateMap:
-    """A map from source to target coordinates as factors: `left @ right.T`, plus the identity if `identity` is set.
+class CoordinateMap(Factors):
+    """A map from source to target coordinates: its factors, plus the identity, zero-padded or cropped at the end."""
 
-    One factor may be None for the identity. The added identity is rectangular: zero-padded or cropped at the end.
-    """
-
-    left: Tensor | None  # (d_A, p)
-    right: Tensor | None  # (d_B, p)
-    identity: bool = False
+    identity: bool = False  # whether it is added
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -35,17 +30,11 @@ class CoordinateMap:
         return left.shape[0], left.shape[1] if right is None else right.shape[0]
 
     @property
-    def T(self) -> CoordinateMap:  # noqa: N802 - as of a tensor
-        """The transposed map."""
-        return CoordinateMap(self.right, self.left, self.identity)
-
-    @property
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (self.left, self.right) if part is not None)
 
     def dense(self) -> Tensor:
-        """R itself (d_A, d_B)."""
-        R = product(self.left, self.right)
+        R = super().dense()
         return R + torch.eye(*R.shape, device=R.device, dtype=torch.float64) if self.identity else R
 
     def carry(self, tensor: Tensor, axis: int) -> Tensor:

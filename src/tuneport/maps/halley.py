@@ -30,6 +30,7 @@ _BLIND = 1e-3  # the least singular value of the projected identity that determi
 _TINY = 1e-300
 
 Weights = tuple[float, float, float]
+Tail = tuple[tuple[Weights, ...], tuple[float, ...]]  # the last steps, by one Gram matrix G, and a polynomial in 1 - G
 Nulls = Literal["none", "few", "any", "both"]
 
 
@@ -38,9 +39,8 @@ def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) 
 
     `nulls` says how null directions are removed. "few": inverse iteration, for fewer than NULLS of them. "any": a
     projector, the sign of a Gram matrix minus the cut; it fails for a value within 1e-4 of the cut. "both": "few", then
-    "any" for the other matrices. "none": full rank is assumed; where that is wrong, the result is None or not
-    certified. `fill` maps null directions as near to the identity as possible. The result is None for too many null
-    directions, a value too near to the cut, or null directions that the identity does not determine.
+    "any" for the other matrices. "none": full rank is assumed. `fill` maps null directions as near to the identity as
+    possible. The result is None or not certified if this fails.
     """
     steps, size = _steps(cut), largest_values(C)
     X = C / (_MARGIN * size[:, None, None])
@@ -56,7 +56,8 @@ def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) 
         indices = (unclear != clear).nonzero()[:, 0]
         if not len(indices):
             continue
-        here, lifted, known, largest = (_select(part, indices) for part in (C, X, null, size))
+        parts = (C, X, null, size)
+        here, lifted, known, largest = parts if len(indices) == len(C) else (part[indices] for part in parts)
         if clear:
             lifted.baddbmm_(known, known.mT @ lifted, alpha=-1)  # a copy, or all of X, which is not used again
             found = _certify(here, cut, largest, _finish(lifted, steps.tail), known, fill)
@@ -75,10 +76,6 @@ def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: b
     return [None if one is None else replace(one, route=LIFT) for one in found]
 
 
-def _select(stack: Tensor, indices: Tensor) -> Tensor:
-    return stack if len(indices) == len(stack) else stack[indices]
-
-
 def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
     """Close lower bounds of the largest singular values (B,), by a few power steps with several vectors.
 
@@ -92,13 +89,6 @@ def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
         block = C @ found
     largest: Tensor = found.norm(dim=-2).amax(-1)
     return largest
-
-
-class Tail(NamedTuple):
-    """The last steps, where one Gram matrix resolves all values, and a polynomial in 1 - G."""
-
-    steps: tuple[Weights, ...]
-    polynomial: tuple[float, ...]
 
 
 class Steps(NamedTuple):
@@ -139,7 +129,7 @@ def _tail(low: float) -> Tail:
     angles = torch.arange(1, 10, 2, dtype=torch.float64) * math.pi / 10
     spots = (1 - angles.cos()) / 2  # Chebyshev nodes
     found = torch.linalg.solve(torch.linalg.vander(spots), (1 - width * spots).rsqrt())
-    return Tail(tuple(steps), tuple(float(value) / width**order for order, value in enumerate(found)))
+    return tuple(steps), tuple(float(value) / width**order for order, value in enumerate(found))
 
 
 def step_weights(low: float) -> Weights:
@@ -190,8 +180,9 @@ def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
 
     Overwrites G. All matrices commute, so all products are symmetric. A polynomial does the last step.
     """
+    steps, (k0, k1, k2, k3, k4) = tail
     total = None
-    for a, b, c in tail.steps:
+    for a, b, c in steps:
         turn = _resolvent(gram.clone(), c)
         gram = _add_identity(gram.mul_(b / c).sub_(turn, alpha=(a - b / c) / c), (a - b / c) / c)  # W G
         _add_identity(turn.mul_(a - b / c), b / c)
@@ -200,7 +191,6 @@ def _root_of_inverse(gram: Tensor, tail: Tail) -> Tensor:
         del turn  # frees its memory
     rest = _add_identity(gram.neg_(), 1.0)
     square = symmetric_product(rest, rest)
-    k0, k1, k2, k3, k4 = tail.polynomial
     upper = (rest * k3).add_(square, alpha=k4)
     last = symmetric_product(square, upper).add_(square, alpha=k2).add_(rest, alpha=k1)
     _add_identity(last, k0)
@@ -246,10 +236,11 @@ def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None
 
     `null` spans the null directions: orthonormal columns, zero columns, or a projector; None if there are none.
     """
-    probe = gaussian(C.shape[-2], PROBES, C.device)
+    n = C.shape[-2]
+    probe = gaussian(n, PROBES, C.device)
     stationarity, spread, total, bad = _stationarity(C, X, null, size, cut, probe)
     seen = X @ (X.mT @ probe) - probe
-    ranks = torch.full_like(size, C.shape[-2])
+    ranks = torch.full_like(size, n)
     if null is None:
         orthogonality = _size(seen)
     else:
@@ -267,10 +258,9 @@ def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None
         if refused:
             results.append(None)
             continue
-        there = X.new_zeros(C.shape[-2], 0)
-        if null is not None and not fill and rank < C.shape[-2]:
-            there = null[index] @ gaussian(null.shape[-1], C.shape[-2] - int(rank), C.device)
-            there = torch.linalg.qr(there).Q
+        there = X.new_zeros(n, 0)
+        if null is not None and not fill and rank < n:
+            there = torch.linalg.qr(null[index] @ gaussian(null.shape[-1], n - int(rank), C.device)).Q
         matrix = X[index] if len(C) == 1 else X[index].clone()  # a view would keep the whole batch alive
         certificate = Certificate(defect, residual, STATIONARITY + limit)
         results.append(Polar(None, matrix.T, there, int(rank), value, None, QDWH, certificate))

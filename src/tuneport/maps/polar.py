@@ -1,15 +1,13 @@
 """Polar factors of cross-covariances: several routes to one answer, each certified before it is used.
 
-A route finds the polar factor of C on the singular values above a cut; shape and device decide which route. A Gram
-matrix halves the digits, so some routes lift small singular values first, and others go down the spectrum in stages. A
-result that fails its certificate is dropped for the next route; the last one is a plain SVD.
+A Gram matrix halves the digits, so some routes lift small singular values first, and others go down the spectrum in
+stages. A result that fails its certificate is dropped for the next route; the last one is a plain SVD.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,11 +90,6 @@ def together_bytes(device: torch.device, budget: int | None = None) -> int:
     return usual if budget is None else min(usual, max(budget // TOGETHER, 1))
 
 
-def by_iteration(C: Tensor, cut: float, nulls: Nulls = "few") -> Polar | None:
-    """The weighted Halley iteration (`iterate`), by products only."""
-    return _iterate(C[None], cut, nulls)[0]
-
-
 def _iterate(C: Tensor, cut: float, nulls: Nulls, fill: bool = False) -> list[Polar | None]:
     try:
         return iterate(C, cut, nulls=nulls, fill=fill)
@@ -117,8 +110,8 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
     """Subspace iteration with a narrow block, for few singular values above a cut that one Gram matrix resolves.
 
     It ends when the vectors above the cut are as exact as eigenvectors of the Gram matrix. The result is None unless
-    all other values are proven to be below the cut: the norm of C outside the block and the values of the block below
-    the cut bound them. Gradients of a classifier have some ten directions, one per class.
+    the norm of C outside the block proves that all other values are below the cut. Gradients of a classifier have some
+    ten directions, one per class.
     """
     n = len(C)
     width = n // FEW
@@ -192,8 +185,8 @@ def _decomposed(route: str, C: Tensor, basis: Tensor, V: Tensor, core: Tensor, v
 
 
 ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most special to the most general
-    QDWH: by_iteration,
-    LIFT: partial(by_iteration, nulls="any"),
+    QDWH: lambda C, cut: _iterate(C[None], cut, "few")[0],
+    LIFT: lambda C, cut: _iterate(C[None], cut, "any")[0],
     "few": by_few,
     "eigh": by_eigh,
     "svd": by_svd,
@@ -201,11 +194,7 @@ ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most 
 
 
 def _choose(C: Tensor, most: int | None) -> str:
-    """The route for a shape and a device.
-
-    On a CPU, a decomposition costs half as much as the products of the iteration. On an accelerator, a single matrix
-    must be large for the iteration to pay.
-    """
+    """The route for a shape and a device: only a large matrix on an accelerator makes the iteration pay."""
     if len(C) <= SMALL:
         return "svd"
     if C.device.type == "cpu":

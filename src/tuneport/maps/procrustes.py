@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +19,17 @@ from .covariance import CrossCovariance, rank_cut
 from .polar import polar, polar_of_factors, polar_together, together_bytes
 from .statistics import Key, Statistics
 
-COMPLETIONS: tuple[Completion, ...] = ("none", "svd")
+COMPLETIONS: tuple[Completion, ...] = get_args(Completion)
 HELD = 2**28  # bytes of solved maps that a MapSolver caches
+_NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """An orthogonal map from source to target coordinates, with its evidence.
+    """An orthogonal map R (d_A, d_B) from source to target coordinates, `x_A R`, with its evidence.
 
-    `map` is R (d_A, d_B) as factors: `x_A R` is in target coordinates. The data determine `rank` directions, the
-    completion the rest. `residual` is sqrt(1 - s^2) with s = <X_A R, X_B> / (|X_A| |X_B|) in [0, 1]: 0 if one
-    orthogonal map and one scale explain everything, 1 if they explain nothing, None if only C was given. `route` names
-    the solver; some routes do not compute the `singular_values` of C.
+    The data determine `rank` directions, the completion the rest. `residual` is sqrt(1 - s^2) with s = <X_A R, X_B> /
+    (|X_A| |X_B|) in [0, 1]; None if only C was given. `route` names the solver; some do not compute `singular_values`.
     """
 
     map: CoordinateMap
@@ -56,8 +56,7 @@ def procrustes(
 
     R = U V^T of the thin SVD. d_A <= d_B gives R R^T = I; d_A > d_B gives R^T R = I. Below full rank U V^T is not
     unique: `completion="none"` keeps the determined part only, the partial isometry U_r V_r^T; `completion="svd"` adds
-    the isometry between the two null spaces that is nearest to the identity, so that the result depends neither on
-    the order of the rows nor on the linear-algebra library.
+    the isometry between the two null spaces that is nearest to the identity.
 
     >>> rotation = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
     >>> points = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, 4.0]], dtype=torch.float64)
@@ -87,13 +86,12 @@ def procrustes_together(
     covariances: Sequence[CrossCovariance], completion: Completion = "svd", budget: int | None = None
 ) -> list[Alignment]:
     """`procrustes` of each; an accelerator solves those of one shape in batches (see `polar_together`)."""
-    alignments: dict[int, Alignment] = {}
-    together: list[int] = []
-    for index, covariance in enumerate(covariances):
-        if covariance.device.type == "cpu" or covariance.few_tokens() is not None:
-            alignments[index] = procrustes(covariance, completion=completion)
-        else:
-            together.append(index)
+    alignments = {
+        index: procrustes(covariance, completion=completion)
+        for index, covariance in enumerate(covariances)
+        if covariance.device.type == "cpu" or covariance.few_tokens() is not None
+    }
+    together = [index for index in range(len(covariances)) if index not in alignments]
     numbers = [torch.stack([covariances[i].matrix.norm().double(), covariances[i].whole]) for i in together]
     sizes = dict(zip(together, torch.stack(numbers).tolist() if numbers else [], strict=True))  # one synchronisation
     if not all(math.isfinite(size) for size, _ in sizes.values()):
@@ -107,9 +105,6 @@ def procrustes_together(
         for index, solved in zip(indices, found, strict=True):
             alignments[index] = _align(solved, sizes[index][1], completion)
     return [alignments[index] for index in range(len(covariances))]
-
-
-_NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
 def _align(found: Polar, whole: float | None, completion: Completion, thin: bool = False) -> Alignment:
