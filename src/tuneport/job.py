@@ -1,15 +1,10 @@
-"""A checked transfer, and the samples that it is measured on.
-
-Everything after preparation takes a Job. It is frozen: a job on some of its layers is made by `replace`, a job on other
-samples by `Job.on`. Samples are read and encoded each time they are iterated.
-"""
+"""A checked transfer, and the samples that it is measured on, which are read and encoded at each iteration."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -102,8 +97,7 @@ class Drawn(Samples):
         return len(self.indices)
 
     def __iter__(self) -> Iterator[PairedBatch]:
-        for sides in self._encoded():
-            yield self._paired(sides)
+        return map(self._paired, self._encoded())
 
     @property
     def batch_sizes(self) -> Sequence[int]:
@@ -140,7 +134,7 @@ class Drawn(Samples):
         return next(iter(self.take_batches(0, 1)), None)
 
     def coverage(self) -> Coverage | None:
-        """How many tokens of both models meet, over all samples; None if a model reads no text."""
+        """The coverage over all samples; None if a model reads no text."""
         if any(model.reader is None for model in self.models):
             return None
         return sum((coverage(source.spans, target.spans) for source, target in self._encoded()), Coverage())
@@ -150,15 +144,10 @@ class Drawn(Samples):
         if self.heads is not None:
             labelled = [align_labels(self.dataset, head.classes) for head in self.heads]
         for start in range(0, len(self), self.size):
-            rows = self.indices[start : start + self.size]
-            yield Sides(
-                *(
-                    self.objective.encode(
-                        model, with_prompts(data.subset(rows)) if model.prompted else data.subset(rows)
-                    )
-                    for model, data in zip(self.models, labelled, strict=True)
-                )
-            )
+            parts = [data.subset(self.indices[start : start + self.size]) for data in labelled]
+            pairs = zip(self.models, parts, strict=True)
+            prompted = ((model, with_prompts(part) if model.prompted else part) for model, part in pairs)
+            yield Sides(*(self.objective.encode(model, part) for model, part in prompted))
 
     def _paired(self, sides: Sides[Encoded]) -> PairedBatch:
         source, target = sides
@@ -166,18 +155,16 @@ class Drawn(Samples):
         if source.spans and target.spans:
             match = match_spans(source.spans, target.spans)
         else:
-            layouts = [
-                model.layout(batch) if model.layout is not None else None
-                for model, (batch, _) in zip(self.models, batches, strict=True)
-            ]
-            match = match_tokens(*layouts)
+            pairs = zip(self.models, batches, strict=True)
+            match = match_tokens(*(model.layout(batch) if model.layout else None for model, (batch, _) in pairs))
         rows = len(next(iter(target.inputs.values())))
         size = len(target.labels) if target.labels is not None else rows
-        part = partial(self._part, sides) if rows == size and self.objective.by_sample else None
-        return PairedBatch(batches[0], batches[1], size=size, match=match, rows=rows, part=part)
 
-    def _part(self, sides: Sides[Encoded], start: int, stop: int) -> PairedBatch:
-        return self._paired(Sides(*(side.part(start, stop) for side in sides)))
+        def part(start: int, stop: int) -> PairedBatch:
+            return self._paired(Sides(*(side.part(start, stop) for side in sides)))
+
+        divides = rows == size and self.objective.by_sample
+        return PairedBatch(batches[0], batches[1], size, match, rows, part if divides else None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -209,19 +196,17 @@ class Given(Samples):
     def typical(self) -> PairedBatch | None:
         if iter(self.batches) is self.batches:
             return None
-        batches = self.batches
-        if isinstance(batches, (list, tuple)) and batches:
-            batches = [max(batches, key=lambda batch: count_samples([batch]))]
-        found = next(iter(batches), None)
+        batches = self.batches if isinstance(self.batches, (list, tuple)) else islice(self.batches, 1)
+        found = max(batches, key=lambda batch: count_samples([batch]), default=None)
         return found if found is None or isinstance(found, PairedBatch) else PairedBatch(found, found)
 
     def halves(self) -> tuple[Given, Given]:
         batches = list(self.batches)
         if not batches:
             raise DataError("choosing a scale needs labelled calibration data: pass `data`, or a number as `scale`.")
-        count = (len(batches) + 1) // 2
         if len(batches) == 1:
             return (whole := Given(batches)), whole
+        count = (len(batches) + 1) // 2
         return Given(batches[:count]), Given(batches[count:])
 
 
@@ -269,9 +254,9 @@ class Job:
 
     def on(self, samples: Samples) -> Job:
         """The job on other samples, with as large a share of the token limit."""
-        limit = self.max_tokens
-        if limit is not None:
-            limit = max(limit * len(samples) // max(len(self.samples), 1), 1)
+        if self.max_tokens is None:
+            return replace(self, samples=samples)
+        limit = max(self.max_tokens * len(samples) // max(len(self.samples), 1), 1)
         return replace(self, samples=samples, max_tokens=limit)
 
     def halves(self) -> tuple[Job, Job]:
@@ -283,10 +268,8 @@ class Job:
     @property
     def needs_placement(self) -> bool:
         """True if a model is not on the device that it will run on."""
-        return any(
-            model.offloaded or (self.device is not None and model.device.type != self.device.type)
-            for model in self.models
-        )
+        kind = None if self.device is None else self.device.type
+        return any(model.offloaded or kind not in (None, model.device.type) for model in self.models)
 
     @property
     def runs_on(self) -> torch.device:

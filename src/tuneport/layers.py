@@ -257,12 +257,8 @@ def _layers_of(
 
 def is_patch_embedding(conv: nn.Conv2d) -> bool:
     """Whether a convolution is a linear layer over disjoint patches."""
-    return (
-        conv.kernel_size == conv.stride
-        and conv.groups == 1
-        and conv.padding in ((0, 0), "valid")
-        and conv.dilation == (1, 1)
-    )
+    plain = conv.groups == 1 and conv.dilation == (1, 1) and conv.padding in ((0, 0), "valid")
+    return plain and conv.kernel_size == conv.stride
 
 
 def _split(

@@ -51,8 +51,7 @@ def watch(
 ) -> dict[tuple[str, str], list[Tensor]]:
     """Run one model once and return the raw signals (N, T, d) by (layer name, signal), a list entry per call.
 
-    For diagnostics and tests; `measure_pairs` keeps no signals. Layers that read one tensor get one copy of it. A
-    mapping of layers gives the signals of each.
+    Layers that read one tensor get one copy of it. A mapping of layers gives the signals of each.
     """
     kept: dict[tuple[str, str], dict[int, Tensor]] = {}
     copies: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
@@ -190,21 +189,17 @@ class Recorder(TorchFunctionMode):
 
             def record(grad: Tensor) -> None:
                 for layer in layers:
-                    gradient = shaped(_rows(grad.detach(), layer, first_row))
-                    self._record_gradient(layer, calls[layer], gradient, kept)
+                    gradient, wanted = shaped(_rows(grad.detach(), layer, first_row)), self._wanted[layer]
+                    if OUTPUT_GRADIENT in wanted:
+                        self._sink(layer, OUTPUT_GRADIENT, calls[layer], gradient)
+                    if INPUT_GRADIENT in wanted:
+                        weight = layer.matrix(self._parameters[layer].detach())
+                        self._sink(layer, INPUT_GRADIENT, calls[layer], gradient @ weight)
+                    if WEIGHT_GRADIENT in wanted:
+                        self._sink(layer, WEIGHT_GRADIENT, calls[layer], gradient, kept)
 
             result.register_hook(record)
         return result
-
-    def _record_gradient(self, layer: Layer, call: int, gradient: Tensor, inputs: Tensor | None) -> None:
-        wanted = self._wanted[layer]
-        if OUTPUT_GRADIENT in wanted:
-            self._sink(layer, OUTPUT_GRADIENT, call, gradient)
-        if INPUT_GRADIENT in wanted:
-            weight = layer.matrix(self._parameters[layer].detach())
-            self._sink(layer, INPUT_GRADIENT, call, gradient @ weight)
-        if WEIGHT_GRADIENT in wanted:
-            self._sink(layer, WEIGHT_GRADIENT, call, gradient, inputs)
 
     def _view(self, x: Tensor, layer: Layer, tokens: Callable[[Tensor], Tensor]) -> Tensor:
         """The layer's input as (N, T, d): the same object for layers that read the same, unchanged tensor."""

@@ -1,8 +1,6 @@
 """Pairing the tokens of two models that read the same sample differently: image grids and tokenizers.
 
-A Match takes the signals of both models at one layer, (N, T_A, d_A) and (N, T_B, d_B), and returns their paired
-rows. Image tokens pair by position: class token with class token, patch grids resized. Text tokens pair by
-character: a target token with the mean of the source tokens that cover it, weighted by overlap; padding is dropped.
+A Match takes the signals of both models at one layer, (N, T_A, d_A) and (N, T_B, d_B), and returns their paired rows.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ Match = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def match_tokens(source_layout: TokenLayout | None, target_layout: TokenLayout | None) -> Match:
-    """Pair tokens one by one where counts and grids agree; else keep the class token and resize the grid.
+    """Pair tokens by position; if counts or grids differ, the source's grid is resized bilinearly to the target's.
 
-    The source's patch grid is resized bilinearly (2-D) to the target's. Special tokens that only one model
-    has are left out. Layers that see no special token (patch embeddings) or one pooled token need no grid.
+    Special tokens that only one model has are left out. Layers without special tokens (patch embeddings) or with one
+    pooled token need no grid.
     """
     layouts = source_layout, target_layout
 
@@ -62,10 +60,11 @@ def match_tokens(source_layout: TokenLayout | None, target_layout: TokenLayout |
 
 
 def match_spans(source_spans: Spans, target_spans: Spans) -> Match:
-    """Pair tokens of the same text by their character spans, stream by stream.
+    """Pair tokens of the same text by their character spans, stream by stream; padding is dropped.
 
-    The token counts of a signal identify its stream, so the streams of one model must differ in length. A
-    signal of no stream (a pooled vector) is paired row by row.
+    A target token pairs with the mean of the source tokens that cover it, weighted by overlap. The token counts of a
+    signal identify its stream, so the streams of one model must differ in length. A signal of no stream (a pooled
+    vector) is paired row by row.
     """
     streams = {(a.shape[1], b.shape[1]): (a, b) for a, b in zip(source_spans, target_spans, strict=True)}
     weights: dict[tuple[int, int], Tensor | None] = {}
@@ -131,12 +130,11 @@ def coverage(source: Spans, target: Spans) -> Coverage:
     """The coverage of one batch."""
     total = Coverage()
     for spans in zip(source, target, strict=True):
-        a, b = (int((side[..., 0] >= 0).sum()) for side in spans)
-        if torch.equal(*spans):
-            total += Coverage(a, b, a, b)
-        else:
-            found = overlap(*spans)
-            total += Coverage(a, b, int((found.sum(-2) > 0).sum()), int((found.sum(-1) > 0).sum()))
+        tokens = [int((side[..., 0] >= 0).sum()) for side in spans]
+        matched = tokens
+        if not torch.equal(*spans):  # equal tokens match, also empty ones
+            matched = [int((overlap(*spans).sum(axis) > 0).sum()) for axis in (-2, -1)]
+        total += Coverage(*tokens, *matched)
     return total
 
 
@@ -147,9 +145,8 @@ def _check_samples(source: Tensor, target: Tensor) -> None:
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """Caps the tokens of all samples together: a share of each sample's, drawn by seed.
+    """Caps the tokens of all samples together: a share of each sample's, drawn by seed and sample, not by batch.
 
-    Both models and every signal use the same tokens. The draw depends on the sample's index, not on the batches.
     With `first`, a sample's first token is always drawn: in the last block of a vision model, only the class token
     has a gradient.
     """
@@ -170,11 +167,8 @@ class TokenLimit:
         if count % size:
             return _draw(count, sum(shares), (self.seed, start, count), False)
         each = count // size
-        drawn = [
-            sample * each + _draw(each, share, (self.seed, start + sample, each), self.first)
-            for sample, share in enumerate(shares)
-        ]
-        return torch.cat(drawn)
+        drawn = [_draw(each, share, (self.seed, start + i, each), self.first) for i, share in enumerate(shares)]
+        return torch.cat([i * each + rows for i, rows in enumerate(drawn)])
 
 
 def _draw(count: int, share: int, seed: tuple[int, ...], first: bool) -> Tensor:
