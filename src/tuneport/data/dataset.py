@@ -55,10 +55,9 @@ class LazySequence(Sequence[Any]):
 class Dataset:
     """Samples with labels, with text targets, or with neither.
 
-    `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index
-    `classes`; `label_texts` describe the classes in words, and `prompts` are the templates of a known task.
-    `split` is the split's name in the source, or "all" if it has none. `files` are the files that the dataset was
-    read from, without the image files of single samples.
+    `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index `classes`, which
+    `label_texts` describe; `prompts` are the templates of a known task. `split` is the split's name in the source, or
+    "all" if it has none. `files` are the files that were read, without the image files of single samples.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -172,10 +171,6 @@ def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     """Map labels to a head's `classes`, by name; the head may have more classes than the data.
 
     Class names that are numbers ("0", "1", ...) and unknown to the head are positions in it.
-
-    >>> data = Dataset(inputs=["good", "bad"], labels=np.array([1, 0]), classes=("neg", "pos"))
-    >>> align_labels(data, ["pos", "neutral", "neg"]).labels.tolist()
-    [0, 2]
     """
     if dataset.labels is None:
         raise DataError(f"{dataset} has no labels; expected labels among the head's {len(classes)} classes.")

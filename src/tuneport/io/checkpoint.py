@@ -1,7 +1,6 @@
 """The weights of a model on disk, in one file or in shards with an index: read lazily, written as a stream.
 
-Rules kept here: opening reads headers only, and a tensor is read on access; an index cannot point outside its
-folder; writing holds one tensor at a time. Every failure is one CheckpointError.
+Opening reads headers only; an index cannot point outside its folder. Every failure is one CheckpointError.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin
 
 
 class Checkpoint(LazyTensors):
-    """A model's weights as a lazy Mapping, sorted by name; made by `open_checkpoint`.
-
-    `checkpoint[name]` reads one tensor, on the CPU and in its stored dtype, and caches nothing. A file that vanished
-    or changed since the checkpoint was opened is an error, not a wrong tensor.
-    """
+    """A model's weights by name, in sorted order: `checkpoint[name]` reads one, on the CPU and in its stored dtype."""
 
     def __init__(self, path: Path, files: Mapping[str, WeightFile], prefix: str = "") -> None:
         super().__init__(
@@ -118,6 +113,14 @@ def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
         raise CheckpointError(f"{path} is not {what}: {reason}. Download or save it again.") from error
 
 
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file, or a CheckpointError that says `what` was expected."""
+    content = read_json(path, what)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
+    return content
+
+
 def _open_index(index: Path) -> dict[str, WeightFile]:
     """Open every shard that an index names, and check that each shard holds its tensors."""
     content = read_json(index, "an index", limit=10**8)
@@ -161,8 +164,7 @@ def write_checkpoint(
     """Write tensors as from_pretrained expects them, one at a time, and return the files written.
 
     One `model.safetensors` where it fits, else shards and their index; `stem` names the files. A tensor larger than
-    `max_shard_size` gets its own file. The files are planned from the mapping's own `shape` and `dtype`; without
-    these, each tensor is read once more. It is not atomic: use it inside `new_folder`.
+    `max_shard_size` gets its own file. It is not atomic: use it inside `new_folder`.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 

@@ -61,10 +61,7 @@ def check_new_folder(
 
 
 def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """Raise a CheckpointError unless the weight file `out` can be written; see `check_new_folder`.
-
-    It must end in .safetensors, and must not replace an input or a file inside an input folder.
-    """
+    """As `check_new_folder`, for a weight file, which must not replace a file inside an input folder either."""
     _check_path(Path(out), overwrite, folder=False)
     if os.path.lexists(out):
         _check_inputs_survive(Path(out), [file for given in inputs for file in (given, *Path(given).rglob("*"))])
@@ -122,8 +119,8 @@ def new_folder(
 ) -> AbstractContextManager[Path]:
     """Yield a temporary folder that is renamed to `out` at the end of the block, and removed on an error.
 
-    The temporary folder is a hidden sibling of `out`. With `overwrite`, the old folder stays until the rename;
-    `marks` as in `check_new_folder`. A full or read-only disk becomes a CheckpointError.
+    With `overwrite`, the old folder stays until the rename; `marks` as in `check_new_folder`. A full or read-only disk
+    becomes a CheckpointError.
     """
     return _replacing(Path(out), overwrite, marks, folder=True)
 
@@ -159,9 +156,9 @@ def _replacing(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bool
 def claimed(out: PathLike) -> Iterator[None]:
     """Hold the lock of an output while the block lasts; other runs get a CheckpointError.
 
-    The lock is held on a hidden file next to the output, which is removed at the end. The operating system releases it
-    when its holder dies, and the next holder removes what the dead run left. One thread may claim an output several
-    times. Nothing happens where a lock is impossible (no such folder, read-only, some network disks).
+    The operating system releases the lock, a hidden file next to the output, when its holder dies; the next holder
+    removes what the dead run left. One thread may claim an output several times. Nothing happens where a lock is
+    impossible (no such folder, read-only, some network disks).
     """
     place = Path(os.path.realpath(Path(out).parent)) / Path(out).name
     file = place.parent / f".{place.name}.tuneport-lock"

@@ -15,11 +15,7 @@ _UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
 
 
 def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
-    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units; an error names the size as `what`.
-
-    >>> parse_bytes("8GiB"), parse_bytes("1.5 MB"), parse_bytes(512)
-    (8589934592, 1500000, 512)
-    """
+    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units; an error names the size as `what`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     count = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
     if count < 1:
@@ -28,11 +24,7 @@ def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Format a number of bytes with a binary unit.
-
-    >>> format_bytes(8589934592)
-    '8.00 GiB'
-    """
+    """Format a number of bytes with a binary unit, as in 8.00 GiB."""
     power = next((power for power in (3, 2, 1) if size >= 1024**power), 0)
     return f"{size / 1024**power:.2f} {'KMG'[power - 1]}iB" if power else f"{size:.0f} B"
 

@@ -46,10 +46,9 @@ def is_quantised(dtype: torch.dtype) -> bool:
 def same_structure(
     base: Mapping[str, torch.Tensor], finetuned: Mapping[str, torch.Tensor], exclude: Sequence[str] = ()
 ) -> None:
-    """Raise one CheckpointError with every tensor that is missing in one model or differs in shape.
+    """Raise one CheckpointError with every weight that is missing in one model or differs in shape.
 
-    `exclude` holds glob patterns of names to leave out. Integer tensors (position ids, counters) are never part of a
-    fine-tune and are left out too.
+    `exclude` holds glob patterns of names to leave out.
     """
     tuned, old = (
         {

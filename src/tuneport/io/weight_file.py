@@ -1,7 +1,6 @@
 """One file of weights: a safetensors file or a pickled state dict, read tensor by tensor, written as a stream.
 
-Rules kept here: opening reads the header only; a pickle never runs code; a file that vanished or changed since it was
-opened is an error, not a wrong tensor; writing holds one tensor at a time. Every failure is one CheckpointError.
+A pickle never runs code. A file that vanished or changed since it was opened is an error, not a wrong tensor.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DataError, TuneportError
-from ..io.checkpoint import read_json, write_checkpoint
+from ..io.checkpoint import read_object, write_checkpoint
 from ..io.tensors import renamed
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .tokenizer import Reader
@@ -24,7 +24,6 @@ from .tokenizer import Reader
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], object]
-TextHead = Callable[[Sequence[str], Sequence[str]], Tensor]  # class names and prompts to class embeddings
 
 
 class DatasetLike(Protocol):
@@ -64,7 +63,7 @@ class Model:
         generates: "causal" or "seq2seq", if it generates text.
         prompted: whether it reads samples inside the task's prompt.
         vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.
-        text_head: builds class embeddings with the model's own text tower.
+        embed_texts: texts -> vectors to compare with `features`, by its text tower or as a sentence encoder.
         logit_scale: factor of the cosines between features and class embeddings.
         outside: parameters that stay as they are -> the reason.
         write: writes tensors to a new folder in the layout of the library, with the configuration if no other
@@ -91,7 +90,7 @@ class Model:
     generates: str | None = None
     prompted: bool = False
     vocabulary_head: tuple[LooseTensor, ...] = ()
-    text_head: TextHead | None = None
+    embed_texts: Callable[[list[str]], Tensor] | None = None
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -230,14 +229,6 @@ def outside_of(module: nn.Module, layers: Sequence[Layer], loose: Sequence[Loose
 def widened(tensor: Tensor) -> Tensor:
     """The tensor in float32 at least, for computations on the outputs of half-precision models."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file, or a CheckpointError that says `what` was expected."""
-    content = read_json(path, what)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
-    return content
 
 
 def read_config(path: Path) -> dict[str, Any]:

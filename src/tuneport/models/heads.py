@@ -76,12 +76,12 @@ class Head:
 def read_head(path: Path) -> Head:
     """Read `class_embeds`, `logit_scale` and the class names of a head file."""
     stored = open_checkpoint(path)
-    missing = [key for key in ("class_embeds", "logit_scale") if key not in stored]
+    keys = ("class_embeds", "logit_scale")
+    missing = [key for key in keys if key not in stored]
     if missing:
         raise CheckpointError(f"{path} is not a head: no {first_of(missing)} in it, only {first_of(stored)}.")
-    complex_ones = [key for key in ("class_embeds", "logit_scale") if stored.dtype(key).is_complex]
-    if complex_ones:
-        raise CheckpointError(f"{path} is not a head: {first_of(complex_ones)} hold complex numbers.")
+    if any(stored.dtype(key).is_complex for key in keys):
+        raise CheckpointError(f"{path} is not a head: it holds complex numbers.")
     embeds, scale = stored["class_embeds"].float(), stored["logit_scale"].float()
     try:
         classes = json.loads(stored.metadata["classes"])
@@ -103,8 +103,8 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     """Choose the head that scores `dataset`: `wanted`, else the model's classifier, its text tower or a stored head.
 
     `wanted` is the name of a file `heads/NAME.safetensors` in the model's folder, a head file, or a JSON file that
-    describes the classes in words for the model's text tower or sentence encoder. Without it, a text tower reads the
-    `label_texts` of the data set, or else its class names in its `prompts` (templates with {} for the name).
+    describes the classes in words. A text tower reads the `label_texts` of the data set, or else its class names in
+    its `prompts` (templates with {} for the name).
     """
     stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
     paths = {path.stem: path for path in stored}
@@ -117,19 +117,21 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     if model.logits is not None:
         return Head("classifier", model.classes)
     words = dataset.label_texts or dataset.classes
-    if model.text_head is not None and words:
-        return Head("text", dataset.classes, model.text_head(words, dataset.prompts), model.logit_scale)
+    if model.embed_texts is not None and words:
+        prompts = dataset.prompts or (("{}",) if model.kind == "text" else PROMPTS)
+        embeds = class_embeddings(words, prompts, model.embed_texts)
+        return Head("text", dataset.classes, embeds, model.logit_scale)
     if dataset.name in paths or len(paths) == 1:
         return _read_fitting(model, paths.get(dataset.name, stored[0]))
     known = f"choose one of its heads with `head`: {first_of(paths)}" if paths else "pass `head=FILE`"
-    if model.text_head is not None:
+    if model.embed_texts is not None:
         raise DataError(f"{dataset.name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
 
 
 def _described_head(model: Model, path: Path) -> Head:
     """A head from descriptions: {"class": "description", ...}; those of several descriptions are averaged."""
-    if model.text_head is None:
+    if model.embed_texts is None:
         raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
     content = read_json(path, "a list of class descriptions")
     described = content.items() if isinstance(content, dict) else ()
@@ -138,7 +140,8 @@ def _described_head(model: Model, path: Path) -> Head:
         isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in words.values()
     ):
         raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
-    rows = [F.normalize(model.text_head(texts, ("{}",)).mean(0), dim=-1) for texts in words.values()]
+    found = (class_embeddings(texts, ("{}",), model.embed_texts) for texts in words.values())
+    rows = [F.normalize(embeds.mean(0), dim=-1) for embeds in found]
     return Head(path.stem, tuple(words), torch.stack(rows), model.logit_scale)
 
 

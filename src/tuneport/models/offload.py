@@ -275,12 +275,9 @@ def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
 
 
 def to_temporary_file(tensor: Tensor) -> Tensor:
-    """Move a tensor to a memory-mapped temporary file, deleted with the tensor.
-
-    The file is allocated first, because writing to a memory-mapped file on a full disk kills the process.
-    """
+    """Move a tensor to a memory-mapped temporary file, deleted with the tensor."""
     with tempfile.NamedTemporaryFile(prefix="tuneport-") as file:
-        if hasattr(os, "posix_fallocate"):
+        if hasattr(os, "posix_fallocate"):  # writing to a memory-mapped file on a full disk kills the process
             try:
                 os.posix_fallocate(file.fileno(), 0, max(tensor.nbytes, 1))
             except OSError as error:

@@ -39,10 +39,7 @@ def open_model(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Model:
-    """Open a model folder, a name that a model library knows, or a hub id, to run in `dtype`.
-
-    The stored tensors (`Model.tensors`) keep the dtypes of the files.
-    """
+    """Open a model folder, a name that a model library knows, or a hub id, to run in `dtype`."""
     family, name = _require(reference)
     model = family.open(name, device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype)
     check_unquantised(model.tensors, model.file_names.values())

@@ -27,10 +27,7 @@ _building = threading.RLock()  # torch's default dtype belongs to the whole proc
 
 
 def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """Build a module of the folder's configuration; its parameters are placeholders without storage.
-
-    Buffers keep their values, since no file holds them.
-    """
+    """Build a module of the folder's configuration, with placeholders for parameters and the values of its buffers."""
     thread = threading.get_ident()
 
     def to_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch's own annotation lacks the result

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, first_of
-from ..io.checkpoint import open_checkpoint, read_json, write_checkpoint
+from ..io.checkpoint import open_checkpoint, read_object, write_checkpoint
 from ..io.validate import check_finite, check_unquantised
 
 CONFIG = "adapter_config.json"
@@ -84,9 +84,7 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
 
 
 def _stored_adapter(folder: Path) -> Adapter:
-    config = read_json(folder / CONFIG, "an adapter's configuration")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is not an adapter's configuration: expected a JSON object.")
+    config = read_object(folder / CONFIG, "an adapter's configuration")
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise CheckpointError(f"{folder} has an {CONFIG} but no weights: expected {' or '.join(WEIGHTS)}.")

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from .low_rank import Entry, LowRank
 from .vector import TaskVector
 
 _INNER = ".base_layer.out_proj.lora_"
-
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.(?P<last>\w+))?")
 
 
@@ -44,9 +42,14 @@ def task_vector_of(
 
     `other_names` maps further names of tensors (such as those in the files) to names of `base`; `transposed` holds
     the weights that are stored as (in, out), by default inferred from shapes and `fan_in_fan_out`.
-    Raises one CheckpointError with everything that does not fit.
     """
-    find = partial(_find, base, other_names or {})
+    others = other_names or {}
+
+    def find(*candidates: str) -> str | None:
+        """The base's name of the first candidate that it has under this or another name."""
+        names = (name if name in base else others.get(name) for name in candidates)
+        return next((name for name in names if name is not None and name in base), None)
+
     loras, whole, wrong = _sorted_keys(adapter, find)
     is_transposed = _transposition(adapter, loras, base, transposed)
     biases: dict[str, tuple[str, float]] = {}  # key and scaling
@@ -68,7 +71,12 @@ def task_vector_of(
                 wrong.append(f"{lora.path} (the base layer has no such bias)")
             else:
                 biases[bias] = (lora.keys["B.bias"], lora.scaling)
-    wrong += _whole_misfits(adapter, base, whole, loras)
+    for name, key in whole.items():
+        given, expected = describe(adapter.tensors, key).shape, describe(base, name).shape
+        if given != expected:
+            wrong.append(f"{key} {given} vs {expected}")
+        elif name in loras and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
+            wrong.append(f"{key} (differs from the base's weight: the adapter was trained on another base)")
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
@@ -90,8 +98,10 @@ def _as_vector(
         return torch.promote_types(describe(base, name).dtype, torch.float32)
 
     def spec(name: str) -> TensorSpec:
-        rank = None if "magnitude" in loras[name].keys else loras[name].rank
-        return TensorSpec(describe(base, name).shape, torch.float32, rank)
+        shape, lora = describe(base, name).shape, loras.get(name)
+        if lora is None:
+            return TensorSpec(shape, wide(name))
+        return TensorSpec(shape, torch.float32, None if "magnitude" in lora.keys else lora.rank)
 
     def difference(name: str) -> Tensor:
         return adapter.tensors[whole[name]].to(wide(name)) - base[name].detach().cpu().to(wide(name))
@@ -100,14 +110,8 @@ def _as_vector(
         key, scaling = biases[name]
         return adapter.tensors[key].to(wide(name)) * scaling
 
-    def dense(name: str) -> TensorSpec:
-        return TensorSpec(describe(base, name).shape, wide(name))
-
     total = TaskVector(LazyMapping(loras, lambda name: _read(adapter.tensors, loras[name], base, name)), spec)
-    if biases:
-        total = total + TaskVector(LazyMapping(biases, bias_of), dense)
-    if whole:
-        total = total + TaskVector(LazyMapping(whole, difference), dense)
+    total = total + TaskVector(LazyMapping(biases, bias_of), spec) + TaskVector(LazyMapping(whole, difference), spec)
     return total + _lone_biases(total, base)
 
 
@@ -123,38 +127,15 @@ def _lone_biases(vector: TaskVector, base: Mapping[str, Tensor]) -> TaskVector:
     return TaskVector(unchanged)
 
 
-def _whole_misfits(
-    adapter: Adapter, base: Mapping[str, Tensor], whole: Mapping[str, str], loras: Collection[str]
-) -> list[str]:
-    """Whole tensors of another shape, and stored base weights of LoRAs that differ from the base."""
-    wrong = []
-    for name, key in whole.items():
-        given, expected = describe(adapter.tensors, key).shape, describe(base, name).shape
-        if given != expected:
-            wrong.append(f"{key} {given} vs {expected}")
-        elif name in loras and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
-            wrong.append(f"{key} (differs from the base's weight: the adapter was trained on another base)")
-    return wrong
-
-
 @dataclass(frozen=True)
 class _Lora:
-    """One LoRA: the path of its module, the keys of its tensors by side (A, B, magnitude, B.bias), and how to use them.
-
-    `transposed` says that the weight is stored as (in, out).
-    """
+    """One LoRA: the path of its module, the keys of its tensors by side (A, B, magnitude, B.bias), and their use."""
 
     path: str
     keys: dict[str, str] = field(default_factory=dict)
     scaling: float = 1.0
     rank: int = 0
-    transposed: bool = False
-
-
-def _find(base: Collection[str], others: Mapping[str, str], *candidates: str) -> str | None:
-    """The base's name of the first candidate that it has under this or another name; None if it has none of them."""
-    names = (name if name in base else others.get(name) for name in candidates)
-    return next((name for name in names if name is not None and name in base), None)
+    transposed: bool = False  # the weight is stored as (in, out)
 
 
 def _sorted_keys(

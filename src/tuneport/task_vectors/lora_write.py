@@ -65,10 +65,9 @@ def pack(
     check_truncation(rank, energy)
     places = _places(module, vector)
     kept = {name: place for name, place in places.items() if isinstance(place, str)}
-    held = {name: place for name, place in places.items() if not isinstance(place, str)}
+    held = {name: place for name, place in places.items() if isinstance(place, _Place)}
     biases = {name: place for name, place in held.items() if place.kind == "bias"}
-    weights = {name: place for name, place in held.items() if name not in biases}
-    entries = ((place, vector[name]) for name, place in weights.items())
+    entries = ((place, vector[name]) for name, place in held.items() if name not in biases)
     low = [
         (place, *truncate(entry, rank, energy))
         for place, entry in entries
@@ -82,9 +81,8 @@ def pack(
         tensors |= _factor_tensors(place, factors * scale)
         owner: Any = module.get_submodule(place.target)
         if isinstance(owner, nn.MultiheadAttention):  # peft also adapts its output projection: by zeros
-            inner = f"{place.path}.base_layer.out_proj"
-            width = owner.embed_dim
-            zeros = LowRank(torch.zeros(width, factors.rank), torch.zeros(factors.rank, width))
+            inner, shape = f"{place.path}.base_layer.out_proj", (owner.embed_dim, factors.rank)
+            zeros = LowRank(torch.zeros(shape), torch.zeros(shape[::-1]))
             tensors |= _factor_tensors(_Place(inner, inner, "linear"), zeros)
     ranks = {place.target: factors.rank for place, factors, _ in low}
     for name, place in biases.items():
@@ -142,18 +140,13 @@ def _places(module: nn.Module, names: Iterable[str]) -> dict[str, _Place | str]:
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    tied = {name: group for group in groups.values() if len(group) > 1 for name in group}
-
-    def place(name: str) -> _Place | str:
-        if name not in tied:
-            return _place(module, name)
-        others = first_of(other for other in tied[name] if other != name)
-        return f"it is tied to {others}; an adapter would change only one of them"
-
-    return {name: place(name) for name in names}
+    tied = {name: [other for other in group if other != name] for group in groups.values() for name in group}
+    return {name: _place(module, name, tied.get(name, ())) for name in names}
 
 
-def _place(module: nn.Module, name: str) -> _Place | str:
+def _place(module: nn.Module, name: str, tied: Sequence[str]) -> _Place | str:
+    if tied:
+        return f"it is tied to {first_of(tied)}; an adapter would change only one of them"
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     above = path.rpartition(".")[0]
@@ -200,8 +193,7 @@ def _bias_key(name: str, target: str) -> str:
 
 def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
     """Full names, or a regular expression if another module's name ends in one of them, as peft would match it."""
-    chosen = set(paths)
     endings = tuple(f".{path}" for path in paths)
-    if any(name.endswith(endings) for name, _ in module.named_modules() if name not in chosen):
+    if any(name.endswith(endings) and name not in paths for name, _ in module.named_modules()):
         return "|".join(re.escape(path) for path in paths)
     return list(paths)

@@ -21,9 +21,6 @@ class LowRank:
     """The matrix `out_factor @ in_factor`, stored as its factors: (d_out, r) and (r, d_in).
 
     A convolution kernel is a matrix over unfolded patches: its `in_factor` is (r, channels, height, width).
-
-    >>> LowRank(torch.ones(4, 1), torch.ones(1, 3)).shape
-    (4, 3)
     """
 
     out_factor: torch.Tensor

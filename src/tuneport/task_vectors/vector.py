@@ -97,11 +97,8 @@ class TaskVector(LazyMapping[Entry]):
         if not isinstance(other, TaskVector):
             return NotImplemented
         shared = dict.fromkeys(name for name in self if name in other)
-        differing = [
-            f"{name} {self.shape(name)} vs {other.shape(name)}"
-            for name in shared
-            if self.shape(name) != other.shape(name)
-        ]
+        shapes = {name: (self.shape(name), other.shape(name)) for name in shared}
+        differing = [f"{name} {one} vs {two}" for name, (one, two) in shapes.items() if one != two]
         if differing:
             raise TuneportError(
                 f"{len(differing)} of {len(shared)} shared tensors of two task vectors differ in shape: "
@@ -242,10 +239,8 @@ def load_task_vector(path: PathLike) -> TaskVector:
     stored = open_checkpoint(path)
     found = stored.metadata.get("format")
     if found != FORMAT:
-        raise CheckpointError(
-            f"{path} is not a task vector: its metadata have format {found!r}, expected {FORMAT!r}. "
-            "Make one with tuneport extract."
-        )
+        why = f"its metadata have format {found!r}, expected {FORMAT!r}"
+        raise CheckpointError(f"{path} is not a task vector: {why}. Make one with tuneport extract.")
     if stored.metadata.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {stored.metadata.get('version')!r} of the task-vector format, "
@@ -256,8 +251,8 @@ def load_task_vector(path: PathLike) -> TaskVector:
     if broken:
         raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two factors of matching shapes.")
 
-    dtypes = {name: stored.dtype(name) for name in stored}
-    odd = [f"{n} ({dtype})" for n, dtype in dtypes.items() if not dtype.is_floating_point or is_quantised(dtype)]
+    dtypes = ((name, stored.dtype(name)) for name in stored)
+    odd = [f"{n} ({dtype})" for n, dtype in dtypes if not dtype.is_floating_point or is_quantised(dtype)]
     if odd:
         raise CheckpointError(f"{path} is damaged: {first_of(odd)} are not differences of weights.")
 

@@ -40,10 +40,7 @@ def get_task(name: str) -> Task:
 
 
 def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
-    """The task and the path of `TASK:PATH`; for any other reference, None and the path (a hub id is downloaded).
-
-    A path that exists is never split, even if its name contains a colon.
-    """
+    """The task and the path of `TASK:PATH`; of a path, even one with a colon, or a hub id, None and the local path."""
     name, mark, place = str(reference).partition(":")
     if os.path.exists(reference) or not mark or "/" in name or "\\" in name or len(name) < 2:
         return None, local(reference, "dataset")

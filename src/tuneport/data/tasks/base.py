@@ -33,8 +33,7 @@ SPLIT_SEED = 0
 class Layout:
     """One layout of a dataset on disk: `words` for the error message, and its reader.
 
-    `read(task, place, split)` returns None if the place has another layout. If the `split` of the dataset is "all",
-    its test split is drawn from it.
+    `read(task, place, split)` returns None if the place has another layout, and a dataset of "all" if it has no splits.
     """
 
     words: str
@@ -63,10 +62,7 @@ class Task:
     layouts: tuple[Layout, ...] = ()
 
     def read(self, place: str | Path, split: TaskSplit, *, labelled: bool = True) -> Dataset:
-        """Read one split from `place`: the dataset's folder or file, or a folder that holds it under a known name.
-
-        A task reads its own layouts and the formats of `read_data` (an image folder, .npz, tables).
-        """
+        """Read one split from `place`: the dataset's folder or file, or a folder that holds it under a known name."""
         place = Path(place)
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
@@ -125,12 +121,9 @@ def plain_name(name: str) -> str:
 
 
 def _split(data: Dataset, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers of two parts: the rest, and `share` of each class (at least one sample of a class with two or more).
-
-    The parts depend only on the labels and a fixed seed, so that all commands agree on them.
-    """
+    """Row numbers of two parts: the rest, and `share` of each class (at least one of two samples or more)."""
     labels = np.zeros(len(data), dtype=np.int64) if data.labels is None else data.labels
-    random = np.random.default_rng(SPLIT_SEED)
+    random = np.random.default_rng(SPLIT_SEED)  # all commands agree on the parts
     kept, taken = [], []
     for label in np.unique(labels):
         rows = random.permutation(np.flatnonzero(labels == label))

@@ -184,11 +184,7 @@ def _first(files: Iterable[Path]) -> Path | None:
 
 
 def scene_name(folder: str) -> str:
-    """The class name of a scene's folder, with the last part first.
-
-    >>> scene_name("a/apartment_building/outdoor")
-    'outdoor apartment building'
-    """
+    """The class name of a scene's folder: of a/apartment_building/outdoor, "outdoor apartment building"."""
     parts = folder.strip("/").split("/")
     words = parts[1:] if len(parts) > 1 and len(parts[0]) == 1 else parts
     return " ".join(reversed(words)).replace("_", " ")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of, reraised
-from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
-from ..base import Family, Model, Stored, live_tensors, read_object, writer_with_config
+from ..base import Family, Model, Stored, live_tensors, writer_with_config
 from ..outline import check_config, count_weights, outline_of, unread
 from . import not_imported, quiet
 from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
@@ -184,10 +184,7 @@ def _check_size(kind: Any, path: Path, stored: Checkpoint) -> None:
 
 
 def _file_names(module: Any, stored: Checkpoint | None = None) -> dict[str, str]:
-    """Live parameter name -> name in the files, as transformers would save it.
-
-    The names get the prefix of the base model (`bert.`) if the stored ones hold a bare model under that prefix.
-    """
+    """Live parameter name -> name in the files, where a bare model may have the prefix of its class (`bert.`)."""
     state = module.state_dict()
     try:
         from transformers.core_model_loading import revert_weight_conversion

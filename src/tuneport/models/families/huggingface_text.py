@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of
+from ...io.checkpoint import read_object
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
-from ..base import Batch, Model, outside_of, read_object
-from ..heads import class_embeddings, config_classes
+from ..base import Batch, Model, outside_of
+from ..heads import config_classes
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
 
@@ -97,15 +98,10 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         scores: Tensor = part(**batch, **({"labels": labels} if text_kind == SEQ2SEQ else {})).logits
         return scores
 
-    def sentence_head(classes: Sequence[str], prompts: Sequence[str]) -> Tensor:
-        """Class embeddings: the features of the class names or descriptions, put into the prompts if any."""
+    def embed(texts: Sequence[str]) -> Tensor:
         assert reader is not None
-
-        def embed(texts: list[str]) -> Tensor:
-            device = next(module.parameters()).device
-            return features(module, {key: value.to(device) for key, value in reader.texts(texts).inputs.items()})
-
-        return class_embeddings(classes, prompts or ("{}",), embed)
+        device = next(module.parameters()).device
+        return features(module, {key: value.to(device) for key, value in reader.texts(texts).inputs.items()})
 
     return replace(
         model,
@@ -121,7 +117,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         generates=("causal" if text_kind == DECODER else "seq2seq") if writes else None,
         prompted=text_kind != ENCODER,
         vocabulary_head=_vocabulary_head(module, within) if writes else (),
-        text_head=sentence_head if text_kind == ENCODER and not classifies and reader is not None else None,
+        embed_texts=embed if text_kind == ENCODER and not classifies and reader is not None else None,
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
         outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),

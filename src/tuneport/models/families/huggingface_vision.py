@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from ...errors import CheckpointError, reraised
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Batch, Model, TextHead, outside_of
-from ..heads import class_embeddings, config_classes, temperature_of
+from ..base import Batch, Model, outside_of
+from ..heads import config_classes, temperature_of
 from . import open_tokenizer, quiet
 
 LARGEST_IMAGE = 8192  # pixels a side
@@ -77,7 +78,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
         features=architecture.features,
         logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
         layout=lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
-        text_head=_text_head(module, folder, trust_remote_code) if has_text and folder is not None else None,
+        embed_texts=_text_tower(module, folder, trust_remote_code) if has_text and folder is not None else None,
         logit_scale=temperature_of(scale, model.tensors, model.file_names["logit_scale"]) if scale is not None else 1.0,
         width=projected[0] if projected else int(tower.hidden_size),
         outside=outside_of(module, layers, loose, "outside the image tower"),
@@ -112,21 +113,16 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
     return encode
 
 
-def _text_head(module: Any, folder: Path, trust_remote_code: bool) -> TextHead:
-    """The `text_head` of a model: class names in prompts through its text tower."""
+def _text_tower(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[list[str]], Tensor]:
+    """The `embed_texts` of a model; its tokenizer is opened at the first call."""
+    tokenizer = cache(partial(open_tokenizer, folder, trust_remote_code, "a text tower"))
+    padding = "max_length" if type(module).__name__.startswith("Siglip") else True
+    project = getattr(module, "text_projection", lambda pooled: pooled)
 
-    def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
-        tokenizer = open_tokenizer(folder, trust_remote_code, "a text tower")
-        padding = "max_length" if type(module).__name__.startswith("Siglip") else True
+    def embed(texts: list[str]) -> Tensor:
         longest = int(module.config.text_config.max_position_embeddings)
-        device = next(module.parameters()).device
-        project = getattr(module, "text_projection", lambda pooled: pooled)
+        tokens = tokenizer()(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
+        found: Tensor = project(module.text_model(**tokens.to(next(module.parameters()).device)).pooler_output)
+        return found
 
-        def embed(texts: list[str]) -> Tensor:
-            tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
-            found: Tensor = project(module.text_model(**tokens.to(device)).pooler_output)
-            return found
-
-        return class_embeddings(classes, prompts, embed)
-
-    return head
+    return embed

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, Model, Stored, TextHead, live_tensors, outside_of, read_config
-from ..heads import class_embeddings, temperature_of
+from ..base import Family, Model, Stored, live_tensors, outside_of, read_config
+from ..heads import temperature_of
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 CONFIG = "open_clip_config.json"
@@ -80,11 +80,8 @@ class OpenClip(Family):
     def describe(self, module: nn.Module) -> Model:
         names = {name: name for name, _ in module.named_parameters()}
         parts: Any = module
-
-        def tokenizer() -> Any:
-            return _library().SimpleTokenizer(context_length=parts.context_length)
-
-        own = tokenizer if parts.vocab_size == BPE_WORDS else None
+        words = partial(_library().SimpleTokenizer, context_length=parts.context_length)
+        own = words if parts.vocab_size == BPE_WORDS else None
         return _model(module, type(module).__name__, live_tensors(module), names, None, own)
 
 
@@ -162,7 +159,7 @@ def _model(
         encode=pixel_encoder(_evaluation_transform(tower)),
         features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
         layout=lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
-        text_head=_text_head(module, name, tokenizer) if tokenizer is not None else None,
+        embed_texts=_text_tower(module, name, tokenizer) if tokenizer is not None else None,
         logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
         width=int(tower.output_dim),
         outside=outside_of(module, layers, loose, "outside the image tower"),
@@ -179,16 +176,15 @@ def _evaluation_transform(tower: Any) -> Any:
     return transforms.image_transform_v2(config, is_train=False)
 
 
-def _text_head(module: Any, name: str, make: Callable[[], Any]) -> TextHead:
-    """The `text_head` of a model: class names in prompts through its tokenizer and text tower."""
+def _text_tower(module: Any, name: str, make: Callable[[], Any]) -> Callable[[list[str]], Tensor]:
+    """The `embed_texts` of a model; its tokenizer is made at the first call."""
 
-    def head(classes: Sequence[str], prompts: Sequence[str] = ()) -> Tensor:
+    @cache
+    def tokenizer() -> Any:
         with _quiet(), reraised(f"{name} has a text tower but no usable tokenizer; pass a name or a file as `head`"):
-            tokenizer = make()
-        device = next(module.parameters()).device
-        return class_embeddings(classes, prompts, lambda texts: module.encode_text(tokenizer(texts).to(device)))
+            return make()
 
-    return head
+    return lambda texts: module.encode_text(tokenizer()(texts).to(next(module.parameters()).device))
 
 
 def _write(location: Location | None, folder: Path, tensors: Mapping[str, Tensor]) -> None:
