@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 RowRanges = tuple[tuple[int, int], ...]
+Fused = Mapping[str, Mapping[str, RowRanges]]  # of a fused weight, the rows of each role
 
 # Role of a layer inside a block, by the end of its name: the words of transformers, timm, open_clip, torch.
 ROLES: tuple[tuple[str, str], ...] = (
@@ -139,7 +140,7 @@ def find_layers(
     module: nn.Module,
     *,
     matrices: Sequence[str] = (),
-    fused: Mapping[str, Mapping[str, RowRanges]] | None = None,
+    fused: Fused | None = None,
     within: Sequence[str] = (),
     heads: int | None = None,
 ) -> tuple[Layer, ...]:
@@ -229,9 +230,7 @@ def _role(name: str, table: Sequence[tuple[str, str]]) -> str:
     return path + suffix
 
 
-def _layers_of(
-    prefix: str, part: nn.Module, parameters: Mapping[str, Tensor], fused: Mapping[str, Mapping[str, RowRanges]]
-) -> Iterator[Layer]:
+def _layers_of(prefix: str, part: nn.Module, parameters: Mapping[str, Tensor], fused: Fused) -> Iterator[Layer]:
     name, bias = f"{prefix}in_proj_weight", f"{prefix}in_proj_bias"
     if name in parameters:  # nn.MultiheadAttention, or open_clip's own attention
         yield from _split(name, bias if bias in parameters else None, parameters[name], fused)
@@ -261,21 +260,13 @@ def is_patch_embedding(conv: nn.Conv2d) -> bool:
     return plain and conv.kernel_size == conv.stride
 
 
-def _split(
-    weight: str,
-    bias: str | None,
-    tensor: Tensor,
-    fused: Mapping[str, Mapping[str, RowRanges]],
-    *,
-    transposed: bool = False,
-) -> Iterator[Layer]:
+def _split(weight: str, bias: str | None, tensor: Tensor, fused: Fused, *, transposed: bool = False) -> Iterator[Layer]:
     shape = (int(tensor.shape[0]), int(tensor.shape[1]))
     rows, columns = shape[::-1] if transposed else shape
     stack, block, role = locate(weight)
     ranges = fused.get(weight)
     if ranges is None and weight.removesuffix(".weight").rpartition(".")[2] in FUSED and rows % 3 == 0:
-        third = rows // 3
-        ranges = {part: ((i * third, (i + 1) * third),) for i, part in enumerate("qkv")}
+        ranges = {part: ((i * rows // 3, (i + 1) * rows // 3),) for i, part in enumerate("qkv")}
     if ranges is None:
         yield Layer(weight, bias, shape, columns, rows, role, stack, block, transposed=transposed)
         return

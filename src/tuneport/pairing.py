@@ -18,6 +18,7 @@ from .errors import PairingError, first_of
 from .layers import Layer, LooseTensor
 
 DepthRule = Callable[[int, int, int], int]
+Roles = Mapping[str, str | None]
 
 KEPT_BY_KIND = {
     "normalisation": "normalisation parameter: the target keeps its own",
@@ -88,10 +89,6 @@ class Plan:
         counts = f"{len(self.pairs)} pairs, {len(self.loose)} loose, {len(self.kept)} kept, {len(self.dropped)} dropped"
         return f"Plan({counts})"
 
-    def blocks(self) -> list[list[LayerPair]]:
-        """The pairs of each block of the target, in their order."""
-        return blocks_of(self.pairs)
-
 
 def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     """Consecutive pairs of one block of the target together."""
@@ -118,7 +115,7 @@ def pair_layers(
     *,
     source_loose: Sequence[LooseTensor] = (),
     target_loose: Sequence[LooseTensor] = (),
-    roles: Mapping[str, str | None] | None = None,
+    roles: Roles | None = None,
     depth_rule: DepthRule = nearest_block,
     output_maps: Mapping[str, Tensor] | None = None,
     source_blocks: Mapping[str, int] | None = None,
@@ -236,9 +233,7 @@ def count_blocks(layers: Sequence[Layer]) -> dict[str, int]:
     return depths
 
 
-def _check_roles(
-    source: Sequence[Layer], target: Sequence[Layer], roles: Mapping[str, str | None], stacks: Mapping[str, str]
-) -> None:
+def _check_roles(source: Sequence[Layer], target: Sequence[Layer], roles: Roles, stacks: Mapping[str, str]) -> None:
     known = {layer.role for layer in source}
     if unknown := sorted(set(roles) - known):
         raise PairingError(f"roles names {first_of(unknown)}, but the source has only {first_of(sorted(known), 30)}.")

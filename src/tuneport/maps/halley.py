@@ -1,9 +1,8 @@
 """The weighted Halley iteration for the polar factors of many matrices of one shape at once.
 
 Each step maps a singular value s to s (a + b s^2) / (1 + c s^2), by matrix products only, without waiting for the
-host. The weights follow from the rank cut. Large weights cost digits (c eps), so c is capped: a few heavy steps first
-lift all values above the cut so far that the Gram matrix resolves them. Then the directions below the cut are removed.
-A result carries its certificate, which may not hold.
+host. Large weights cost digits (c eps), so c is capped: a few heavy steps first lift all values above the cut so far
+that the Gram matrix resolves them. Then the directions below the cut are removed.
 """
 
 from __future__ import annotations
@@ -209,10 +208,9 @@ def _projector_below(gram: Tensor, limit: float) -> Tensor:
 
 
 def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-    """Orthonormal left null directions, padded with zero columns; and for which matrices that failed.
+    """Orthonormal left null directions, padded with zero columns, and which matrices failed: by inverse iteration.
 
-    Inverse iteration, with corrections by the residual for the error of the inverse. Rayleigh quotients are upper
-    bounds, so never too many directions are removed.
+    Rayleigh quotients are upper bounds, so never too many directions are removed.
     """
     shift = 1e4 / steps.lifted**2
     near = _resolvent(lower_product(X, X), shift)

@@ -109,9 +109,8 @@ def by_svd(C: Tensor, cut: float) -> Polar:
 def by_few(C: Tensor, cut: float) -> Polar | None:
     """Subspace iteration with a narrow block, for few singular values above a cut that one Gram matrix resolves.
 
-    It ends when the vectors above the cut are as exact as eigenvectors of the Gram matrix. The result is None unless
-    the norm of C outside the block proves that all other values are below the cut. Gradients of a classifier have some
-    ten directions, one per class.
+    The result is None unless the norm of C outside the block proves that all other values are below the cut. Gradients
+    of a classifier have some ten directions, one per class.
     """
     n = len(C)
     width = n // FEW
@@ -144,8 +143,7 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
 def by_eigh(C: Tensor, cut: float) -> Polar:
     """Eigenvectors of the Gram matrix of the shorter side, in stages down the spectrum.
 
-    A stage finds the singular values within SPAN of its largest and removes them from C on both sides. So values near
-    the cut are as exact as the rounding of C allows.
+    A stage removes the singular values within SPAN of its largest from C, so that later ones are as exact.
     """
     n, m = C.shape
     lefts: list[Tensor] = []

@@ -123,8 +123,7 @@ def _align(found: Polar, whole: float | None, completion: Completion, thin: bool
 class MapSolver:
     """Solves the maps of statistics, each one once, and several together where that is faster.
 
-    Solved maps are cached; above `held_bytes`, the oldest are dropped. `budget` is the memory of the device in bytes,
-    None for all of it.
+    Solved maps are cached; above `held_bytes`, the oldest are dropped. `budget` limits the memory of the device.
     """
 
     def __init__(self, statistics: Statistics, completion: Completion = "svd", budget: int | None = None) -> None:

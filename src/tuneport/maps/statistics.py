@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol
 
@@ -86,8 +86,7 @@ class WeightGradient:
 class Statistics(Generic[S]):
     """Measured sums: cross-covariances by (target layer, signal), weight gradients by target layer.
 
-    Layers that read the same tensor (q, k, v) share one object. `passes` counts the forward and backward passes per
-    model. The sums are of type CrossCovariance; diagnostics use other types (`PairSum`).
+    Layers that read the same tensor (q, k, v) share one object. `passes` are forward and backward passes per model.
     """
 
     covariances: Mapping[Key, S] = field(default_factory=dict)
@@ -98,12 +97,6 @@ class Statistics(Generic[S]):
     def __repr__(self) -> str:
         sums = f"{len(self.covariances)} sums, {len(self.weight_gradients)} weight gradients"
         return f"Statistics({sums}, {self.samples} samples)"
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.covariances
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.covariances)
 
     def __add__(self: Statistics, other: Statistics) -> Statistics:
         """The statistics of both sets of samples; shared sums stay shared."""

@@ -1,7 +1,6 @@
 """Products and inverses of many symmetric matrices (B, n, m) in float64, mostly by plain products.
 
-A product runs at full speed on a GPU, a factorisation does not: Cholesky factors are computed and inverted by halves
-down to small leaves. Parts that are zero or mirrored are not computed.
+A GPU runs products at full speed, factorisations not: Cholesky factors are computed by halves down to small leaves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Batches for two models: the same samples for both, counted and divided.
 
 A batch is any nest of tensors that a loss understands. Its first tensor's first dimension is the number of samples.
-Two models that need different inputs get a PairedBatch.
 """
 
 from __future__ import annotations

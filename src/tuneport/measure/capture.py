@@ -1,7 +1,6 @@
 """Measure two frozen models on the same batches, with one forward and one backward pass each.
 
-The source's signals live for one batch; the target's are consumed as they arrive, so memory does not grow with the
-number of samples. Both models are restored, also after an error.
+The source's signals are kept for one batch, the target's are consumed as they arrive. Both models are restored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Similarity of two models, layer by layer: CKA, cosines before and after alignment, drift along a fine-tuning.
 
-The models run through `capture.measure_pairs` with the sums of `similarity`, so tokens are matched and models restored
-as in a transfer. Numbers that the data do not determine are NaN.
+Tokens are matched and models restored as in a transfer. Numbers that the data do not determine are NaN.
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ def compare_layers(
 ) -> tuple[LayerSimilarity, ...]:
     """CKA, cosine, rank and residual of every pair and signal, over the batches.
 
-    The models run over `batches` twice: once for the sums and the maps, once for the cosine under the maps, and then
-    over `held_out` for the cosine on samples that the maps did not use. `aligned=False` leaves out the maps. The other
-    arguments are those of `capture.measure_pairs`.
+    The models run over `batches` twice: once for the sums and the maps, once for the cosine under the maps; then over
+    `held_out`. `aligned=False` leaves out the maps. The other arguments are those of `capture.measure_pairs`.
     """
 
     def run(over: Iterable[Any], make_sum: MakeSum[S]) -> Mapping[Key, S]:

@@ -1,8 +1,7 @@
 """Objectives: how calibration samples become batches, and the loss of a model on a batch.
 
 A batch is `(inputs, labels)`: the arguments of the module's forward, and class or token numbers. Losses are sums over
-samples, or over the tokens to predict, with equal weights as in training. A custom loss is any `loss(module, batch)`
-that returns such a sum.
+samples, or over the tokens to predict, with equal weights as in training.
 """
 
 from __future__ import annotations
@@ -60,13 +59,12 @@ def check_objective(name: str) -> str:
 
 
 def _choose_default(dataset: Dataset, models: Sequence[Model]) -> str:
-    kinds = {model.generates for model in models}
-    if kinds and None not in kinds:
-        if len(kinds) > 1:
-            raise TuneportError("one model is causal and the other an encoder-decoder; pass a loss for each in Python.")
-        return str(kinds.pop())
-    classifiers = all(model.logits is not None for model in models)
-    contrast = _has_pairs(dataset) and dataset.labels is None and not classifiers
+    kinds = [model.generates for model in models if model.generates is not None]
+    if len(set(kinds)) > 1:
+        raise TuneportError("one model is causal and the other an encoder-decoder; pass a loss for each in Python.")
+    if kinds and len(kinds) == len(models):
+        return kinds[0]
+    contrast = _has_pairs(dataset) and dataset.labels is None and any(model.logits is None for model in models)
     return "contrastive" if contrast else "classification"
 
 
@@ -104,7 +102,7 @@ def batch_for(model: Model, encoded: Encoded) -> tuple[dict[str, Tensor], Tensor
 
 
 def forward_only(model: Model) -> Loss:
-    """Dummy loss for forward-only capture."""
+    """A loss that runs a model, for signals of the forward pass."""
     forward = model.logits or model.features
     if forward is None:
         raise TuneportError(f"{model.name} cannot be run on raw samples: tuneport does not know its family.")
@@ -150,10 +148,6 @@ def _reader(model: Model) -> Reader:
     return model.reader
 
 
-def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
-    return replace(_reader(model).pairs(list(samples.inputs)), labels=torch.arange(len(samples)))
-
-
 def _contrastive_loss(model: Model, _head: Head | None) -> Loss:
     """Classify the second text of each first text among those of the batch."""
 
@@ -165,14 +159,16 @@ def _contrastive_loss(model: Model, _head: Head | None) -> Loss:
     return loss
 
 
+def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
+    return replace(_reader(model).pairs(list(samples.inputs)), labels=torch.arange(len(samples)))
+
+
 def _encode_continuations(model: Model, samples: Dataset) -> Encoded:
     return _reader(model).continuations(list(samples.inputs), read_answers(samples))
 
 
 def _encode_answers(model: Model, samples: Dataset) -> Encoded:
-    answers = read_answers(samples)
-    assert answers is not None
-    return _reader(model).answers(list(samples.inputs), list(answers))
+    return _reader(model).answers(list(samples.inputs), list(read_answers(samples) or ()))
 
 
 OBJECTIVES: Mapping[str, Objective] = {

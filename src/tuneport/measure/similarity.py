@@ -1,8 +1,7 @@
 """Similarity of two sets of paired tokens: linear CKA, mean cosine, change of length.
 
-All numbers follow from float64 sums over tokens, so memory does not grow with the data: CKA comes from covariances,
-not from a Gram matrix. A number that the data do not determine (a constant signal, different widths for a raw
-cosine, too few tokens) is NaN.
+All numbers follow from float64 sums over tokens, so memory does not grow with the data. A number that the data do not
+determine (a constant signal, different widths for a raw cosine, too few tokens) is NaN.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ NAN = float("nan")
 class Similarity(CrossCovariance):
     """A cross-covariance with the linear CKA and the mean cosine of its paired tokens.
 
-    It also holds both covariances. All are around the mean of the first batch, so that a large common offset costs
-    no digits.
+    Sums for CKA are around the mean of the first batch, so that a large common offset costs no digits.
     """
 
     def __init__(self, source_width: int, target_width: int, *, device: torch.device | str | None = None) -> None:
@@ -63,8 +61,7 @@ class Similarity(CrossCovariance):
 class TokenAgreement:
     """The mean over paired tokens of their cosine and of the relative change of their length.
 
-    `matrix` (d_A, d_B), if given, is applied to the source's tokens first. Tokens that are zero on either side
-    have no direction and are left out, such as gradients at tokens that do not affect the loss.
+    `matrix` (d_A, d_B) is applied to the source's tokens first. Tokens that are zero on either side are left out.
     """
 
     def __init__(self, source_width: int, target_width: int, *, matrix: Tensor | None = None) -> None:

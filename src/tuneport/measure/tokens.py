@@ -60,11 +60,10 @@ def match_tokens(source_layout: TokenLayout | None, target_layout: TokenLayout |
 
 
 def match_spans(source_spans: Spans, target_spans: Spans) -> Match:
-    """Pair tokens of the same text by their character spans, stream by stream; padding is dropped.
+    """Pair tokens of the same text by their character spans; padding is dropped.
 
     A target token pairs with the mean of the source tokens that cover it, weighted by overlap. The token counts of a
-    signal identify its stream, so the streams of one model must differ in length. A signal of no stream (a pooled
-    vector) is paired row by row.
+    signal identify its stream, which must differ. A signal of no stream (a pooled vector) is paired row by row.
     """
     streams = {(a.shape[1], b.shape[1]): (a, b) for a, b in zip(source_spans, target_spans, strict=True)}
     weights: dict[tuple[int, int], Tensor | None] = {}

@@ -1,7 +1,6 @@
 """The contract of a transfer method: a Problem in, a Transfer out.
 
-A method is a frozen dataclass that sees tensors and statistics, never models or files. `signals` names what must be
-measured; `transfer` is pure and deterministic.
+A method is a frozen dataclass that sees tensors and statistics, never models or files.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from ..types import Completion, Signal
 class Problem:
     """The input of a method: the plan, the source's task vector by parameter name, the statistics.
 
-    The weights of both base models, by parameter name, are for methods that match weights instead of signals.
-    `memory_budget` limits the bytes used on the device that solves maps.
+    The weights of both base models are for methods that match weights; `memory_budget` is that of the solving device.
     """
 
     plan: Plan
@@ -42,10 +40,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """The evidence for one target layer. Ranks and residuals are None where no alignment was solved.
+    """The evidence for one target layer; None where no alignment was solved.
 
-    `rank_in` and `rank_out` belong to the two maps; `rank` to an update that moved as factors. `spectrum_in` and
-    `spectrum_out` are singular values of the two cross-covariances (see `spectrum_of`).
+    `rank` belongs to an update that moved as factors, the other ranks and spectra (`spectrum_of`) to the two maps.
     """
 
     target: str

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..maps.completion import CoordinateMap
 from ..maps.procrustes import Alignment, MapSolver
 from ..maps.statistics import Key
-from ..pairing import LayerPair, LoosePair
+from ..pairing import LayerPair, LoosePair, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Signal
 from .base import Method, Problem, Transfer
@@ -29,8 +29,7 @@ Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and cro
 class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
-    With `moves_loose`, the change of tensors outside linear layers is added with zero-padding and cropping; otherwise
-    the target keeps its own.
+    With `moves_loose`, tensors outside linear layers are padded or cropped too; otherwise the target keeps its own.
     """
 
     in_signal: Signal | None
@@ -52,9 +51,9 @@ class BilinearAlignment(Method):
         records, kept = [], []
         for pair, maps in self._solve(problem):
             keys = self._keys(pair)
-            reason = next((why for key in keys if key and (why := _why_unsolved(key, maps))), None)
-            if reason is not None:
-                kept += keep_layer(pair.target, reason)
+            reasons = [_why_unsolved(key, maps) for key in keys if key]
+            if any(reasons):
+                kept += keep_layer(pair.target, next(filter(None, reasons)))
                 continue
             align_in, align_out = (maps[key] if key else None for key in keys)
             R_in = align_in.map if align_in else pair.input_map
@@ -75,8 +74,8 @@ class BilinearAlignment(Method):
 
     def _solve(self, problem: Problem) -> Iterator[tuple[LayerPair, Mapping[Key, Alignment]]]:
         """Yield all pairs, each with the maps of its block, which are solved at the first pair of the block."""
-        blocks = problem.plan.blocks()
-        known = problem.statistics
+        blocks = blocks_of(problem.plan.pairs)
+        known = problem.statistics.covariances
         keys = [[key for pair in block for key in self._keys(pair) if key and key in known] for block in blocks]
         solver = MapSolver(problem.statistics, problem.completion, problem.memory_budget)
         for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):
@@ -111,10 +110,7 @@ def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Ent
 
 
 def _carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:
-    """Change one axis of tau from source to target coordinates: contract with R, or pad and crop.
-
-    The result of a solved map is on the device of the map, which may differ from that of tau.
-    """
+    """Change one axis of tau to target coordinates: contract with R, on the device of a solved map, or pad and crop."""
     if R is None:
         return _resize(tau, axis, width)
     if isinstance(R, CoordinateMap):

@@ -16,8 +16,7 @@ def check_method(method: Method, problem: Problem) -> Transfer:
     """Raise AssertionError at the first breach of the law of `Method` on one problem; return the answer of the method.
 
     Also, tensors that `Method.kept` names are kept, records name layers of the plan with the norms of the moved
-    matrices, and the problem is not changed. The statistics of the problem must have `method.signals`. A MethodError
-    of `method.check` is passed on.
+    matrices, and the problem is not changed. The statistics of the problem must have `method.signals`.
     """
     signals = method.signals
     named = isinstance(signals, frozenset) and all(isinstance(signal, str) for signal in signals)
@@ -66,14 +65,12 @@ def _check_complete(answer: Transfer, problem: Problem) -> None:
         assert entry.reason, f"{entry.tensor} is kept without a reason"
     kept = {entry.tensor for entry in (*problem.plan.kept, *answer.kept)}
     recorded = {record.target for record in answer.records}
-    for pair in problem.plan.pairs:
-        layer = pair.target
-        assert layer.name in recorded or layer.name in kept or layer.weight in kept, (
-            f"{layer.name} has neither a record nor a place in kept"
-        )
-        assert layer.name not in recorded or layer.weight in answer.task_vector, (
-            f"{layer.name} has a record but {layer.weight} is not in the task vector"
-        )
+    for layer in (pair.target for pair in problem.plan.pairs):
+        if layer.name not in recorded:
+            assert {layer.name, layer.weight} & kept, f"{layer.name} has neither a record nor a place in kept"
+        else:
+            there = layer.weight in answer.task_vector
+            assert there, f"{layer.name} has a record but {layer.weight} is not in the task vector"
     fused = {pair.target.weight for pair in problem.plan.pairs if pair.target.name in kept}  # kept part by part
     missing = sorted(target_shapes(problem).keys() - answer.task_vector.keys() - kept - fused)
     assert not missing, f"neither in the task vector nor in kept: {', '.join(missing)}"
@@ -86,17 +83,15 @@ def _check_records(answer: Transfer, problem: Problem) -> None:
     for record in answer.records:
         assert record.target in pairs, f"the record of {record.target} names no target layer of the plan"
         pair = pairs[record.target]
-        assert record.source == pair.source.name, (
-            f"the record of {record.target} names source {record.source}, the plan {pair.source.name}"
-        )
-        for which, value, layer, entry in (
-            ("norm_source", record.norm_source, pair.source, problem.task_vector[pair.source.weight]),
-            ("norm_target", record.norm_target, pair.target, answer.task_vector[pair.target.weight]),
+        named = f"the record of {record.target} names source {record.source}, the plan {pair.source.name}"
+        assert record.source == pair.source.name, named
+        for which, value, layer, entries in (
+            ("norm_source", record.norm_source, pair.source, problem.task_vector),
+            ("norm_target", record.norm_target, pair.target, answer.task_vector),
         ):
-            norm = float(layer.matrix(as_dense(entry)).double().norm())
-            assert abs(value - norm) <= 1e-4 * norm + 1e-12, (
-                f"{which} of {record.target} is {value:g}, but the layer's norm is {norm:g}"
-            )
+            norm = float(layer.matrix(as_dense(entries[layer.weight])).double().norm())
+            differ = f"{which} of {record.target} is {value:g}, but the layer's norm is {norm:g}"
+            assert abs(value - norm) <= 1e-4 * norm + 1e-12, differ
 
 
 def _check_same(one: Transfer, other: Transfer) -> None:
@@ -111,8 +106,8 @@ def _check_same(one: Transfer, other: Transfer) -> None:
 def _snapshot(problem: Problem) -> dict[str, Tensor]:
     """Copies of every tensor of a problem, by a description of it."""
     tensors = {f"task vector of {name}": as_dense(entry) for name, entry in problem.task_vector.items()}
-    for (layer, signal), covariance in problem.statistics.covariances.items():
-        tensors[f"covariance of {layer} ({signal})"] = covariance.matrix
+    sums = problem.statistics.covariances
+    tensors |= {f"covariance of {layer} ({signal})": found.matrix for (layer, signal), found in sums.items()}
     for layer, gradient in problem.statistics.weight_gradients.items():
         tensors |= {f"weight gradient of {layer}: {name}": tensor for name, tensor in gradient.state()[1].items()}
     for side, weights in (("source", problem.source_weights), ("target", problem.target_weights)):

@@ -1,7 +1,6 @@
 """GradFix: keep the entries of the task vector whose sign agrees with a descent step of the target.
 
-The target's per-sample gradients vote on the sign of each weight; entries that contradict the vote become zero.
-Source and target must have the same shapes. A masked matrix is not low-rank: low-rank updates become dense.
+The target's per-sample gradients vote on the sign of each weight. A masked low-rank update becomes dense.
 """
 
 from __future__ import annotations

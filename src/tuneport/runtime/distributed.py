@@ -22,7 +22,7 @@ from ..job import Samples
 from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics
 from ..methods import Problem, Transfer
-from ..pairing import Plan
+from ..pairing import Plan, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.vector import TaskVector
 
@@ -164,7 +164,7 @@ def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
     """The process that solves each layer: whole blocks in turn, since layers of a block share statistics."""
     owners: dict[str, int] = {}
     weights: dict[str, int] = {}
-    for index, pairs in enumerate(plan.blocks()):
+    for index, pairs in enumerate(blocks_of(plan.pairs)):
         for pair in pairs:
             owners[pair.target.name] = weights.setdefault(pair.target.weight, index % here.size)
     return owners

@@ -42,7 +42,7 @@ def jobs_of(job: Job, passes: Passes | None) -> list[Job]:
 
 def jobs_by_block(job: Job) -> list[Job]:
     """A job for each block of the target."""
-    return _jobs(job, job.plan.blocks())
+    return _jobs(job, blocks_of(job.plan.pairs))
 
 
 def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:

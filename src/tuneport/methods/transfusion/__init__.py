@@ -1,8 +1,7 @@
 """TransFusion: permute the source's units to match the target's weights, then add the permuted task vector.
 
-`spaces` says which axes share a permutation; residual shortcuts tie the permutations of a stream. Attention is matched
-in two levels: heads by their singular values, then units inside a head (not those of rotary queries and keys, which
-have fixed places). A tensor whose order of units is unknown is kept.
+`spaces` says which axes share a permutation; residual shortcuts tie the permutations of a stream. Heads are matched by
+their singular values, then units inside a head (not those of rotary queries and keys, which have fixed places).
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class TransFusion(Method):
 def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict[Space | None, Tensor]:
     """For every space, `p` such that unit i of the target corresponds to unit p[i] of the source.
 
-    Maximises the inner product of the target's weights and the permuted source's weights, one space at a time, over
-    layers and embedding tables.
+    Maximises the inner product of the target's and the permuted source's weights, one space at a time.
     """
     places = places_of(problem.plan)
     weights: list[Weights] = []
