@@ -34,10 +34,7 @@ SVD = 20  # FLOPs of a thin SVD with both factors, per min(d)^2 max(d); an estim
 
 @dataclass(frozen=True)
 class Flops:
-    """The FLOPs of a transfer by kind.
-
-    `dense` maps are solved from a covariance, which `statistics` sums up; `thin` maps are solved from their few tokens.
-    """
+    """The FLOPs of a transfer; `dense` maps are solved from summed `statistics`, `thin` ones from few tokens."""
 
     forward: int = 0
     backward: int = 0
@@ -60,9 +57,9 @@ class Flops:
 
 @dataclass(frozen=True)
 class BatchCost:
-    """One batch on the meta device: FLOPs, samples, tokens of each model, and the tokens that each pair sums up.
+    """One batch on the meta device: FLOPs, samples, and tokens of each model.
 
-    `matched` counts tokens by (target layer, signal). Of layers that read the same tensors it holds the first only.
+    `matched` counts the tokens that enter a sum by (target layer, signal), once for layers that read the same tensors.
     """
 
     forward: int
@@ -129,18 +126,13 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> PaperCost:
     """The formula of the paper's appendix on cost (eqs. 13 to 17)."""
     backward = BACKWARD if NEEDS_BACKWARD & job.signals else 0
     passes = (FORWARD + backward) * sum(size * count for size, count in zip(sizes, tokens, strict=True))
-    sides = [[pair.source for pair in job.plan.pairs], [pair.target for pair in job.plan.pairs]]
-    d_A, d_B = sorted(Counter(layer.in_features for layer in layers).most_common(1)[0][0] for layers in sides)
+    sides = zip(*((pair.source.in_features, pair.target.in_features) for pair in job.plan.pairs), strict=True)
+    d_A, d_B = sorted(Counter(widths).most_common(1)[0][0] for widths in sides)
     L, M = len(job.plan.pairs), tokens[1]
     maps = len(job.signals)  # each is a map: one or two for the bilinear methods
     alignment = maps * L * (M * d_A * d_B + d_A**2 * d_B) + L * (d_A**2 * d_B + d_A * d_B**2)
-    step = (FORWARD + BACKWARD + UPDATE) * sizes[1] * tokens[1]
-    return {
-        "passes": passes,
-        "alignment": alignment,
-        "total": passes + alignment,
-        "fine_tuning": FINE_TUNING_STEPS * step,
-    }
+    tuning = FINE_TUNING_STEPS * (FORWARD + BACKWARD + UPDATE) * sizes[1] * tokens[1]
+    return {"passes": passes, "alignment": alignment, "total": passes + alignment, "fine_tuning": tuning}
 
 
 def _sums(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, int, int]]:
@@ -198,16 +190,19 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
         layers.target[pair.target] = found = pair.wanted(job.signals)
         layers.source[pair.source] = layers.source.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     size = count_samples([batch])
-    counters = Sides(_PassCounter(), _PassCounter())
+    forward: list[int] = []
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
-    sides = zip(job.models, (batch.source, batch.target), losses, layers, counters, strict=True)
-    for model, inputs, loss, own, counter in sides:
-        seen = {}
-        if any(own.values()):
-            with TrueOnMeta(), counter:
-                on_meta = shapes_of(model.module), own, move_batch(inputs, torch.device("meta"))
-                seen = watch(*on_meta, counter.split(loss), job.signals, size)
-        signals.append(seen)
+    with TrueOnMeta(), FlopCounterMode(display=False) as counter:
+        for model, inputs, loss, own in zip(job.models, (batch.source, batch.target), losses, layers, strict=True):
+
+            def counted(module: nn.Module, inputs: Any, loss: Loss = loss) -> Tensor:
+                before = counter.get_total_flops()
+                value = loss(module, inputs)
+                forward.append(counter.get_total_flops() - before)
+                return value
+
+            on_meta = shapes_of(model.module), own, move_batch(inputs, torch.device("meta"))
+            signals.append(watch(*on_meta, counted, job.signals, size) if any(own.values()) else {})
     match = by_shape(batch.match or job.match or match_tokens(None, None), job.target.device)
     matched: dict[tuple[str, str], int] = {}
     summed: set[tuple[int, ...]] = set()
@@ -221,26 +216,9 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
                 summed.add(both)
                 matched[pair.target.name, signal] = sum(len(rows) for _, rows in map(match, source, target))
     tokens = Sides(*(max(map(_tokens, seen.values()), default=0) for seen in signals))
-    forward = sum(counter.forward for counter in counters)
-    return BatchCost(forward, sum(c.get_total_flops() for c in counters) - forward, size, tokens, matched)
+    return BatchCost(sum(forward), counter.get_total_flops() - sum(forward), size, tokens, matched)
 
 
 def _tokens(calls: list[Tensor]) -> int:
     """The tokens of a signal (N, T, d) in all calls of a layer."""
     return sum(tensor.shape[:2].numel() for tensor in calls)
-
-
-class _PassCounter(FlopCounterMode):
-    """Counts FLOPs; `forward` is the count when the loss was computed."""
-
-    def __init__(self) -> None:
-        super().__init__(display=False)
-        self.forward = 0
-
-    def split(self, loss: Loss) -> Loss:
-        def counted(module: nn.Module, batch: Any) -> Tensor:
-            value = loss(module, batch)
-            self.forward = self.get_total_flops()
-            return value
-
-        return counted
