@@ -220,7 +220,11 @@ def run_pair(
         content = done.get(label)
         if content is None:
             began = time.time()
-            rows, passes = _run_cell(recipe.kind, task_of(task), sampler, seed)
+            if recipe.kind in FIGURES:
+                rows, passes = figure_cell(recipe.kind, task_of(task), sampler, seed), dict.fromkeys(PASSES, 0)
+            else:
+                measured, passes = run_cell(task_of(task), sampler, seed)
+                rows = list(map(asdict, measured))
             spent = round(time.time() - began, 2)
             content = json.loads(to_json({"rows": rows, "passes": passes, "seconds": spent}))
             if cells is not None:
@@ -237,13 +241,6 @@ def run_pair(
     return Comparing(comparison, tuple(Row(**row) for row in found), about)
 
 
-def _run_cell(kind: str, task: Task, sampler: str, seed: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    if kind in FIGURES:
-        return figure_cell(kind, task, sampler, seed), dict.fromkeys(PASSES, 0)
-    rows, passes = run_cell(task, sampler, seed)
-    return [asdict(row) for row in rows], passes
-
-
 def _machine(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{name}, {device}, torch {torch.__version__}"
@@ -252,17 +249,14 @@ def _machine(device: torch.device) -> str:
 def check_models(recipe: Recipe) -> None:
     """Open the existing models and pair their layers, so that an unsuitable pair is refused before any work."""
     problems: list[str] = []
-    for part in recipe.comparisons.values():
-        if recipe.kind in FIGURES:
-            continue
+    for part in recipe.comparisons.values() if recipe.kind not in FIGURES else ():
         try:
             models = [open_model(path, device=pick_device(part.device)) for path in (part.source, part.target)]
         except TuneportError as error:
             problems.append(str(error))
             continue
-        for task, path in part.finetuned.items():
-            if not model_exists(path, made=part.finetune is not None):
-                continue
+        made = part.finetune is not None
+        for task, path in ((task, path) for task, path in part.finetuned.items() if model_exists(path, made=made)):
             try:
                 job = prepare(models[0], path, models[1], part.data[task], signals=(), device=part.device)
                 for name in part.methods:
@@ -283,21 +277,16 @@ def wanted_finetunes(
     """Missing fine-tuned models: the path in the recipe, the path in the cache, and (role, base, task)."""
     if comparison.finetune is None:
         return
-    roles = {
-        "finetuned": (comparison.source, comparison.finetuned),
-        "reference": (comparison.target, comparison.reference),
-    }
-    if kind == "drift":
-        roles = {"finetuned": (comparison.source, dict.fromkeys(comparison.data, ""))}
-    wanted = [(role, base, task, path) for role, (base, paths) in roles.items() for task, path in paths.items()]
+    settings = [asdict(comparison.finetune), comparison.checkpoint_every]
+    finetuned = dict.fromkeys(comparison.data, "") if kind == "drift" else comparison.finetuned
+    wanted = [("finetuned", comparison.source, *item) for item in finetuned.items()]
+    if kind != "drift":
+        wanted += [("reference", comparison.target, *item) for item in comparison.reference.items()]
     for role, base, task, path in wanted:
-        if path and model_exists(path, made=True):
-            continue
-        settings = [asdict(comparison.finetune), comparison.checkpoint_every]
-        identity = [base, comparison.data[task], comparison.heads.get(task), *settings]
-        digest = fingerprint({"identity": identity})[:8]
-        name = Path(base).name
-        yield path or f"{name} on {task}", cache / f"{name}-{task}-{digest}", (role, base, task)
+        if not path or not model_exists(path, made=True):
+            identity = [base, comparison.data[task], comparison.heads.get(task), *settings]
+            name, digest = Path(base).name, fingerprint({"identity": identity})[:8]
+            yield path or f"{name} on {task}", cache / f"{name}-{task}-{digest}", (role, base, task)
 
 
 def make_finetunes(recipe: Recipe, cache: Path, *, only: str | None = None, stage: Stage | None = None) -> Recipe:

@@ -196,7 +196,10 @@ def _problem(error: Any) -> str:
     key, *inner = error["loc"]
     if error["type"] == "unexpected_keyword_argument":
         known = fields({"finetune": Tuning, "printed": PaperRows}[key] if inner else Keys)
-        return "".join(f"{outer}: " for outer in error["loc"][:-1]) + unknown_key(error["loc"][-1], known)
+        text = unknown_name("key", error["loc"][-1], [item.name for item in known])
+        if "Did you mean" in text:  # a recipe may have many problems: leave out the long list of keys
+            text = text.partition(" Known:")[0]
+        return "".join(f"{outer}: " for outer in error["loc"][:-1]) + text
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "missing":
@@ -206,9 +209,3 @@ def _problem(error: Any) -> str:
     if inner:
         place = f"item {inner[0] + 1} of '{key}'" if isinstance(inner[0], int) else f"{inner[0]!r} of '{key}'"
     return f"{place} must be {expected}, got {error['input']!r}"
-
-
-def unknown_key(key: str, known: Iterable[Any]) -> str:
-    """Like unknown_name, without the long list of keys if one is near: a recipe may have many problems."""
-    text = unknown_name("key", key, [item.name for item in known])
-    return text.partition(" Known:")[0] if "Did you mean" in text else text

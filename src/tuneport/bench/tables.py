@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,9 +83,9 @@ class Line:
 def lines_of(result: Comparing) -> list[Line]:
     """The lines of the table, in the order of the budgets."""
     tasks, several = result.comparison.data, len(result.comparison.samplers) > 1
-    grouped: dict[tuple[str, str, int, str], list[Row]] = {}
+    grouped: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
     for row in sorted(result.rows, key=lambda row: row.budget):
-        grouped.setdefault((row.method, row.scale_rule, row.budget, row.sampler), []).append(row)
+        grouped[row.method, row.scale_rule, row.budget, row.sampler].append(row)
     lines = []
     for (method, rule, budget, sampler), rows in grouped.items():
         label = f"{method}, {sampler}" if several and budget else method
@@ -164,12 +165,10 @@ def orders(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     `table` is that of `compare_with_paper`.
     """
-    ranked: dict[int, list[Mapping[str, Any]]] = {}
-    for row in table:
-        if not math.isnan(row["measured"]) and row["budget"] and row["method"] not in ("source", "target"):
-            ranked.setdefault(row["budget"], []).append(row)
+    known = [row for row in table if not math.isnan(row["measured"]) and row["method"] not in ("source", "target")]
     found = []
-    for budget, rows in ranked.items():
+    for budget in dict.fromkeys(row["budget"] for row in known if row["budget"]):
+        rows = [row for row in known if row["budget"] == budget]
         measured, paper = (
             [row["method"] for row in sorted(rows, key=lambda row: -row[key])] for key in ("measured", "paper")
         )
@@ -188,10 +187,11 @@ def paper_rows(table: Sequence[Mapping[str, Any]]) -> Table:
         columns += ["± seeds", "paper's ±"]
     rows = [columns]
     for row in table:
-        cells = ["–"] * len(tasks)
-        for task, pair in row["tasks"].items():
-            measured, paper = pair["measured"], pair["paper"]
-            cells[tasks.index(task)] = f"{measured:.1f} ({paper:.1f}, {measured - paper:+.1f})"
+        shown = {
+            task: f"{pair['measured']:.1f} ({pair['paper']:.1f}, {pair['measured'] - pair['paper']:+.1f})"
+            for task, pair in row["tasks"].items()
+        }
+        cells = [shown.get(task, "–") for task in tasks]
         means = [number_text(row["measured"], ".1f"), number_text(row["paper"], ".1f") + ("*" if row["marks"] else "")]
         numbers = [number_text(row[key], form) for key, form in forms.items()]
         rows.append([row["method"], str(row["budget"] or "–"), *cells, *means, *numbers])
@@ -251,14 +251,12 @@ def plot(result: Comparing, recipe: Recipe = NO_RECIPE) -> str:
         around = {line.name: line.deviation for line in found if line.deviation > 0}
         shown: dict[str, Any] = {"spread": around, "line": means.get("target"), "variants": variants, "form": ".1f"}
         return bar_chart(means, title=title, x_label="accuracy, %", **shown)
-    lines: dict[str, dict[float, float]] = {}
-    spread: dict[str, dict[float, float]] = {}
+    lines: dict[str, dict[float, float]] = defaultdict(dict)
+    spread: dict[str, dict[float, float]] = defaultdict(dict)
     fixed = [line for line in found if line.budget == 0 and line.method.startswith("fine-tuned ")]
-    for line in found:
+    for line in (line for line in found if line not in fixed):
         for budget in (line.budget,) if line.budget else comparison.budgets:
-            if line not in fixed:
-                lines.setdefault(line.name, {})[budget] = line.mean
-                spread.setdefault(line.name, {})[budget] = line.deviation
+            lines[line.name][budget], spread[line.name][budget] = line.mean, line.deviation
     return line_chart(
         lines,
         title=title,
@@ -273,16 +271,15 @@ def plot(result: Comparing, recipe: Recipe = NO_RECIPE) -> str:
 def auto_scale_summary(result: Comparing) -> list[dict[str, Any]]:
     """Test accuracy at a chosen scale against scale 0, by method and rule; and the hold-out."""
     base = {(row.task, row.seed, row.budget): row.accuracy for row in result.rows if row.method == "target"}
-    grouped: dict[tuple[str, str], list[Row]] = {}
-    for row in result.rows:
-        if row.scale_rule in RULES:
-            grouped.setdefault((row.method, row.scale_rule), []).append(row)
+    grouped: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in (row for row in result.rows if row.scale_rule in RULES):
+        grouped[row.method, row.scale_rule].append(row)
     summary = []
     for (method, rule), rows in grouped.items():
-        gains = []
-        for row in rows:
-            fixed = base.get((row.task, row.seed, 0), math.nan)  # a probed target depends on the budget
-            gains.append(row.accuracy - base.get((row.task, row.seed, row.budget), fixed))
+        before = [  # a probed target depends on the budget
+            base.get((row.task, row.seed, row.budget), base.get((row.task, row.seed, 0), math.nan)) for row in rows
+        ]
+        gains = [row.accuracy - found for row, found in zip(rows, before, strict=True)]
         summary.append(
             {
                 "method": method,
