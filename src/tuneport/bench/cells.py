@@ -163,9 +163,9 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
         chosen = job.on(job.samples.take(slice(each * budget)))
         blank = Row(task.name, "", "-", budget, seed, 0.0, sampler=sampler)
         if task.probing:
-            own, score = (task.probe(model, drawn_samples(chosen).chosen) for model in task.models)
-            rows.append(replace(blank, method="source", accuracy=own(task.models[0].module)))
-            rows.append(replace(blank, method="target", accuracy=score(task.models[1].module)))
+            for side, model in zip(("source", "target"), task.models, strict=True):
+                score = task.probe(model, drawn_samples(chosen).chosen)
+                rows.append(replace(blank, method=side, accuracy=score(model.module)))
         else:
             score = task.target_scorer
         shared = _halves(parts, each * budget)
@@ -177,9 +177,8 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
             elif method.rehearses:  # it sees more than the others, in passes of its own
                 found = _halves(_measured(job, [each * budget], method.signals, views=True), each * budget)
             solve = lasting.get(name) or solver(name)
-            for row, vector in _method_rows(
-                replace(blank, method=name), comparison.scales, chosen, solve, found, score
-            ):
+            own = replace(blank, method=name)
+            for row, vector in _method_rows(own, comparison.scales, chosen, solve, found, score):
                 rows.append(row)
                 if name == comparison.warm_start and row.scale_rule == comparison.scales[0]:
                     warm = (row.scale or 0.0) * vector

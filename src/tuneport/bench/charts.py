@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 COLOURS = {
@@ -128,7 +129,7 @@ def _chart(title: str, height: float = 4.5) -> Iterator[tuple[Any, io.StringIO]]
 
 def colours_of(names: Iterable[str], variants: Mapping[str, str]) -> dict[str, str]:
     """A colour per name: that of a known method, that of the line it is a variant of, or the next free one."""
-    free = iter([*SPARE, *[PLAIN] * len(list(names))])
+    free = chain(SPARE, repeat(PLAIN))
     found: dict[str, str] = {}
     for name in names:
         base = variants.get(name, name)

@@ -6,6 +6,7 @@ A cell gives points (plot, series, x, value) of one task and seed; a figure show
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -25,7 +26,7 @@ from ..pairing import pair_layers
 from ..pipeline.scale import Scaled
 from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
-from ..report.record import to_json
+from ..report.record import write_record
 from ..report.summary import number_text
 from ..runtime.cost import cost_of
 from ..task_vectors.vector import TaskVector
@@ -158,12 +159,11 @@ def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: 
     """points.csv, results.json, table.md and an SVG per plot; `points` are by pair."""
     rows = [{"pair": pair, **point} for pair, found in points.items() for point in found]
     write_csv(folder / "points.csv", [list(rows[0]), *([str(value) for value in row.values()] for row in rows)])
-    values: dict[str, dict[str, dict[float, list[float]]]] = {}
+    values: dict[str, dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
-        name = f"{row['pair']}: {row['series']}" if len(points) > 1 else row["series"]
-        series = values.setdefault(row["plot"], {}).setdefault(name, {})
+        series = values[row["plot"]][f"{row['pair']}: {row['series']}" if len(points) > 1 else row["series"]]
         if row["value"] is not None:
-            series.setdefault(row["x"], []).append(row["value"])
+            series[row["x"]].append(row["value"])
     means = {
         plot: {name: {x: mean(found) for x, found in sorted(line.items())} for name, line in series.items()}
         for plot, series in values.items()
@@ -173,8 +173,7 @@ def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: 
     text = render_markdown(recipe, tables, made, headed=True, tasks=dict.fromkeys(row["task"] for row in rows))
     (folder / "table.md").write_text(text, encoding="utf-8")
     about = {"title": recipe.title, "where": recipe.where, "kind": recipe.kind, "small": recipe.small}
-    record = {"recipe": about, "machine": machine, "means": means, "points": rows}
-    (folder / RESULTS).write_text(to_json(record) + "\n", encoding="utf-8")
+    write_record(folder / RESULTS, {"recipe": about, "machine": machine, "means": means, "points": rows})
     draw(recipe.title, means, folder)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from ..pipeline.scale import RULES
-from ..report.record import to_json
+from ..report.record import write_record
 from ..report.summary import number_text
 from .charts import bar_chart, line_chart
 from .recipe import Recipe
@@ -60,7 +60,7 @@ class Comparing:
 
 @dataclass(frozen=True)
 class Line:
-    """The rows of one method, scale rule, budget and sampler: means over seeds by task, and over all tasks.
+    """The rows of one method, scale rule, budget and sampler: means over seeds, by task and over all tasks.
 
     The mean is NaN if a task is missing. The label names the sampler if there are several.
     """
@@ -108,10 +108,7 @@ def base_of(lines: Sequence[Line], budget: int) -> float:
 
 
 def table_rows(result: Comparing) -> Table:
-    """A row per method, scale rule and budget; a column per task; mean, its deviation over seeds, and gain.
-
-    Cells are means over seeds. Stated ones are in brackets.
-    """
+    """A row per method, scale rule and budget: means over seeds by task and over all, deviation over seeds, gain."""
     tasks, lines = list(result.comparison.data), lines_of(result)
     budget = "shots" if result.comparison.shots else "samples"
     table = [["method", "scale", budget, *tasks, "mean", "± seeds", "gain"]]
@@ -126,10 +123,9 @@ def table_rows(result: Comparing) -> Table:
 
 
 def compare_with_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]]:
-    """Means and gains at scale 1, the paper's, and the difference; by task if the models are the same.
+    """Means and gains at scale 1, those of the paper's own cells, and the difference; by task if models are the same.
 
-    The paper's means are those of its own cells. NaN is a missing number. A method that reads no data
-    has one number at every budget.
+    NaN is a missing number. A method that reads no data has one number at every budget.
     """
     lines = [line for line in lines_of(result) if line.rule in ("-", "1")]
     printed = {(row.method, row.budget): row for row in recipe.printed}
@@ -161,10 +157,7 @@ def compare_with_paper(result: Comparing, recipe: Recipe) -> list[dict[str, Any]
 
 
 def orders(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The methods from best to worst at each budget, measured and in the paper; without the base models.
-
-    `table` is that of `compare_with_paper`.
-    """
+    """The methods of `compare_with_paper` from best to worst at each budget; without the base models."""
     known = [row for row in table if not math.isnan(row["measured"]) and row["method"] not in ("source", "target")]
     found = []
     for budget in dict.fromkeys(row["budget"] for row in known if row["budget"]):
@@ -227,7 +220,7 @@ def write_tables(result: Comparing, folder: Path, recipe: Recipe = NO_RECIPE) ->
         record["paper"] = {"where": recipe.where, "small": recipe.small, "rows": table, "orders": orders(table)}
         write_csv(folder / "paper.csv", paper_rows(table))
     write_csv(folder / "table.csv", table_rows(result))
-    (folder / RESULTS).write_text(to_json(record) + "\n", encoding="utf-8")
+    write_record(folder / RESULTS, record)
     (folder / "table.md").write_text(markdown(result, recipe), encoding="utf-8")
     (folder / "plot.svg").write_text(plot(result, recipe), encoding="utf-8")
 

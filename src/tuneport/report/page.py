@@ -52,11 +52,6 @@ def report_page(record: Record) -> str:
         layer_rows=layer_rows(record),
         kept_rows=kept_rows,
         command=repeat_command(record),
-        inputs=[
-            (key, record[key]["name"], name, digest[:16])
-            for key in ("source", "finetuned", "target", "data")
-            for name, digest in list(record.get(key, {}).get("sha256", {}).items())[:20]
-        ],
     )
 
 
@@ -67,10 +62,6 @@ def _flops(count: int) -> str:
     return f"{count} FLOP"
 
 
-def _anchor(name: str) -> str:
-    return "-".join("".join(mark if mark.isalnum() else " " for mark in name.lower()).split())
-
-
 _ENVIRONMENT = Environment(
     loader=PackageLoader(__package__, ""),
     autoescape=True,
@@ -78,7 +69,7 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"flops": _flops, "anchor": _anchor, "number": number_text}
+_ENVIRONMENT.filters |= {"flops": _flops, "number": number_text}
 
 
 def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

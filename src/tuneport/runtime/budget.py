@@ -36,15 +36,13 @@ def plan_passes(
     method = get_method(method)
     job = job.for_(method)
     offloaded = budget is not None and job.needs_placement
-    if forecast is not None:
-        forecast = forecast.of_part(job)
-    else:
-        try:
-            forecast = Forecast.of(job)
-        except NeedsValuesError:
-            if offloaded:
-                raise
-            forecast = Forecast.of(job, on_meta=False)
+    try:
+        forecast = forecast or Forecast.of(job)
+    except NeedsValuesError:
+        if offloaded:
+            raise
+        forecast = Forecast.of(job, on_meta=False)
+    forecast = replace(forecast, job=job, samples=len(job.samples) or forecast.samples)
     if offloaded and not job.signals:  # the models never run
         pairs = job.plan.pairs
         return Passes((pairs,), result_bytes(job, method), (forecast.solving_bytes(pairs),))
@@ -97,16 +95,10 @@ class _Division:
         )
 
     def _placed(self, *, recomputed: bool = True, fetched: Sequence[Sequence[str]] = ((), ())) -> Sides[Placement]:
-        each = (
-            Placement(
-                self._device,
-                paths if recomputed else (),
-                frozenset(own),
-                model.parameters() if model.offloaded else None,
-            )
-            for model, paths, own in zip(self._job.models, self._paths, fetched, strict=True)
-        )
-        return Sides(*each)
+        homes = [model.parameters() if model.offloaded else None for model in self._job.models]
+        blocks = self._paths if recomputed else ((), ())
+        sides = zip(blocks, map(frozenset, fetched), homes, strict=True)
+        return Sides(*(Placement(self._device, *side) for side in sides))
 
     def _without_resident(self, spare: float) -> list[list[str]]:
         """The blocks to fetch if as many as fit into the spare bytes stay on the device."""
@@ -178,8 +170,12 @@ class _Division:
             groups = [tuple(group) for group in grouped(pairs, self._bound, spare)]
             over = self._highest(groups) - int(self._limit)
             if over <= 0:
-                self._check_by_layer(groups)
-                return groups
+                if len(groups) == 1 or self._method.by_layer:
+                    return groups
+                raise TuneportError(
+                    f"method {name_of(self._method)} moves all layers at once: give a `memory_budget` of "
+                    f"{format_bytes(self._peak(pairs))}, or use a method that moves layers one by one, such as bico."
+                )
             spare -= over
         assert self._budget is not None
         least = (fixed + largest + max(limit - spare, 0)) / self._limit * self._budget
@@ -189,15 +185,6 @@ class _Division:
             f"the largest layer {format_bytes(largest)}. Give at least {format_bytes(least)}, a smaller `batch_size`, "
             "or fewer `max_tokens`."
         )
-
-    def _check_by_layer(self, groups: Sequence[Sequence[LayerPair]]) -> None:
-        """Refuse to divide a method that moves all layers at once."""
-        if len(groups) > 1 and not self._method.by_layer:
-            raise TuneportError(
-                f"method {name_of(self._method)} moves all layers at once: give a `memory_budget` of "
-                f"{format_bytes(self._peak(self._job.plan.pairs))}, or use a method that moves layers one by one, such "
-                "as bico."
-            )
 
 
 def result_device(job: Job) -> torch.device:

@@ -64,15 +64,12 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         given = {id(leaf.untyped_storage()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.from_file.default:  # a mapped file: the system can evict it
-            return result
-        for leaf in pytree.tree_leaves(result):
+        mapped = func is torch.ops.aten.from_file.default  # a mapped file: the system can evict it
+        for leaf in () if mapped else pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._add(leaf.untyped_storage())
         return result
@@ -149,12 +146,7 @@ class Forecast:
             source, target = (move_batch(side, torch.device("meta")) for side in (batch.source, batch.target))
             batch = replace(batch, source=source, target=target, match=by_shape(match))
         found = cls(job, replace(batch, size=size, match=batch.match or match), size, at_once, samples, on_meta)
-        sums, _ = found._run(job.plan.pairs, None, None)
-        return replace(found, sums=sums)
-
-    def of_part(self, job: Job) -> Forecast:
-        """The forecast for a job with some of the batches and the same share of the tokens."""
-        return replace(self, job=job, samples=len(job.samples) or self.samples)
+        return replace(found, sums=found._run(job.plan.pairs, None, None)[0])
 
     def peak(self, pairs: Sequence[LayerPair], placements: Sides[Placement] | None = None) -> int:
         """The most bytes of signals, graphs and fetched weights while these pairs are measured on one batch."""
@@ -228,15 +220,11 @@ class Forecast:
         def make_sum(_key: Key, source: int, target: int, _device: torch.device) -> ShapeSum:
             return ShapeSum((source, target), self._is_dense)
 
-        live = LiveBytes()
-        with ExitStack() as stack:
-            if self.on_meta:
-                stack.enter_context(meta_errors())
-                for module, placement in zip(modules, placements or (), strict=False):
-                    on_meta = replace(placement, device=torch.device("meta"), home=None)
-                    stack.enter_context(placed(module, on_meta))
-                stack.enter_context(TrueOnMeta())
-            stack.enter_context(live)
+        with meta_errors(), ExitStack() as stack:
+            for module, placement in zip(modules, placements or (), strict=False):
+                stack.enter_context(placed(module, replace(placement, device=torch.device("meta"), home=None)))
+            stack.enter_context(TrueOnMeta())
+            live = stack.enter_context(LiveBytes())
             found = measure_pairs(
                 modules.source,
                 modules.target,
@@ -287,14 +275,10 @@ class TrueOnMeta(TorchDispatchMode):
     transformers checks that no token is padding and that no texts are packed into one row, to leave out a mask.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         asked = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
-        if asked and args[0].dtype == torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
+        return True if asked and args[0].dtype == torch.bool else func(*args, **(kwargs or {}))
 
 
 def shapes_of(module: nn.Module) -> nn.Module:
