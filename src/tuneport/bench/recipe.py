@@ -92,9 +92,8 @@ def read_toml(recipe: str | Path) -> dict[str, Any]:
         import tomli as tomllib
     path = RECIPES.get(str(recipe), Path(recipe))
     if not path.is_file():
-        if path.suffix == ".toml" or len(path.parts) > 1:
-            raise DataError(f"there is no recipe at {path}.")
-        raise DataError(unknown_name("recipe", str(recipe), RECIPES))
+        by_path = path.suffix == ".toml" or len(path.parts) > 1
+        raise DataError(f"there is no recipe at {path}." if by_path else unknown_name("recipe", str(recipe), RECIPES))
     if path.stat().st_size > 1_000_000:
         raise DataError(f"{path} is larger than a recipe can be (1 MB).")
     try:

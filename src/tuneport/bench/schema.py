@@ -49,11 +49,12 @@ def _check(check: Callable[[str], object]) -> AfterValidator:
 
 
 def _one_of(kind: str, known: Iterable[str]) -> AfterValidator:
-    def check(value: str) -> None:
+    def validate(value: str) -> str:
         if value not in known:
-            raise TuneportError(unknown_name(kind, value, known))
+            raise ValueError(unknown_name(kind, value, known))
+        return value
 
-    return _check(check)
+    return AfterValidator(validate)
 
 
 Words = tuple[StrictStr, ...]

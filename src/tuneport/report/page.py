@@ -98,17 +98,14 @@ def _layer_maps(layers: Layers) -> list[Figure]:
     """Heat maps over blocks and roles: residuals, ranks and the change of length."""
     maps = []
     for side, words in SIDES:
-        maps.append(
-            _by_block(f"Residual, {words}", layers, [item[f"residual_{side}"] for item in layers], "0 fits, 1 nothing")
-        )
+        residuals = [item[f"residual_{side}"] for item in layers]
+        maps.append(_by_block(f"Residual, {words}", layers, residuals, "0 fits, 1 nothing", kind="hot"))
         shares = [_ratio(item[f"rank_{side}"], item.get(f"width_{side}")) for item in layers]
-        note = "share of directions that the data determine"
-        maps.append(_by_block(f"Rank, {words}", layers, shares, note, kind="cool"))
+        maps.append(_by_block(f"Rank, {words}", layers, shares, "share of directions that the data determine"))
     ratios = [_ratio(item["norm_target"], item["norm_source"]) for item in layers]
-    top = max((ratio for ratio in ratios if ratio is not None), default=1.0)
-    note = "1 keeps its length"
-    maps.append(_by_block("|tau| after / before", layers, ratios, note, high=max(1.0, top), kind="cool"))
-    return [figure for figure in maps if figure is not None]
+    top = max([1.0, *filter(None, ratios)])
+    maps.append(_by_block("|tau| after / before", layers, ratios, "1 keeps its length", high=top))
+    return list(filter(None, maps))
 
 
 def _ratio(part: Number, whole: Number) -> float | None:
@@ -116,7 +113,7 @@ def _ratio(part: Number, whole: Number) -> float | None:
 
 
 def _by_block(
-    title: str, layers: Layers, values: Sequence[Number], note: str, high: float = 1.0, kind: str = "hot"
+    title: str, layers: Layers, values: Sequence[Number], note: str, high: float = 1.0, kind: str = "cool"
 ) -> Figure | None:
     """A heat map with blocks as rows and roles as columns; a layer outside the blocks has a row with one wide cell.
 
@@ -162,7 +159,7 @@ def _layer_curves(layers: Layers) -> list[Figure]:
         curves("Length of tau", norms, labels, x_label=x_label, low=0.0, dashed=("target",)),
         _spectra(layers),
     )
-    return [figure for figure in drawn if figure is not None]
+    return list(filter(None, drawn))
 
 
 def _spectra(layers: Layers) -> Figure | None:

@@ -33,14 +33,11 @@ LARGEST_CARD = 2**18  # bytes of a model card that is searched for a licence
 
 def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     """The name and path of a model and the SHA-256 of each of its files."""
+    identity: Input
     if isinstance(model, Adapter):
-        identity: Input = files_identity(model.name, model.files) if model.files else {"name": model.name}
-        task = model.config.get("task_type")
-        identity["adapter"] = {
-            "rank": model.config.get("r"),
-            "base_model": model.config.get("base_model_name_or_path"),
-            "task_type": getattr(task, "value", task),
-        }
+        identity = files_identity(model.name, model.files) if model.files else {"name": model.name}
+        rank, base, task = (model.config.get(key) for key in ("r", "base_model_name_or_path", "task_type"))
+        identity["adapter"] = {"rank": rank, "base_model": base, "task_type": getattr(task, "value", task)}
         return identity
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}

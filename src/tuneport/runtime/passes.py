@@ -47,8 +47,7 @@ def jobs_by_block(job: Job) -> list[Job]:
 
 def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
     """A job for each group of pairs; tensors outside layers are part of the first."""
-    plan = job.plan
-    plans = [replace(plan, pairs=tuple(pairs), loose=() if i else plan.loose) for i, pairs in enumerate(groups)]
+    plans = [replace(job.plan, pairs=tuple(pairs), loose=() if i else job.plan.loose) for i, pairs in enumerate(groups)]
     return [replace(job, plan=plan) for plan in plans]
 
 

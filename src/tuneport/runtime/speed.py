@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,10 +51,8 @@ def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates
     full, few = (CrossCovariance(size, size, device=device) for size in (width // 4, width))
     full.matrix = random(width // 4, width // 4, dtype=torch.float64)
     few.update(*(random(width // 4, width, dtype=torch.float32) for _ in range(2)))
-    dense = count * SVD * (width // 4) ** 3 / _seconds(lambda: procrustes_together([full] * count), device, 1)
-    thin = (
-        count * thin_flops(width, width, width // 4) / _seconds(lambda: procrustes_together([few] * count), device, 1)
-    )
+    in_full, in_few = (_seconds(partial(procrustes_together, [each] * count), device, 1) for each in (full, few))
+    dense, thin = count * SVD * (width // 4) ** 3 / in_full, count * thin_flops(width, width, width // 4) / in_few
     size = 2**28 if on_gpu else 2**25
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
     on_device = torch.empty_like(on_host, device=device)
