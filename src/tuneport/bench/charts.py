@@ -39,9 +39,7 @@ def line_chart(
 
     Args:
         lines: Values by name and x; a missing one is a gap. The legend is in the order of the last values.
-        title: The title of the chart.
-        x_label: The name of the x-axis.
-        y_label: The name of the y-axis.
+        title, x_label, y_label: Text of the chart and of its axes.
         spread: Half the length of the error bars, by name and x.
         variants: The line that a line is a variant of: it has the same colour and is dashed.
         notes: Lines of text below the legend.

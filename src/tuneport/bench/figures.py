@@ -59,9 +59,10 @@ AXES = {
 def figure_cell(kind: str, task: Task, sampler: str, seed: int) -> list[Point]:
     """The points of one task and seed."""
     cell = {"similarity": _similarity, "output-similarity": _outputs, "drift": _drift, "cost": _cost}[kind]
-    names = ("plot", "series", "x", "value")
-    points = (dict(zip(names, point, strict=True)) for point in cell(task, sampler, seed))
-    return [{"task": task.name, "seed": seed, **point} for point in points]
+    return [
+        {"task": task.name, "seed": seed, "plot": plot, "series": series, "x": x, "value": value}
+        for plot, series, x, value in cell(task, sampler, seed)
+    ]
 
 
 Points = Iterator[tuple[str, str, float, float | None]]  # plot, series, x, value

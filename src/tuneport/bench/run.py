@@ -64,7 +64,11 @@ class Cells:
             try:
                 content = json.loads(line)
                 if number:
-                    found[content["cell"]] = _sound(content)
+                    passes = {name: int(content["passes"][name]) for name in PASSES}
+                    rows = content["rows"]
+                    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+                        raise ValueError
+                    found[content["cell"]] = {"rows": rows, "passes": passes, "seconds": float(content["seconds"])}
                 elif content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
@@ -91,14 +95,6 @@ class Cells:
             raise CheckpointError(f"{self.path} is a link and is not written to. Remove it.")
         content = self.path.read_bytes() if self.path.is_file() else b""
         return content[: content.rfind(b"\n") + 1]
-
-
-def _sound(cell: dict[str, Any]) -> dict[str, Any]:
-    """A checked cell; raises ValueError, KeyError or TypeError if it is malformed."""
-    rows, passes, seconds = cell["rows"], {name: int(cell["passes"][name]) for name in PASSES}, float(cell["seconds"])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
-        raise ValueError("rows")
-    return {"rows": rows, "passes": passes, "seconds": seconds}
 
 
 def run_recipe(
@@ -213,9 +209,9 @@ def run_pair(
         return Task(comparison, models(), task)
 
     names = cell_names(recipe.kind, comparison)
-    for index, (task, sampler, seed) in enumerate(names):
-        if stage is not None:
-            stage("comparing", index, len(names))
+    progress = count_steps(stage, "comparing", len(names))
+    progress(0)
+    for task, sampler, seed in names:
         label = "/".join((name, task, sampler, str(seed)))
         content = done.get(label)
         if content is None:
@@ -232,8 +228,7 @@ def run_pair(
         found += content["rows"]
         counts = {key: counts[key] + content["passes"][key] for key in counts}
         seconds += content["seconds"]
-    if stage is not None:
-        stage("comparing", len(names), len(names))
+        progress(1)
     if recipe.kind in FIGURES:
         return found
     spent = round(max(time.time() - started, seconds), 1)

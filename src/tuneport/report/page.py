@@ -89,8 +89,6 @@ def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows += [
             [words, label, *map(number_text, numbers)] for label, *numbers in zip(labels, *lines.values(), strict=True)
         ]
-    if not totals:
-        return {}
     return {"columns": list(LIKENESS.values()), "totals": totals, "curves": filter(None, pictures), "rows": rows}
 
 

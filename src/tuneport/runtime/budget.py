@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
 from ..job import Job
@@ -67,7 +65,10 @@ class _Division:
         self._in_files = False
         if offloaded:
             self._placements = self._placed(recomputed=False)
-            on_device = result_device(job).type == self._device.type
+            weights = (pair.source.weight for pair in job.plan.pairs)
+            smallest = min(weights, key=lambda name: math.prod(job.task_vector.spec(name).shape))
+            home = job.task_vector[smallest].device.type  # the result is where the source's task vector is
+            on_device = (home if home != "meta" else "cpu") == self._device.type
             crowded = result > int(self._limit) // 4 if on_device else result + self._models > free_memory()
             self._in_files = method.by_layer and crowded
             self._result = result if on_device and not self._in_files else 0
@@ -83,15 +84,18 @@ class _Division:
         groups = [pairs] if self._peak(pairs) <= self._limit else self._divided()
         highest = self._highest(groups) - self._fixed()
         group_bytes = [min(self._bound(group), highest) for group in groups] if len(groups) > 1 else [highest]
-        return Passes(
-            tuple(groups),
-            self._fixed(),
-            tuple(group_bytes),
-            self._placements,
-            0 if self._placements is None else self._models + self._returned,
-            self._returned,
-            self._fetched_bytes(len(groups)),
-            self._in_files,
+        passes = Passes(tuple(groups), self._fixed(), tuple(group_bytes))
+        if self._placements is None:
+            return passes
+        coming, times = self._coming(), 2 if NEEDS_BACKWARD & self._job.signals else 1
+        batches = -(-self._forecast.samples // self._forecast.size)
+        return replace(
+            passes,
+            placements=self._placements,
+            home_bytes=self._models + self._returned,
+            returned_bytes=self._returned,
+            fetched_bytes=len(groups) * (self._models - coming + times * batches * coming),
+            result_in_files=self._in_files,
         )
 
     def _placed(self, *, recomputed: bool = True, fetched: Sequence[Sequence[str]] = ((), ())) -> Sides[Placement]:
@@ -112,20 +116,8 @@ class _Division:
 
     def _coming(self) -> int:
         """The bytes of the blocks that are fetched."""
-        return sum(
-            blocks[path]
-            for blocks, placement in zip(self._blocks, self._placements or (), strict=False)
-            for path in placement.fetched
-        )
-
-    def _fetched_bytes(self, runs: int) -> int:
-        """The bytes that come to the device in all runs over the samples."""
-        if self._placements is None:
-            return 0
-        coming = self._coming()
-        times = 2 if NEEDS_BACKWARD & self._job.signals else 1
-        batches = -(-self._forecast.samples // self._forecast.size)
-        return runs * (self._models - coming + times * batches * coming)
+        sides = zip(self._blocks, self._placements or (), strict=False)
+        return sum(blocks[path] for blocks, placement in sides for path in placement.fetched)
 
     def _fixed(self) -> int:
         """The bytes that are on the device all the time while models run."""
@@ -185,13 +177,6 @@ class _Division:
             f"the largest layer {format_bytes(largest)}. Give at least {format_bytes(least)}, a smaller `batch_size`, "
             "or fewer `max_tokens`."
         )
-
-
-def result_device(job: Job) -> torch.device:
-    """The device of the result: that of the source's task vector."""
-    weights = (pair.source.weight for pair in job.plan.pairs)
-    found = job.task_vector[min(weights, key=lambda name: math.prod(job.task_vector.spec(name).shape))].device
-    return torch.device("cpu") if found.type == "meta" else found
 
 
 def result_bytes(job: Job, method: Method, by_block: bool = False) -> int:

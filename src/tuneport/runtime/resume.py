@@ -67,11 +67,7 @@ class Work:
     def check(self) -> None:
         """Raise a CheckpointError if an earlier run measured under other conditions."""
         for file in self._saved():
-            changes = [
-                f"{key} was {_brief(old)} and is {_brief(new)}"
-                for key, old, new in _changes(_content(file)["conditions"], self.conditions)
-            ]
-            if changes:
+            if changes := list(_changes(_content(file)["conditions"], self.conditions)):
                 raise CheckpointError(
                     f"{self.out} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options, or start "
                     "over without `resume`."
@@ -179,15 +175,11 @@ def _damage_reported(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
 
 
-def _changes(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changes(old: Any, new: Any, where: str = "") -> Iterator[str]:
     """The paths at which two nests of plain values differ, with both values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys((*old, *new)):
             yield from _changes(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
-    elif json.dumps(old) != json.dumps(new):
-        yield where, old, new
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:40]} ... ({len(text)} characters)"
+    elif (was := json.dumps(old)) != (now := json.dumps(new)):
+        brief = (t if len(t) <= 60 else f"{t[:40]} ... ({len(t)} characters)" for t in (was, now))
+        yield "{} was {} and is {}".format(where, *brief)
