@@ -51,11 +51,10 @@ class Task:
     @cached_property
     def test(self) -> Dataset:
         """The test split, or a seeded part of it where the recipe asks for fewer samples."""
-        test = read_data(self.comparison.data[self.name], "test")
-        if self.comparison.test_samples is None or self.comparison.test_samples >= len(test):
+        test, count = read_data(self.comparison.data[self.name], "test"), self.comparison.test_samples
+        if count is None or count >= len(test):
             return test
-        order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
-        return test.subset(order[: self.comparison.test_samples].numpy())
+        return test.subset(torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:count].numpy())
 
     def head(self, model: Model) -> Head:
         return choose_head(model, self.comparison.heads.get(self.name), self.test)
@@ -158,7 +157,7 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
         return cache(lambda found: methods[name].transfer(problem_of(job, found)))
 
     lasting = {name: solver(name) for name, method in methods.items() if not method.signals}
-    nothing = Statistics()
+    nothing = (Statistics(),) * 3
     for budget in comparison.budgets:
         chosen = job.on(job.samples.take(slice(each * budget)))
         blank = Row(task.name, "", "-", budget, seed, 0.0, sampler=sampler)
@@ -171,10 +170,8 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
         shared = _halves(parts, each * budget)
         warm: TaskVector | None = None
         for name, method in methods.items():
-            found = shared
-            if name in lasting:
-                found = (nothing, nothing, nothing)
-            elif method.rehearses:  # it sees more than the others, in passes of its own
+            found = nothing if name in lasting else shared
+            if method.rehearses:  # it sees more than the others, in passes of its own
                 found = _halves(_measured(job, [each * budget], method.signals, views=True), each * budget)
             solve = lasting.get(name) or solver(name)
             own = replace(blank, method=name)
@@ -228,8 +225,8 @@ def _method_rows(
         with Scaled(job.target.module, vector) as scaled:
             scaled.set(scale)
             share = accuracy(scaled.module)
-        row = replace(blank, scale_rule=rule, accuracy=share, scale=scale)
-        yield replace(row, held_out_before=before, held_out_after=after), vector
+        held_out = {"held_out_before": before, "held_out_after": after}
+        yield replace(blank, scale_rule=rule, accuracy=share, scale=scale, **held_out), vector
 
 
 def _finetuning_rows(task: Task, job: Job, blank: Row, warm: TaskVector | None) -> Iterator[Row]:

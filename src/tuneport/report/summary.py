@@ -41,10 +41,8 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
     if found := record.get("evaluation"):
-        text = f"{found['before']:.2f} % before, {found['after']:.2f} % after ({found['data']}, test)"
-        rows.append(("accuracy", text))
-    rows.append(("time", f"{record['seconds']:.1f} s"))
-    return rows
+        rows.append(("accuracy", "{before:.2f} % before, {after:.2f} % after ({data}, test)".format(**found)))
+    return [*rows, ("time", f"{record['seconds']:.1f} s")]
 
 
 def label_words(record: Record) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -165,11 +166,9 @@ def batch_cost(job: Job) -> BatchCost | None:
     batch = job.samples.typical() if job.signals else None
     if batch is None or job.losses is None:
         return None
-    try:
-        with meta_errors():
-            return _count(job, batch, job.losses)
-    except NeedsValuesError:
-        return None
+    with suppress(NeedsValuesError), meta_errors():
+        return _count(job, batch, job.losses)
+    return None
 
 
 def _likely_tokens(job: Job, samples: int) -> list[int]:
