@@ -1,7 +1,7 @@
-"""Task-vector arithmetic on whole models: what a fine-tune changed in its base, and a base with a change added.
+"""Task-vector arithmetic on whole models: the change that a fine-tune makes in its base, and a base plus a change.
 
-A fine-tune comes as a model, an adapter or a task-vector file. A base is a model that has been opened (`change_of`,
-under the names of its live parameters) or files alone (`extract` and `apply`, under the names there).
+A fine-tune is a model, an adapter or a task vector. `change_of` takes an opened base and uses the names of its live
+parameters; `extract` and `apply` read only files and use the names in them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
 Finetuned = ModelLike | Adapter | TaskVector
 
 
-def opened(finetuned: ModelLike | TaskVector) -> Finetuned:
-    """A fine-tune that is an adapter, opened; any other as it was given."""
+def opened(finetuned: Finetuned) -> Finetuned:
+    """Fetch a fine-tune from the hub if it is there, and open it if it is an adapter."""
+    if isinstance(finetuned, (Adapter, TaskVector)):
+        return finetuned
+    finetuned = local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned
     given = finetuned.module if isinstance(finetuned, Model) else finetuned
-    return open_adapter(given) if not isinstance(given, TaskVector) and is_adapter(given) else finetuned
+    return open_adapter(given) if is_adapter(given) else finetuned
 
 
 def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) -> TaskVector:
-    """What a fine-tune changes in the source, under the names of its live parameters; an adapter has been opened."""
+    """The change that an `opened` fine-tune makes in the source, under the names of its live parameters."""
     if isinstance(finetuned, Adapter):
-        vector = _adapter_change(source, finetuned, exclude)
+        stored = {file: name for name, file in source.file_names.items()}
+        base, turned = source.stored_parameters(), transposed_weights(source.module)
+        vector = task_vector_of(finetuned, base, other_names=stored, transposed=turned)
+        vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         vector = _stored_change(source, finetuned, exclude)
     known = vector.subset(name for name in vector if name in source.file_names)
@@ -56,72 +62,61 @@ def every_layer(model: Model) -> TaskVector:
 
 
 def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[str], use: str = "transfer") -> None:
-    """Refuse a task vector that is zero in all the tensors that are left of it."""
+    """Refuse a task vector that is zero in all these tensors, which `exclude` leaves."""
     if any(vector.changes(name) for name in names):
         return
+    found, advice = "the fine-tuned model equals its base in every tensor", "Check the paths"
     if exclude:
-        raise CheckpointError(
-            f"`exclude={list(exclude)}` leaves no tensor in which the fine-tuned model differs from its base: there is "
-            f"nothing to {use}. Exclude less, or check the paths."
-        )
-    raise CheckpointError(
-        f"the fine-tuned model equals its base in every tensor: there is nothing to {use}. Check the paths."
-    )
+        found = f"`exclude={list(exclude)}` leaves no tensor in which the fine-tuned model differs from its base"
+        advice = "Exclude less, or check the paths"
+    raise CheckpointError(f"{found}: there is nothing to {use}. {advice}.")
 
 
 def exclude_note(exclude: Sequence[str], *named: Iterable[str]) -> str | None:
-    """What to say of patterns that match none of these names: a typing error, most likely."""
-    names = [name for each in named for name in each] if exclude else []
+    """A note on patterns that match none of these names, most likely by a typing error."""
+    names = [name for each in named for name in each]
     idle = [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in names)]
     return f"no tensor has a name like {' or '.join(map(repr, idle))} of `exclude`" if idle else None
 
 
 def names_of(finetuned: Finetuned) -> Iterable[str]:
-    """The names of a fine-tune's tensors in its files; an adapter has none but those of its base."""
-    if isinstance(finetuned, (str, Path)):
-        finetuned = local(finetuned)
-    given = finetuned if isinstance(finetuned, Adapter) else opened(finetuned)
+    """The names of a fine-tune's tensors in its files; an adapter has no names other than those of its base."""
+    given = opened(finetuned)
     return () if isinstance(given, Adapter) else _stored(given)
-
-
-def _adapter_change(source: Model, adapter: Adapter, exclude: Sequence[str]) -> TaskVector:
-    stored = {file: name for name, file in source.file_names.items()}
-    base = source.stored_parameters()
-    vector = task_vector_of(adapter, base, other_names=stored, transposed=transposed_weights(source.module))
-    return vector.subset(name for name in vector if not source.matches(name, exclude))
 
 
 def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
     live = {stored: name for name, stored in source.file_names.items()}
     given = _stored(finetuned)
-    if isinstance(given, TaskVector):
-        vector = given
-    else:
-        tensors = _under_names_of(source.tensors, given)
-        vector = TaskVector.between(source.tensors, tensors, exclude)
-        check_finite(tensors, list(vector))
+    vector = given if isinstance(given, TaskVector) else _between(source.tensors, given, exclude)
     return vector.rename({name: live[name] for name in vector if name in live})
 
 
 def _stored(finetuned: ModelLike | TaskVector) -> TaskVector | Mapping[str, Tensor]:
-    """A fine-tune's tensors, or what they are the change of where only that is known."""
+    """The tensors of a fine-tune, or its task vector where only that is known."""
     if isinstance(finetuned, TaskVector):
         return finetuned
     if isinstance(finetuned, (str, Path)):
-        is_vector = Path(finetuned).is_file() and _is_task_vector(Path(finetuned))
-        return load_task_vector(finetuned) if is_vector else open_stored(finetuned).tensors
+        path = Path(finetuned)
+        is_file = path.is_file() and path.suffix == ".safetensors"
+        is_vector = is_file and open_checkpoint(path).metadata.get("format") == FORMAT
+        return load_task_vector(path) if is_vector else open_stored(finetuned).tensors
     return (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
 
 
-def _is_task_vector(path: Path) -> bool:
-    return path.suffix == ".safetensors" and open_checkpoint(path).metadata.get("format") == FORMAT
+def _between(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor], exclude: Sequence[str]) -> TaskVector:
+    """The task vector of two models under the names of the base."""
+    tensors = _under_names_of(base, finetuned)
+    vector = TaskVector.between(base, tensors, exclude)
+    check_finite(tensors, list(vector))
+    return vector
 
 
 def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The fine-tuned tensors as the base calls them.
+    """The fine-tuned tensors under the names of the base.
 
-    One of the two may stand inside a class with a head (`bert.` before names), or call the numbers of its norms
-    gamma and beta, as old files do.
+    One of the two may be part of a class with a head (`bert.` before names), or name the parameters of its norms gamma
+    and beta, as old files do.
     """
     prefix, removed = "", ""
     if not any(name in finetuned for name in base):
@@ -142,7 +137,7 @@ _NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
 
 
 def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
-    """What stands before the names of a bare model where it is part of another: `bert.`, or nothing."""
+    """The prefix of the names of a bare model inside another, such as `bert.`, or nothing."""
     outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in inside}
     return next((outer[name] for name in bare if name in outer), "")
 
@@ -150,14 +145,12 @@ def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
 def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
     """The task vector `finetuned - base` of two checkpoints, read lazily, under the names in the base's files."""
     base, finetuned = local(base), local(finetuned)
-    base_tensors = open_stored(base).tensors
+    tensors = open_stored(base).tensors
     if is_adapter(finetuned):
-        vector = _extract_adapter(base, base_tensors, open_adapter(finetuned), exclude)
+        vector = _extract_adapter(base, tensors, open_adapter(finetuned), exclude)
     else:
-        tuned_tensors = _under_names_of(base_tensors, open_stored(finetuned).tensors)
-        vector = TaskVector.between(base_tensors, tuned_tensors, exclude)
-        check_finite(tuned_tensors, list(vector))
-        check_finite(base_tensors, list(vector))
+        vector = _between(tensors, open_stored(finetuned).tensors, exclude)
+        check_finite(tensors, list(vector))
     check_changes(vector, vector, exclude, "extract")
     return vector
 
@@ -165,7 +158,7 @@ def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] =
 def _extract_adapter(
     base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
 ) -> TaskVector:
-    """An adapter's change under the names in the base's files; the base is opened only where they differ."""
+    """The change of an adapter under the names in the base's files; the base is opened only if they differ."""
     try:
         vector = task_vector_of(adapter, stored)
     except CheckpointError:
@@ -181,7 +174,7 @@ def _extract_adapter(
 def apply(
     vector: TaskVector | str | Path, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
 ) -> Path:
-    """Write `base + scale * vector` as a folder like the base's own; the vector may be a file."""
+    """Write `base + scale * vector` as a folder like that of the base; the vector may be a file."""
     file = None if isinstance(vector, TaskVector) else Path(vector)
     vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
     base = local(base)

@@ -18,7 +18,6 @@ from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError
-from ..io.hub import local
 from ..job import Drawn, Given, Job, Samples
 from ..measure.accuracy import compute_features
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
@@ -64,14 +63,23 @@ def prepare(
     """
     given = check_options(options)
     wanted = get_method(signals).signals if isinstance(signals, (str, Method)) else frozenset(signals)
-    machine = _Machine.of(given, source, target)
-    models = machine.open(source, target)
+    device = pick_device(given["device"])
+    dtype, note = dtype_on(device, given["dtype"], source, target)
+    models = open_both(
+        source,
+        target,
+        device=device,
+        dtype=pick_dtype(dtype),
+        memory_budget=given["memory_budget"],
+        trust_remote_code=given["trust_remote_code"],
+    )
     if finetuned is None:
-        tuned = vector = every_layer(models.source)
+        vector = every_layer(models.source)
+        tuned: Finetuned = vector
     else:
-        tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
+        tuned = opened(finetuned)
         vector = change_of(models.source, tuned, given["exclude"])
-    question = _ask(data, models, wanted, given, machine.device)
+    question = _ask(data, models, wanted, given, device)
     plan = plan_of(
         *models,
         vector,
@@ -81,7 +89,7 @@ def prepare(
         exclude=given["exclude"],
     )
     losses = _losses(models, question, wanted)
-    samples, about = _draw(question, models, tuned, vector, given, machine.device)
+    samples, about = _draw(question, models, tuned, vector, given, device)
     job = Job(
         models,
         vector,
@@ -95,45 +103,15 @@ def prepare(
         max_tokens=given["max_tokens"],
         memory_budget=given["memory_budget"],
         seed=given["seed"],
-        device=machine.device if given["memory_budget"] is not None else None,
+        device=device if given["memory_budget"] is not None else None,
     )
-    return replace(job, record=_record(job, question, given, machine, tuned, about))
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """Where and in which dtype the models run."""
-
-    device: torch.device
-    dtype: str
-    note: str
-    memory_budget: int | None
-    trust_remote_code: bool
-
-    @classmethod
-    def of(cls, given: Options, source: ModelLike, target: ModelLike) -> _Machine:
-        device = pick_device(given["device"])
-        dtype, note = dtype_on(device, given["dtype"], source, target)
-        return cls(device, dtype, note, given["memory_budget"], given["trust_remote_code"])
-
-    def open(self, source: ModelLike, target: ModelLike) -> Sides[Model]:
-        return open_both(
-            source,
-            target,
-            device=self.device,
-            dtype=pick_dtype(self.dtype),
-            memory_budget=self.memory_budget,
-            trust_remote_code=self.trust_remote_code,
-        )
-
-    def notes(self, models: Sides[Model]) -> list[str]:
-        elsewhere = self.memory_budget is not None and self.device.type != "cpu"  # live modules run on the device too
-        return [self.note, "" if elsewhere else slow_note(*models)]
+    known: Options = {**given, "device": str(device), "dtype": dtype}
+    return replace(job, record=_record(job, question, known, note, tuned, about))
 
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What both models are asked: data or own batches, an objective or own losses, and heads where it needs them."""
+    """The task of both models: a data set or the caller's batches, an objective or the caller's losses, and heads."""
 
     data: Data | None = None  # without the task of "TASK:PATH"
     task: str | None = None
@@ -200,17 +178,16 @@ def _check_same_kind(models: Sides[Model], dataset: Dataset, head: str | None) -
 
 def _with_heads(question: _Question, models: Sides[Model], given: Options, device: torch.device) -> _Question:
     """Add a head of each model, which must know the classes of the samples."""
-    dataset, wanted = question.dataset, given["head"]
-    assert dataset is not None
+    known = question.dataset
+    assert known is not None
     heads = []
     for model in models:
         with runnable(model, device):
-            heads.append(choose_head(model, wanted, dataset))
+            heads.append(choose_head(model, given["head"], known))
     by_source = given["labels"] == "source"
-    known = dataset
-    if by_source:  # its labels are its head's classes
-        blank = np.zeros(0, dtype=np.int64)
-        known = Dataset((), blank, heads[0].classes, name=f"the head of {models.source.name}")
+    if by_source:  # the labels are classes of the source's head
+        name = f"the head of {models.source.name}"
+        known = Dataset((), np.zeros(0, dtype=np.int64), heads[0].classes, name=name)
     for head in heads:
         align_labels(known, head.classes)
     return replace(question, heads=Sides(*heads), by_source=by_source)
@@ -263,60 +240,45 @@ def _draw(
     about = data_identity(data, dataset, indices, question.heads)
     if not question.by_source:
         return drawn, about
-    labelled = _label_by_source(drawn, _whole_change(models.source, tuned) if given["exclude"] else vector)
-    share = agreement(labelled.dataset, drawn.chosen)
+    assert question.heads is not None
+    change = _whole_change(models.source, tuned) if given["exclude"] else vector
+    labelled = labelled_by(models.source, change, question.heads.source, drawn.chosen, batch_size=drawn.size)
+    share = agreement(labelled, drawn.chosen)
     about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
-    return labelled, about
-
-
-def _label_by_source(drawn: Drawn, vector: TaskVector) -> Drawn:
-    """The same samples with the labels of the fine-tuned source."""
-    assert drawn.heads is not None
-    labelled = labelled_by(drawn.models.source, vector, drawn.heads.source, drawn.chosen, batch_size=drawn.size)
-    return replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
+    return replace(drawn, dataset=labelled, indices=np.arange(len(labelled))), about
 
 
 def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
-    """All that the fine-tune changes, also what `exclude` leaves alone."""
+    """All that the fine-tune changes, also the tensors of `exclude`."""
     try:
         return change_of(source, finetuned)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"the fine-tuned source cannot label samples, for it does not fit its base: {error}"
-        ) from error
+        reason = "the fine-tuned source cannot label samples, for it does not fit its base"
+        raise CheckpointError(f"{reason}: {error}") from error
 
 
 def _record(
-    job: Job, question: _Question, given: Options, machine: _Machine, finetuned: Finetuned, data: records.Data
+    job: Job, question: _Question, given: Options, dtype_note: str, finetuned: Finetuned, data: records.Data
 ) -> records.PreparedRecord:
     """The run record before anything has run: options, inputs and their SHA-256, versions."""
     own = {"loss": given["loss"] is not None and not isinstance(given["loss"], str)}
     own |= {"match": given["match"] is not None, "pairs": given["pairs"] is not None}
     own["depth_rule"] = given["depth_rule"] is not nearest_block
-    options: records.Options = {
+    values: dict[str, Any] = {
+        **given,
         "samples": (len(job.samples) if isinstance(job.samples, Drawn) else 0) or given["samples"],
-        "shots": given["shots"],
-        "sampler": given["sampler"],
-        "seed": given["seed"],
-        "head": given["head"],
         "labels": "source" if question.by_source else "data",
         "loss": question.loss_name,
-        "completion": given["completion"],
-        "max_tokens": given["max_tokens"],
-        "memory_budget": given["memory_budget"],
-        "batch_size": given["batch_size"],
         "exclude": list(given["exclude"]),
         "roles": dict(given["roles"] or {}),
         "python": [name for name, was_given in own.items() if was_given],
-        "device": str(machine.device),
-        "dtype": machine.dtype,
     }
     if question.task is not None:
         data["task"] = question.task
     record: records.PreparedRecord = {
         "tuneport": package_version("tuneport"),
         "command": "transfer",
-        "options": options,
+        "options": cast(records.Options, {name: values[name] for name in records.Options.__annotations__}),
         "source": identity_of(job.source),
         "finetuned": identity_of(finetuned),
         "target": identity_of(job.target),
@@ -326,7 +288,9 @@ def _record(
     }
     if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
-    notes = [*machine.notes(job.models), base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None]
+    offloads = given["memory_budget"] is not None and not given["device"].startswith("cpu")  # also live modules
+    notes = [dtype_note, None if offloads else slow_note(*job.models)]
+    notes.append(base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None)
     if given["exclude"]:
         names = [names for model in job.models for names in (model.file_names, model.tensors)]
         notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))
