@@ -98,8 +98,9 @@ def _print_plan(outlook: dict[str, Any]) -> None:
 
 def _plan_shapes(source: str, target: str, method: str, length: int, given: Options, json: bool) -> None:
     """Plans for several devices."""
+    from ..io.sizes import format_bytes
     from ..models.open import pick_device, pick_dtype
-    from ..pipeline.outlook import COLUMNS, describe_line, plan_devices, prepare_shapes
+    from ..pipeline.outlook import plan_devices, prepare_shapes
     from ..runtime.speed import probe
 
     device = "cuda" if given["device"] == "auto" else given["device"]
@@ -111,8 +112,15 @@ def _plan_shapes(source: str, target: str, method: str, length: int, given: Opti
     if json:
         emit_json({"options": job.record["options"], "rates": vars(rates), "plans": lines})
         return
-    title = f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens"
-    show(map(describe_line, lines), *COLUMNS, title=title)
+    rows = []
+    for line in lines:
+        cells = [line.get("error", ""), "", "", "", ""]
+        if "error" not in line:
+            sizes = [format_bytes(line[name]) for name in ("peak_bytes", "home_bytes", "fetched_bytes")]
+            cells = [str(line["runs"]), *sizes, f"{line['seconds']['total']:.0f}"]
+        rows.append([str(line["devices"]), *cells])
+    columns = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device", "seconds")
+    show(rows, *columns, title=f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens")
     say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
 
 

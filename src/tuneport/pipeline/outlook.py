@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..errors import TuneportError
-from ..io.sizes import format_bytes
 from ..job import Given, Job
 from ..measure.objectives import forward_only, token_loss
 from ..methods import Method, get_method, name_of
@@ -24,7 +23,6 @@ from ..runtime.cost import Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
-from ..task_vectors.vector import TaskVector
 from ..types import Sides
 from .change import every_layer
 from .plan import left_behind, not_transported_by, plan_of
@@ -46,8 +44,8 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
     passes = plan_passes(job, job.memory_budget, method=method) if job.memory_budget is not None else None
     within: dict[str, Any] = {}
     if passes is not None:
-        groups, home = [len(group) for group in passes.groups], "files" if job.target.offloaded else "RAM"
-        within = {**_bytes(passes), "groups": groups, "home": home}
+        groups = [len(group) for group in passes.groups]
+        within = {**_bytes(passes), "groups": groups, "home": "files" if job.target.offloaded else "RAM"}
     kept = method.kept(job.plan)
     return {
         "method": name_of(method),
@@ -78,19 +76,18 @@ def _bytes(passes: Passes) -> dict[str, int]:
     return {name: getattr(passes, name) for name in ("peak_bytes", "home_bytes", "fetched_bytes")}
 
 
-def _moved(plan: Plan, method: Method, kept: tuple[Kept, ...]) -> TaskVector:
-    """A stand-in for the result: the names that the method would move."""
+def _moved(plan: Plan, method: Method, kept: tuple[Kept, ...]) -> set[str]:
+    """The tensors that the method would move."""
     stays = {item.tensor for item in kept}
     pairs = [pair for pair in plan.pairs if pair.target.name not in stays]
     names = {pair.target.weight for pair in pairs}
     names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
     if method.moves_loose:
         names |= {pair.target.name for pair in plan.loose} - stays
-    return TaskVector({name: torch.empty(0) for name in names})
+    return names
 
 
 DEVICES = (1, 2, 4, 8)
-COLUMNS = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device", "seconds")
 MOST = 2**24  # the largest number of texts, and of tokens in a batch, in a plan
 
 
@@ -185,11 +182,3 @@ def plan_devices(
             }
         )
     return lines
-
-
-def describe_line(line: dict[str, Any]) -> list[str]:
-    """A line of `plan_devices` as a row of `COLUMNS`."""
-    if "error" in line:
-        return [str(line["devices"]), line["error"], "", "", "", ""]
-    sizes = [format_bytes(line[name]) for name in ("peak_bytes", "home_bytes", "fetched_bytes")]
-    return [str(line["devices"]), str(line["runs"]), *sizes, f"{line['seconds']['total']:.0f}"]

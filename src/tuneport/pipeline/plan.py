@@ -1,12 +1,12 @@
-"""Which layers a task vector moves, and of every tensor that stays or is left behind, why.
+"""The layers that a task vector moves, and a reason for every tensor that it does not move.
 
-`pairing` knows layers alone; here the fine-tune, exclusions and classes of two models come in. Nothing is silent: a
-tensor of the target is moved or listed with a reason, and so is what the fine-tune changed and no layer takes.
+`pairing` knows layers only; this module adds the fine-tune, exclusions and classes of two models. Every tensor of the
+target is moved or listed with a reason, and so is every change of the fine-tune that no target tensor takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -43,7 +43,7 @@ def plan_of(
     depth_rule: DepthRule = nearest_block,
     exclude: Sequence[str] = (),
 ) -> Plan:
-    """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays."""
+    """Pair the layers that a task vector changes, and give the reason why each other tensor of the target stays."""
     apart = _vocabularies_apart(source, target)
     source = replace(source, vocabulary_head=()) if apart else source
     plan = _paired(source, target, vector, roles, depth_rule, exclude) if pairs is None else _given(pairs, vector)
@@ -65,27 +65,23 @@ def _paired(
 ) -> Plan:
     """The layers that a task vector changes, paired by role and depth."""
 
-    def included(layer: Layer, model: Model) -> Layer:
-        without = layer.bias is not None and (
-            model.matches(layer.bias, exclude) or (model is source and layer.bias not in vector)
-        )
-        return replace(layer, bias=None) if without else layer
+    def included(model: Model, names: Container[str] | None = None) -> tuple[list[Layer], list[LooseTensor]]:
+        """The layers and loose tensors of a model with these names, or all; without what is excluded."""
 
-    source_layers = [
-        included(layer, source)
-        for layer in source.layers
-        if layer.weight in vector and not source.matches(layer.weight, exclude)
-    ]
-    target_layers = [included(layer, target) for layer in target.layers if not target.matches(layer.weight, exclude)]
+        def has(name: str) -> bool:
+            return (names is None or name in names) and not model.matches(name, exclude)
 
-    def loose(model: Model) -> list[LooseTensor]:
-        return [part for part in (*model.loose, *model.vocabulary_head) if not model.matches(part.name, exclude)]
+        layers = [layer for layer in model.layers if has(layer.weight)]
+        layers = [layer if layer.bias is None or has(layer.bias) else replace(layer, bias=None) for layer in layers]
+        return layers, [part for part in (*model.loose, *model.vocabulary_head) if has(part.name)]
 
+    source_layers, source_loose = included(source, vector)
+    target_layers, target_loose = included(target)
     return pair_layers(
         source_layers,
         target_layers,
-        source_loose=[part for part in loose(source) if part.name in vector],
-        target_loose=loose(target),
+        source_loose=source_loose,
+        target_loose=target_loose,
         roles=roles,
         depth_rule=depth_rule,
         output_maps=_class_map(source, target),
@@ -105,7 +101,7 @@ def _given(pairs: Sequence[LayerPair], vector: TaskVector) -> Plan:
 
 
 def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
-    """What is kept, where the source has a partner after all and only the fine-tune left it as it was."""
+    """What is kept, with another reason where the source has a partner that the fine-tune did not change."""
     biased = {layer.name for layer in source.layers if layer.bias is not None and layer.bias not in vector}
     still = {pair.target.bias for pair in plan.pairs if pair.source.bias is None and pair.source.name in biased}
     roles = {f"the source has no layer with the role {layer.role}": layer.role for layer in source.layers}
@@ -119,7 +115,7 @@ def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
 
 
 def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
-    """The target's head, where it scores other tokens; without both tokenizers, the number of tokens has to do."""
+    """The target's head, if it scores other tokens; without both tokenizers, only their number is compared."""
     source_head, target_head = source.vocabulary_head, target.vocabulary_head
     if not source_head or not target_head:
         return []
@@ -127,47 +123,41 @@ def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
         source.reader is None or target.reader is None or source.reader.same_tokens(target.reader)
     ):
         return []
-    return [
-        Kept(part.name, "head over another vocabulary than the source's: the target keeps its own")
-        for part in target_head
-    ]
+    reason = "head over another vocabulary than the source's: the target keeps its own"
+    return [Kept(part.name, reason) for part in target_head]
 
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
-    """Class logits of one label set are one space: the map only puts the classes in the target's order."""
-    source_classes, target_classes = source.classes, target.classes
-    distinct = len(set(source_classes)) == len(source_classes)
-    if not source_classes or sorted(source_classes) != sorted(target_classes) or not distinct:
+    """The map between the class logits of one label set: it puts the classes in the target's order."""
+    distinct = len(set(source.classes)) == len(source.classes)
+    if not source.classes or sorted(source.classes) != sorted(target.classes) or not distinct:
         return {}
-    matrix = torch.zeros(len(source_classes), len(target_classes), dtype=torch.float64)
-    for index, name in enumerate(source_classes):
-        matrix[index, target_classes.index(name)] = 1.0
-    return {"classifier": matrix}
+    order = [target.classes.index(name) for name in source.classes]
+    return {"classifier": torch.eye(len(order), dtype=torch.float64)[order]}
 
 
 def left_behind(job: Job, method: Method) -> tuple[Kept, ...]:
-    """What the fine-tune changed in the source that no target tensor takes up."""
+    """What the fine-tune changed in the source and no target tensor takes."""
+    vector, source = job.task_vector, job.source
     stays_there = {item.tensor for item in method.kept(job.plan)}
     taken = {pair.source.name for pair in job.plan.loose if method.moves_loose and pair.target.name not in stays_there}
-    stays = [
-        Kept(part.name, KEPT_BY_KIND[part.kind].replace("the target keeps its own", "not moved by this method"))
-        for part in job.source.loose
-        if part.name in job.task_vector and part.name not in taken and job.task_vector.changes(part.name)
+    reasons = {part.name: KEPT_BY_KIND[part.kind] for part in source.loose}
+    reasons = {
+        name: text.replace("the target keeps its own", "not moved by this method") for name, text in reasons.items()
+    }
+    more = [
+        Kept(source.file_names.get(name, name), reason)
+        for name, reason in (*reasons.items(), *source.outside.items())
+        if name in vector and name not in taken and vector.changes(name)
     ]
-    stays += [
-        Kept(name, reason)
-        for name, reason in job.source.outside.items()
-        if name in job.task_vector and name not in taken and job.task_vector.changes(name)
-    ]
-    named = (Kept(job.source.file_names.get(item.tensor, item.tensor), item.reason) for item in stays)
-    return (*job.plan.dropped, *named)
+    return (*job.plan.dropped, *more)
 
 
-def not_transported_by(job: Job, moved: TaskVector, kept: Iterable[Kept]) -> tuple[Kept, ...]:
-    """Every tensor of the target's files that stays as it was, with the reason, in the order of the files."""
+def not_transported_by(job: Job, moved: Collection[str], kept: Iterable[Kept]) -> tuple[Kept, ...]:
+    """Every tensor of the target's files that is not among the `moved`, with the reason, in the order of the files."""
     reasons: dict[str, str] = {}
     whole = {layer.name: layer.weight for layer in job.target.layers if layer.weight not in moved}
-    for item in (*kept, *job.plan.kept):  # the method knows the nearer reason
+    for item in (*kept, *job.plan.kept):  # the reason of the method comes first
         tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
         stored = job.target.file_names.get(tensor, tensor)
         if item.tensor not in moved:
