@@ -1,7 +1,6 @@
-"""Labels for calibration data that have none: those that the fine-tuned source gives.
+"""Labels that the fine-tuned source gives to calibration samples.
 
-A fine-tune knows the classes that it was made for, so its own answers can stand in for labels. Where data without
-labels are plenty, more samples are worth more than true labels (docs/what-we-tried.md).
+If there are plenty of data without labels, more samples are worth more than true labels (docs/what-we-tried.md).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LABELS = ("data", "source")  # whose labels the samples have
 
 
 def check_labels(name: str, sampler: str, shots: int | None) -> None:
-    """Refuse an unknown name, and a draw by labels that are not to be looked at."""
+    """Refuse an unknown name, and a draw by labels that are not used."""
     if name not in LABELS:
         raise TuneportError(unknown_name("labels", name, LABELS))
     by_class = sampler in SAMPLERS and SAMPLERS[sampler].needs_labels
@@ -35,9 +34,9 @@ def check_labels(name: str, sampler: str, shots: int | None) -> None:
 
 
 def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> Dataset:
-    """The samples with the classes that the model, with its change, gives them; labels of their own are not looked at.
+    """The samples with the classes that the model with its change gives them, whatever their own labels are.
 
-    The model comes back as it was.
+    The model is restored.
     """
     model.require_in_memory("labelling samples", "give a larger one, or data with labels")
     blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)

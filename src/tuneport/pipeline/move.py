@@ -1,8 +1,7 @@
 """The middle of a transfer: measure a job's layers, group by group, and move what the fine-tune changed in them.
 
-A group's statistics are gone before the next group's are made, so that memory does not grow with their number. In
-several processes each measures its share of the samples and solves its share of the layers. How a job is divided
-changes nothing in the result but rounding.
+The statistics of a group are freed before the next group is measured. Each of several processes measures its share of
+the samples and solves its share of the layers. The division of a job changes the result by rounding only.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .statistics import measure_job, problem_of
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """What was moved, at which scale and how that was chosen; also samples and passes, and seconds of measuring."""
+    """What was moved, the scale and how it was chosen, the samples and passes, and the seconds of measuring."""
 
     transfer: Transfer
     scale: float
@@ -94,20 +93,18 @@ def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Sta
         for index, group in enumerate(groups := jobs_of(job, passes)):
             statistics = meter.measure(group, _stage("all", index, groups))
             if passes is not None and passes.result_in_files and ranks().size == 1:
-                moved += [_shelved(meter.solve(block, statistics)) for block in jobs_by_block(group)]
+                moved += [_in_files(meter.solve(block, statistics)) for block in jobs_by_block(group)]
             else:
                 moved.append(meter.solve(group, statistics))
             counted = _count(counted, statistics)
-            del statistics  # before the next group's are made
+            del statistics  # before the next group is measured
     return Transfer.join(moved), counted
 
 
-def _shelved(moved: Transfer) -> Transfer:
-    """The same with its dense entries in files of their own."""
-    entries = {
-        name: to_temporary_file(entry) if isinstance(entry, Tensor) else entry
-        for name, entry in moved.task_vector.items()
-    }
+def _in_files(moved: Transfer) -> Transfer:
+    """A transfer with its dense entries in temporary files."""
+    entries = dict(moved.task_vector)
+    entries |= {name: to_temporary_file(entry) for name, entry in entries.items() if isinstance(entry, Tensor)}
     return replace(moved, task_vector=TaskVector(entries))
 
 

@@ -66,10 +66,9 @@ def check_options(options: Options) -> Options:
             raise TuneportError(unknown_name("option", name, DEFAULTS))
     given = cast(Options, {**DEFAULTS, **options})
     check_labels(given["labels"], given["sampler"], given["shots"])
-    if given["max_tokens"] is not None and given["max_tokens"] < 1:
-        raise TuneportError(
-            f"`max_tokens` must be at least 1, got {given['max_tokens']}. Leave it out to use every token."
-        )
-    if given["memory_budget"] is not None and given["memory_budget"] < 1:
-        raise TuneportError(f"`memory_budget` must be a number of bytes, got {given['memory_budget']}.")
+    tokens, budget = given["max_tokens"], given["memory_budget"]
+    if tokens is not None and tokens < 1:
+        raise TuneportError(f"`max_tokens` must be at least 1, got {tokens}. Leave it out to use every token.")
+    if budget is not None and budget < 1:
+        raise TuneportError(f"`memory_budget` must be a number of bytes, got {budget}.")
     return given

@@ -66,7 +66,6 @@ def port(
         job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
     conditions = conditions_of(job, method, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
     work = Work(out, conditions, save_every)
-    several = ranks().size > 1
     with claimed(out):
         done = _finished(out, kind) if resume else None
         if done is not None and done.get("fingerprint") == fingerprint(conditions):
@@ -82,18 +81,18 @@ def port(
             say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
             work.remove()
         try:
-            result = run(job, method, scale=scale, progress=progress, work=None if several else work, passes=passes)
+            result = run(
+                job, method, scale=scale, progress=progress, work=work if ranks().size == 1 else None, passes=passes
+            )
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same call with `resume=True` continues from it")
             raise
-        more: dict[str, Any] = {"fingerprint": fingerprint(conditions)}
-        more["cost"] = cost_of(job.for_(method), result.record["samples"])
+        cost = cost_of(job.for_(method), result.record["samples"])
+        more: dict[str, Any] = {"fingerprint": fingerprint(conditions), "cost": cost, **(verdict or {})}
         if test is not None:
             assert job.heads is not None
             more["evaluation"] = evaluate_change(job.target, result.apply(), job.heads.target, test)
-        if verdict is not None:
-            more |= verdict
         result = replace(result, record={**result.record, **more})
         result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
         work.remove()

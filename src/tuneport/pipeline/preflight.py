@@ -1,8 +1,8 @@
-"""Before any weight is written: the similarity of two models, and a verdict from a trial on held-out samples.
+"""The similarity of two models, and a verdict on their transfer from a trial on held-out samples.
 
-The trial is a transfer in memory, by cross-fitting: the target is scored on each fold of the calibration samples, with
-and without an update whose maps come from the other folds. Only the trial decides: the similarity of two models has
-not predicted gains (benchmarks/results/verdict.md), so without a fine-tune the verdict is "uncertain".
+The trial transfers in memory: it scores the target on each fold of the calibration samples, with and without an update
+whose maps come from the other folds. Similarity has not predicted gains (benchmarks/results/verdict.md), so without a
+fine-tune the verdict is "uncertain".
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Preflight:
-    """What is known of a transfer before it is written."""
+    """The similarity of two models, the trial of their transfer, and the verdict."""
 
     similarity: tuple[LayerSimilarity, ...]
     trial: Trial | None
     verdict: Verdict
 
     def record(self) -> dict[str, Any]:
-        """As plain values, for JSON and for the run record."""
+        """The entries of the run record."""
         return {
             "verdict": {**asdict(self.verdict), "trial": asdict(self.trial) if self.trial is not None else None},
             "similarity": [asdict(item) for item in self.similarity],
@@ -157,7 +157,7 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:
-    """The verdict, by the trial if there is one; similarity is one of the reasons, and decides nothing.
+    """The verdict of a trial; the similarity is only named among the reasons.
 
     >>> judge(Trial(100, 2.0, 1.8, 0.9, 40.0, 46.0, 8, 2)).verdict
     'likely to help'
@@ -206,18 +206,19 @@ def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]
 
 def similarity_rows(similarity: Iterable[LayerSimilarity]) -> list[list[str]]:
     """One row of text per layer and signal, in `SIMILARITY_COLUMNS`."""
+    forms = {name: "d" if name == "rank" else ".3f" for name in COLUMNS}
     return [
         [
             item.target,
             item.signal.replace("_", " "),
-            *(number_text(getattr(item, name), "d" if name == "rank" else ".3f") for name in COLUMNS),
+            *(number_text(getattr(item, n), form) for n, form in forms.items()),
         ]
         for item in similarity
     ]
 
 
 def _folds(job: Job) -> list[slice]:
-    """The places of each fold in the order of the draw."""
+    """The slice of the samples that each fold is."""
     for model in job.models:
         model.require_in_memory("a comparison", "give a larger one, or leave the comparison out")
     if not isinstance(job.samples, Drawn):
@@ -252,11 +253,5 @@ def _compared(before: list[Score], after: list[Score]) -> Trial:
     if not right[0]:
         return found
     changes = Counter(new - old for old, new in zip(*right, strict=True))
-    accuracies = [100 * statistics.fmean(side) for side in right]
-    return replace(
-        found,
-        accuracy_before=accuracies[0],
-        accuracy_after=accuracies[1],
-        turned_right=changes[1],
-        turned_wrong=changes[-1],
-    )
+    old, new = (100 * statistics.fmean(side) for side in right)
+    return replace(found, accuracy_before=old, accuracy_after=new, turned_right=changes[1], turned_wrong=changes[-1])

@@ -1,16 +1,12 @@
-"""How strongly to apply a transfer: a scale chosen on calibration samples, by forward passes only.
+"""The scale of a transfer, chosen on calibration samples by forward passes only.
 
-The samples are parted into two halves; maps made from one half are judged on the other, so no sample judges a map
-that it has made. Zero is always a candidate: an automatic transfer may leave the target as it is.
+Maps from one half of the samples are judged on the other half. Zero is always a candidate. Scales are compared by their
+loss at the best sharpness (inverse temperature) of each: a zero-shot head is often far too soft or too sharp, and then
+a change that only sharpens it lowers the plain loss. Accuracy has no such bias, but its standard error is ten points
+with 20 samples, while the losses of one sample at two scales differ little.
 
-Scales are compared by their loss at the sharpness (inverse temperature) that suits each best. A zero-shot head is often
-far too soft or too sharp; then any change that makes it bolder lowers the plain loss, even one that ruins the
-answers. Accuracy has no such bias, but with 20 samples its standard error is ten points, while the losses of the same
-samples at two scales differ little from sample to sample.
-
-Two rules choose. `auto` takes the least loss, and asks for evidence only beyond 1. `safe` asks for it at every step
-above the smallest scale: a quarter of a change has a quarter of its use and a sixteenth of the harm that grows with
-the square, so that little can go wrong there, and more must be earned.
+The rule `auto` takes the least loss, and needs evidence only beyond 1. `safe` needs evidence for every step above the
+smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with the square.
 """
 
 from __future__ import annotations
@@ -29,25 +25,22 @@ from ..job import Job
 from ..measure.batches import PairedBatch
 from ..measure.signals import frozen
 from ..methods import Transfer
-from ..task_vectors.low_rank import Entry, LowRank
+from ..task_vectors.low_rank import LowRank
 from ..task_vectors.vector import TaskVector
 from ..types import ScaleRule
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
-RULES: dict[
-    ScaleRule, tuple[float, float]
-] = {  # standard errors by which a larger scale must be better: up to 1, beyond 1
-    "auto": (0.0, 2.0),
-    "safe": (2.0, 3.0),
-}
+# the standard errors by which a larger scale must be better: up to 1, beyond 1
+RULES: dict[ScaleRule, tuple[float, float]] = {"auto": (0.0, 2.0), "safe": (2.0, 3.0)}
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model does on some samples: the mean loss, and the share it gets right where there are classes.
+    """The mean loss of a model on some samples, and with classes also the share that is right.
 
-    There, the loss is that at the best `sharpness`, a factor of the head's scores, and `losses` are each sample's own.
+    With classes the loss is that at the best `sharpness`, a factor of the scores of the head, and `losses` has the loss
+    of each sample.
     """
 
     loss: float
@@ -58,7 +51,7 @@ class Score:
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """The chosen scale, the rule, the score of every candidate, and how many samples it was chosen on."""
+    """The chosen scale, the score of every candidate, the number of samples that judged, and the rule."""
 
     scale: float
     scores: Mapping[float, Score]
@@ -82,7 +75,7 @@ def score_of_classes(scores: Tensor, labels: Tensor) -> Score:
 
 
 def _best_sharpness(scores: Tensor, labels: Tensor) -> float:
-    """The factor of the scores with the least loss, by halving: the loss is convex in it."""
+    """The factor of the scores with the least loss, by bisection: the loss is convex in it."""
     if not bool(scores.isfinite().all()):
         return 1.0
     wanted = scores.gather(1, labels[:, None])[:, 0].mean()
@@ -103,11 +96,10 @@ def choose_scale(
     candidates: Sequence[float] = SCALES,
     rule: ScaleRule = "auto",
 ) -> ScaleChoice:
-    """The candidate with the least loss, from the smallest up; a larger one must be as much better as the rule says.
+    """The candidate with the least loss, from the smallest up; a larger one must be better by as much as the rule asks.
 
-    Scales beyond 1 extrapolate, and maps of few samples do so badly. The standard error is that of the mean difference,
-    sample by sample; where the samples' losses are not known, the losses decide alone. `safe` never goes further than
-    `auto`, and stops at the smallest scale where the samples that judge have made the maps.
+    The standard error is that of the mean difference over samples; without the losses of samples it counts as zero.
+    `safe` never chooses more than `auto`, and no more than the smallest scale without held-out samples.
 
     >>> losses = {0.0: 2.0, 0.5: 1.5, 1.0: 1.8}
     >>> choose_scale(lambda s: Score(losses[s]), samples=8, held_out=True, candidates=(0.0, 0.5, 1.0)).scale
@@ -134,7 +126,7 @@ def _upwards(scores: Mapping[float, Score], smallest: float, rule: ScaleRule) ->
 
 
 def _error(one: Score, other: Score) -> float:
-    """The standard error of the difference of two mean losses of the same samples; of one sample nothing is sure."""
+    """The standard error of the difference of two mean losses of the same samples; infinite for one sample."""
     if one.losses is None or other.losses is None:
         return 0.0
     if len(one.losses) < 2:
@@ -145,16 +137,15 @@ def _error(one: Score, other: Score) -> float:
 class Scaled:
     """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end.
 
-    Low-rank deltas are held as their factors and multiplied one tensor at a time. `exact` holds the module's weights
-    by name before they were rounded to what it runs in: a change that is smaller than the last digit of such a weight
-    would be lost on the rounded one, and on the exact one it tips the rounding as often as it is large.
+    Low-rank deltas are multiplied one tensor at a time. `exact` holds the weights by name before they were rounded to
+    the dtype that the module runs in: a change smaller than the last digit would be lost on a rounded weight.
     """
 
     def __init__(self, module: nn.Module, delta: TaskVector, exact: Mapping[str, Tensor] | None = None) -> None:
         self.module = module
         self._exact = exact or {}
         self._parts = [
-            (name, parameter, parameter.detach().clone(), _beside(delta[name], parameter))
+            (name, parameter, parameter.detach().clone(), delta[name].to(parameter.device))
             for name, parameter in module.named_parameters()
             if name in delta
         ]
@@ -168,7 +159,7 @@ class Scaled:
                 parameter.copy_(base + scale * change.to(torch.promote_types(base.dtype, change.dtype)))
 
     def _base(self, name: str, own: Tensor) -> Tensor:
-        """The exact weight, read when it is needed, where there is one that says more."""
+        """The exact weight, read when it is needed, if it has more digits."""
         if name in self._exact:
             exact = describe(self._exact, name)
             if exact.shape == tuple(own.shape) and torch.finfo(exact.dtype).eps < torch.finfo(own.dtype).eps:
@@ -182,11 +173,6 @@ class Scaled:
         with torch.no_grad():
             for _, parameter, own, _ in self._parts:
                 parameter.copy_(own)
-
-
-def _beside(entry: Entry, parameter: Tensor) -> Entry:
-    """An entry on the device of its parameter, in its own dtype: rounded to half precision, a small change would go."""
-    return entry.to(parameter.device)
 
 
 def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: ScaleRule = "auto") -> ScaleChoice:
@@ -213,7 +199,7 @@ Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, o
 
 
 def _answers(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> list[Answers]:
-    """What the target says at one scale, forward passes only."""
+    """The answers of the target at one scale."""
     scaled.set(scale)
     assert job.losses is not None
     found: list[Answers] = []

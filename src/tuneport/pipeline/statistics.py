@@ -93,6 +93,10 @@ def _measured(
     mine, before = share_of(job.samples)
     left = mine if earlier is None else mine.take_batches(earlier.passes["forward"])
     source, target = job.placements or (None, None)
+    limit = None
+    if job.max_tokens is not None:
+        first = job.target.layout is not None
+        limit = TokenLimit(job.max_tokens, len(job.samples), job.seed, first=first, offset=before)
     with placed(job.source.module, source), placed(job.target.module, target):
         return measure_pairs(
             job.source.module,
@@ -106,15 +110,7 @@ def _measured(
             progress=progress,
             start=earlier,
             on_batch=keeper,
-            limit=_token_limit(job, before),
+            limit=limit,
             # each part of a batch would fetch the weights again
             most_samples=samples_at_once(job.target.device) if target is None else None,
         )
-
-
-def _token_limit(job: Job, before: int) -> TokenLimit | None:
-    """The limit of this process, `before` which others have samples."""
-    if job.max_tokens is None:
-        return None
-    first = job.target.layout is not None
-    return TokenLimit(job.max_tokens, len(job.samples), job.seed, first=first, offset=before)

@@ -32,7 +32,7 @@ from .options import Options
 from .plan import left_behind, not_transported_by
 from .prepare import SCORED, Data, prepare
 from .result import Result
-from .scale import RULES, ScaleChoice
+from .scale import RULES
 
 
 def transfer(
@@ -89,7 +89,12 @@ def run(
     method = get_method(method)
     scale = check_scale(scale, method)
     job = job.for_(method)
-    _check_processes(method, scale, work)
+    at_once = method.signals and not method.by_layer
+    if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
+        raise TuneportError(
+            'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with '
+            "several processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
+        )
     started = time.perf_counter()
     if passes is None and job.memory_budget is not None:
         passes = plan_passes(job, job.memory_budget, method=method)
@@ -113,22 +118,13 @@ def check_scale(scale: float | str | None, method: str | Method = "bico") -> flo
 
 
 def conditions_of(job: Job, method: Method, scale: float | str) -> dict[str, Any]:
-    """Everything that shapes the result, as JSON values; where the inputs lie does not."""
+    """Everything that decides the result, as JSON values; the paths of the inputs do not."""
     inputs = {key: dict(job.record[key]) for key in ("source", "finetuned", "target", "data")}
     for identity in inputs.values():
         identity.pop("path", None)
     kept = {key: job.record[key] for key in ("tuneport", "options", "versions")}
     plain: dict[str, Any] = json.loads(to_json({**kept, "method": name_of(method), **inputs, "scale": scale}))
     return plain
-
-
-def _check_processes(method: Method, scale: float | ScaleRule, work: Work | None) -> None:
-    at_once = method.signals and not method.by_layer
-    if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
-        raise TuneportError(
-            'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with '
-            "several processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
-        )
 
 
 def _result(job: Job, method: Method, scale: float | ScaleRule, moved: Moved, seconds: float) -> Result:
@@ -147,34 +143,26 @@ def _result(job: Job, method: Method, scale: float | ScaleRule, moved: Moved, se
         "not_transported": [asdict(item) for item in kept],
         "left_behind": [asdict(item) for item in left_behind(job, method)],
     }
-    if moved.choice is not None:
-        record["scale_choice"] = _choice_entry(moved.choice)
+    if (choice := moved.choice) is not None:
+        candidates = [
+            {"scale": value, "loss": found.loss, "accuracy": found.accuracy, "sharpness": found.sharpness}
+            for value, found in choice.scores.items()
+        ]
+        about = {"rule": choice.rule, "samples": choice.samples, "held_out": choice.held_out}
+        record["scale_choice"] = {**about, "candidates": candidates}
     return Result(job.target, done.task_vector, done.records, kept, moved.scale, record)
 
 
 def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:
-    """The records of the layers, with where each stands and how wide its maps can be at most."""
-    pairs = {pair.target.name: pair for pair in plan.pairs}
-    entries = []
-    for record in records:
-        pair = pairs.get(record.target)
-        place: dict[str, Any] = {}
-        if pair is not None:
-            source, target = pair.source, pair.target
-            place = {"role": target.role, "stack": target.stack, "block": target.block}
-            place["width_in"] = min(source.in_features, target.in_features)
-            place["width_out"] = min(source.out_features, target.out_features)
-        entries.append({**asdict(record), **place})
-    return entries
-
-
-def _choice_entry(choice: ScaleChoice) -> dict[str, Any]:
-    return {
-        "rule": choice.rule,
-        "samples": choice.samples,
-        "held_out": choice.held_out,
-        "candidates": [
-            {"scale": value, "loss": found.loss, "accuracy": found.accuracy, "sharpness": found.sharpness}
-            for value, found in choice.scores.items()
-        ],
+    """The records of the layers, each with its role and block and the largest possible ranks of its maps."""
+    places = {
+        pair.target.name: {
+            "role": pair.target.role,
+            "stack": pair.target.stack,
+            "block": pair.target.block,
+            "width_in": min(pair.source.in_features, pair.target.in_features),
+            "width_out": min(pair.source.out_features, pair.target.out_features),
+        }
+        for pair in plan.pairs
     }
+    return [{**asdict(record), **places.get(record.target, {})} for record in records]
