@@ -104,13 +104,10 @@ def main() -> None:
     """Entry point: run a command and turn errors into one clear line and an exit code."""
     try:
         app()
-    except TuneportError as error:
-        if DEBUG:
-            raise
-        fail(type(error).__name__, str(error))
     except Exception as error:
         if DEBUG:
             raise
-        fail(type(error).__name__, f"{error} (unexpected: run tuneport --debug ... for the traceback and report it)")
+        advice = " (unexpected: run tuneport --debug ... for the traceback and report it)"
+        fail(type(error).__name__, f"{error}{'' if isinstance(error, TuneportError) else advice}")
     except KeyboardInterrupt:
         _interrupted()

@@ -60,9 +60,8 @@ def bench(
     from ..bench.run import run_recipe
 
     if recipe is not None and given:
-        raise TuneportError(
-            f"{', '.join(given)} would be overruled by {recipe}: write it there, or leave the recipe out."
-        )
+        listed = ", ".join(given)
+        raise TuneportError(f"{listed} would be overruled by {recipe}: write it there, or leave the recipe out.")
     wanted: Recipe | str = recipe or ""
     if recipe is None:
         content: dict[str, Any] = {"source": source, "target": target, "warm_start": warm_start}
@@ -102,11 +101,11 @@ def _list_recipes(json: bool) -> None:
     from ..bench.recipe import RECIPES, read_toml
 
     contents = {name: read_toml(name) for name in RECIPES}
-    rows = [(name, content["paper"], content["title"]) for name, content in contents.items()]
+    rows = [{"name": name, "paper": found["paper"], "title": found["title"]} for name, found in contents.items()]
     if json:
-        emit_json({"recipes": [dict(zip(("name", "paper", "title"), row, strict=True)) for row in rows]})
+        emit_json({"recipes": rows})
         return
-    show(rows, "recipe", "paper", "title")
+    show([list(row.values()) for row in rows], "recipe", "paper", "title")
     say("next: tuneport bench RECIPE --root FOLDER --out OUT, or --small for its small variant")
 
 
@@ -127,11 +126,9 @@ def _print_results(out: Path, json: bool) -> None:
 
 
 def _by_task(option: str, given: list[str] | None) -> dict[str, str]:
-    """TASK=PATH options as a table; a bare path is a task named by its stem."""
-    table = {}
-    for item in given or []:
-        name, mark, path = item.partition("=")
-        table[name if mark else Path(item).stem] = path if mark else item
+    """TASK=PATH options as a table; a path alone is a task with the name of its stem."""
+    parts = [item.partition("=") for item in given or []]
+    table = {name if mark else Path(name).stem: path if mark else name for name, mark, path in parts}
     if given and len(table) != len(given):
         raise TuneportError(f"--{option} names a task twice; give each task once as TASK=PATH.")
     return table

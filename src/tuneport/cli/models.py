@@ -1,10 +1,12 @@
-"""One model at a time: its task vector out and in, its accuracy, its fine-tune.
+"""Commands on one model: `extract`, `apply`, `evaluate` and `finetune`.
 
-The place of an output is checked before anything is opened.
+Each checks its output path before it opens a model.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -77,8 +79,6 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Accuracy of a model: with its zero-shot head, or of a linear probe on its features."""
-    from dataclasses import asdict
-
     from ..data.dataset import align_labels
     from ..data.samplers import select
     from ..data.tasks import read_data
@@ -87,25 +87,25 @@ def evaluate(
     from ..models.open import open_model, pick_device
 
     chosen = evaluation.check_protocol(protocol)
-    size = batch_size or (16 if chosen == "perplexity" else 128)
     if samples is not None and chosen != "linear-probe":
         raise TuneportError(f"--samples goes with --protocol linear-probe; {chosen} scores the whole test split.")
     test = read_data(data, "test", labelled=chosen != "perplexity")
     opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
+    total = len(test)
     if chosen == "zero-shot":
         scorer = choose_head(opened, head, test)
         align_labels(test, scorer.classes)
-        with progress("evaluating", len(test)) as advance:
-            result = evaluation.zero_shot(opened, scorer, test, batch_size=size, progress=advance)
+        score = partial(evaluation.zero_shot, opened, scorer, test)
     elif chosen == "perplexity":
-        with progress("evaluating", len(test)) as advance:
-            result = evaluation.perplexity(opened, test, batch_size=size, progress=advance)
+        score = partial(evaluation.perplexity, opened, test)
     else:
         train = read_data(data, "train")
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
-        with progress("evaluating", len(train) + len(test)) as advance:
-            result = evaluation.linear_probe(opened, train, test, batch_size=size, progress=advance)
+        score = partial(evaluation.linear_probe, opened, train, test)
+        total += len(train)
+    with progress("evaluating", total) as advance:
+        result = score(batch_size=batch_size or (16 if chosen == "perplexity" else 128), progress=advance)
     if json:
         found = {key: value for key, value in asdict(result).items() if value is not None}
         emit_json({"model": model, "data": data, "head": head, **found})

@@ -1,7 +1,6 @@
 """What the commands say: results on stdout, progress, notes and errors on stderr.
 
-Texts are printed as they are: paths are neither wrapped nor read as markup, and no name from a file steers the
-terminal.
+Texts are printed unchanged, except that control characters are replaced: paths are neither wrapped nor read as markup.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def as_options(text: str) -> str:
     known = parameter_names()
 
     def spelled(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
-        name = {"kind": "as"}.get(name, name)
+        name, value = "as" if found[1] == "kind" else found[1], found[2]
         if name not in known:
             return found[0].strip("`")
         flag = f"--{name.replace('_', '-')}"
@@ -112,15 +110,20 @@ def _harmless(text: str) -> str:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Text for a table, as harmless as that of a line."""
+    """Text for a table, without control characters."""
     return Text(_harmless(text), style)
+
+
+def _bars(transient: bool) -> Progress:
+    words = TextColumn("{task.description:24}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=err_console, transient=transient, disable=not err_console.is_terminal)
 
 
 @contextmanager
 def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr; the callback advances it by a number of samples."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal) as bar:
+    with _bars(transient=True) as bar:
         task = bar.add_task(words, total=total or None)
         yield lambda done: bar.advance(task, done)
 
@@ -128,13 +131,7 @@ def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per named stage; the callback says (stage, done, total)."""
-    columns = (
-        TextColumn("{task.description:24}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err_console, disable=not err_console.is_terminal) as bar:
+    with _bars(transient=False) as bar:
         tasks: dict[str, Any] = {}
 
         def stage(name: str, done: int, total: int) -> None:
