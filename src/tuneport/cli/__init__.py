@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -33,12 +33,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            _interrupted()
-
-
-def _interrupted() -> NoReturn:
-    tell("interrupted; no output was written")
-    sys.exit(130)
+            tell("interrupted; no output was written")
+            sys.exit(130)
 
 
 app = typer.Typer(
@@ -109,5 +105,3 @@ def main() -> None:
             raise
         advice = " (unexpected: run tuneport --debug ... for the traceback and report it)"
         fail(type(error).__name__, f"{error}{'' if isinstance(error, TuneportError) else advice}")
-    except KeyboardInterrupt:
-        _interrupted()

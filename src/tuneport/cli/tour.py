@@ -1,7 +1,4 @@
-"""What can be seen without a model of one's own: the methods, the samplers, the demo.
-
-Nothing is fetched.
-"""
+"""Commands that need no model: `methods`, `samplers` and `demo`. They download nothing."""
 
 from __future__ import annotations
 

@@ -40,12 +40,11 @@ def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, 
     """
     model.require_in_memory("labelling samples", "give a larger one, or data with labels")
     blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)
-    found = []
     with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):
         tuned.set(1.0)
         with torch.no_grad():
-            for batch, _ in encode_batches(model, blank, batch_size):
-                found.append(head.scores(model, tuned.module, batch).argmax(-1).cpu())
+            batches = encode_batches(model, blank, batch_size)
+            found = [head.scores(model, tuned.module, batch).argmax(-1).cpu() for batch, _ in batches]
     return replace(blank, labels=torch.cat(found).numpy())
 
 

@@ -46,7 +46,22 @@ def plan_of(
     """Pair the layers that a task vector changes, and give the reason why each other tensor of the target stays."""
     apart = _vocabularies_apart(source, target)
     source = replace(source, vocabulary_head=()) if apart else source
-    plan = _paired(source, target, vector, roles, depth_rule, exclude) if pairs is None else _given(pairs, vector)
+    if pairs is None:
+        source_layers, source_loose = _included(source, exclude, vector)
+        target_layers, target_loose = _included(target, exclude)
+        plan = pair_layers(
+            source_layers,
+            target_layers,
+            source_loose=source_loose,
+            target_loose=target_loose,
+            roles=roles,
+            depth_rule=depth_rule,
+            output_maps=_class_map(source, target),
+            source_blocks=count_blocks(source.layers),
+            target_blocks=count_blocks(target.layers),
+        )
+    else:
+        plan = _given(pairs, vector)
     more = [Kept(name, "excluded") for name in target.file_names if target.matches(name, exclude)]
     more += [Kept(*item) for item in target.outside.items()]
     if pairs is not None:
@@ -55,39 +70,17 @@ def plan_of(
     return replace(plan, kept=kept, target_layers=target.layers)
 
 
-def _paired(
-    source: Model,
-    target: Model,
-    vector: TaskVector,
-    roles: Mapping[str, str | None] | None,
-    depth_rule: DepthRule,
-    exclude: Sequence[str],
-) -> Plan:
-    """The layers that a task vector changes, paired by role and depth."""
+def _included(
+    model: Model, exclude: Sequence[str], names: Container[str] | None = None
+) -> tuple[list[Layer], list[LooseTensor]]:
+    """The layers and loose tensors of a model, without those that are excluded or not among the names."""
 
-    def included(model: Model, names: Container[str] | None = None) -> tuple[list[Layer], list[LooseTensor]]:
-        """The layers and loose tensors of a model with these names, or all; without what is excluded."""
+    def has(name: str) -> bool:
+        return (names is None or name in names) and not model.matches(name, exclude)
 
-        def has(name: str) -> bool:
-            return (names is None or name in names) and not model.matches(name, exclude)
-
-        layers = [layer for layer in model.layers if has(layer.weight)]
-        layers = [layer if layer.bias is None or has(layer.bias) else replace(layer, bias=None) for layer in layers]
-        return layers, [part for part in (*model.loose, *model.vocabulary_head) if has(part.name)]
-
-    source_layers, source_loose = included(source, vector)
-    target_layers, target_loose = included(target)
-    return pair_layers(
-        source_layers,
-        target_layers,
-        source_loose=source_loose,
-        target_loose=target_loose,
-        roles=roles,
-        depth_rule=depth_rule,
-        output_maps=_class_map(source, target),
-        source_blocks=count_blocks(source.layers),
-        target_blocks=count_blocks(target.layers),
-    )
+    layers = [layer for layer in model.layers if has(layer.weight)]
+    layers = [layer if layer.bias is None or has(layer.bias) else replace(layer, bias=None) for layer in layers]
+    return layers, [part for part in (*model.loose, *model.vocabulary_head) if has(part.name)]
 
 
 def _given(pairs: Sequence[LayerPair], vector: TaskVector) -> Plan:
