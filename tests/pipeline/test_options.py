@@ -33,7 +33,7 @@ def test_the_command_line_has_the_options_and_defaults_of_python(command: object
         assert (parameters[name].default or None) == wanted
 
 
-def test_an_unknown_option_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(TuneportError, match=r"^unknown option 'sampels'\. Did you mean 'samples'\? Known: "):
         tuneport.transfer("old", "tuned", "new", "data", sampels=3)  # type: ignore[call-arg]
 

@@ -127,7 +127,7 @@ class TestSaved:
         result = transfer(laden[2], saved, zoo["clip-base"], zoo.data, samples=SAMPLES)
         assert result.task_vector.norm() > 0
 
-    def test_an_existing_folder_is_kept_unless_told_otherwise(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_an_existing_folder_is_kept_without_overwrite(self, zoo: Zoo, tmp_path: Path) -> None:
         result = cross(zoo, "vit", "vit", method="naive")
         out = tmp_path / "out"
         out.mkdir()

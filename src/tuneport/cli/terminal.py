@@ -39,7 +39,7 @@ def show(rows: Iterable[Sequence[str]], *columns: str, title: str | None = None,
 
 
 def show_list(rows: Iterable[tuple[str, str]], style: str) -> None:
-    """Labels in a style and what each stands for, on stdout."""
+    """Labels in a style, each with its text, on stdout."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, text in rows:
         table.add_row(_plain(label, style), _plain(text))

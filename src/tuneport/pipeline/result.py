@@ -74,7 +74,7 @@ class Result:
     ) -> Path:
         """Write the new model as a folder that its own library loads, a LoRA adapter, or the task vector as one file.
 
-        An adapter takes low-rank updates as they are; others, and all where `rank` or `energy` is given, are cut
+        An adapter takes low-rank updates unchanged; others, and all if `rank` or `energy` is given, are cut
         by SVD to that rank, or to the least rank that keeps this share of |tau|^2. An output that holds what the
         transfer was made from is refused, also with `overwrite`.
         """
@@ -102,7 +102,7 @@ class Result:
         return out
 
     def _inputs(self) -> list[Path]:
-        """Where the models and the data of the transfer lie, as far as that is known."""
+        """The known paths of the models and the data of the transfer."""
         paths = [self.record.get(key, {}).get("path") for key in ("source", "finetuned", "target", "data")]
         known = [path_of(path) for path in paths if path]
         return known if self.target.folder is None else [*known, self.target.folder]
