@@ -152,13 +152,8 @@ class CrossCovariance:
             tensors["matrix"] = self.matrix
         for index, (source, target) in enumerate(self.rows or ()):
             tensors |= {f"source.{index}": source, f"target.{index}": target}
-        values = {
-            "shape": list(self.shape),
-            "tokens": self.tokens,
-            "signal_dtype": str(self.signal_dtype).removeprefix("torch."),
-            "batches": None if self.rows is None else len(self.rows),
-        }
-        return values, tensors
+        batches, dtype = None if self.rows is None else len(self.rows), str(self.signal_dtype).removeprefix("torch.")
+        return {"shape": list(self.shape), "tokens": self.tokens, "signal_dtype": dtype, "batches": batches}, tensors
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any], read: Callable[[str], Tensor]) -> CrossCovariance:

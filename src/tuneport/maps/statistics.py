@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol
 
@@ -97,6 +97,12 @@ class Statistics(Generic[S]):
     def __repr__(self) -> str:
         sums = f"{len(self.covariances)} sums, {len(self.weight_gradients)} weight gradients"
         return f"Statistics({sums}, {self.samples} samples)"
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.covariances
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.covariances)
 
     def __add__(self: Statistics, other: Statistics) -> Statistics:
         """The statistics of both sets of samples; shared sums stay shared."""

@@ -51,13 +51,8 @@ def zero_shot(
 def evaluate_change(model: Model, changed: nn.Module, head: Head, test: Dataset) -> dict[str, Any]:
     """Zero-shot accuracy of a model as it is and with a changed module, as plain values for a run record."""
     before, after = (zero_shot(model.with_module(module), head, test) for module in (model.module, changed))
-    return {
-        "data": test.name,
-        "samples": before.samples,
-        "protocol": before.protocol,
-        "before": before.accuracy,
-        "after": after.accuracy,
-    }
+    described = {"data": test.name, "samples": before.samples, "protocol": before.protocol}
+    return {**described, "before": before.accuracy, "after": after.accuracy}
 
 
 def read_test_split(data: str | Path | None) -> Dataset:

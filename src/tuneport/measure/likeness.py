@@ -193,11 +193,8 @@ def average_by_block(items: Iterable[Any], value: str) -> dict[int, float]:
 def _pair_equal_layers(model: Model, reference: Model) -> list[LayerPair]:
     """Pair each layer with the layer of that name in the reference; different architectures are refused."""
     known = {layer.name: layer for layer in reference.layers}
-    missing = [
-        layer.name
-        for layer in model.layers
-        if layer.name not in known or known[layer.name].weight_shape != layer.weight_shape
-    ]
+    shapes = {name: layer.weight_shape for name, layer in known.items()}
+    missing = [layer.name for layer in model.layers if shapes.get(layer.name) != layer.weight_shape]
     if missing or len(known) != len(model.layers):
         raise TuneportError(
             f"{model.name} and {reference.name} differ in architecture ({first_of(missing) or 'more layers'}); "

@@ -51,9 +51,11 @@ class BilinearAlignment(Method):
         records, kept = [], []
         for pair, maps in self._solve(problem):
             keys = self._keys(pair)
-            reasons = [_why_unsolved(key, maps) for key in keys if key]
-            if any(reasons):
-                kept += keep_layer(pair.target, next(filter(None, reasons)))
+            unsolved = [key for key in keys if key and not (key in maps and maps[key].rank)]
+            if unsolved:
+                layer, signal = unsolved[0]
+                zero = f"the {signal.replace('_', ' ')} at this layer is zero"
+                kept += keep_layer(pair.target, zero if (layer, signal) in maps else NOT_RUN)
                 continue
             align_in, align_out = (maps[key] if key else None for key in keys)
             R_in = align_in.map if align_in else pair.input_map
@@ -85,12 +87,6 @@ class BilinearAlignment(Method):
         """The maps to solve for the input and the output side; None for a fixed map, or to pad and crop."""
         sides = ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map))
         return [(pair.target.name, signal) if signal and fixed is None else None for signal, fixed in sides]
-
-
-def _why_unsolved(key: Key, maps: Mapping[Key, Alignment]) -> str | None:
-    if key not in maps:
-        return NOT_RUN
-    return None if maps[key].rank else f"the {key[1].replace('_', ' ')} at this layer is zero"
 
 
 def _evidence(side: str, found: Alignment | None, width: int) -> dict[str, Any]:
