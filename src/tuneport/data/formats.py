@@ -84,7 +84,13 @@ def _read_npz(path: Path, split: Split) -> Dataset:
     found, images, given, names = _unpack(path, split)
     x, y = ("x", "y") if found is None else (f"x_{found}", f"y_{found}")
     images = check_images(images, x, path)
-    labels = _check_labels(given[y], y, path) if y in given else None
+    labels = given.get(y)
+    if labels is not None:
+        labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            what = f"{labels.dtype} of shape {labels.shape}"
+            raise DataError(f"{y} of {path} is {what}; expected integers of shape (N,).")
+        labels = labels.astype(np.int64)
     classes = () if labels is None else _name_classes(given, names, path)
     if labels is not None and len(labels) != len(images):
         raise DataError(f"{path} has {len(images)} images in {x} but {len(labels)} labels in {y}.")
@@ -121,15 +127,6 @@ def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[st
     except Exception as error:  # errors of zipfile, zlib and NumPy share no base class
         hint = "it holds pickled objects; save plain arrays" if "pickle" in str(error) else brief(error)
         raise DataError(f"cannot read {path}: {hint}.") from error
-
-
-def _check_labels(labels: NDArray[Any], key: str, path: Path) -> NDArray[np.int64]:
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        given = f"{labels.dtype} of shape {labels.shape}"
-        raise DataError(f"{key} of {path} is {given}; expected integers of shape (N,).")
-    return labels.astype(np.int64)
 
 
 def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None, path: Path) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def _shuffled(size: int, generator: Generator) -> Tensor:
 
 
 def _shuffled_classes(labels: Tensor, generator: Generator) -> Tensor:
-    present = labels.unique()
+    present: Tensor = labels.unique()
     return present[_shuffled(len(present), generator)]
 
 

@@ -141,7 +141,7 @@ def _read_arrow(path: Path) -> _Table:
             loaded = (module.concatenate_datasets(list(parts.values())) if parts else loaded).with_format("arrow")[:]
         for name in loaded.column_names:
             plain = name in _PLAIN_COLUMNS or (name == "image" and str(loaded[name].type).endswith("string"))
-            lazy = LazySequence(np.arange(len(loaded)), lambda index, column=loaded[name]: column[index].as_py())
+            lazy = LazySequence(np.arange(len(loaded)), partial(_cell, loaded[name]))
             columns[name] = loaded[name].to_pylist() if plain else lazy
     except Exception as error:  # errors of pyarrow, fsspec and json share no base class
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
@@ -153,6 +153,10 @@ def _read_arrow(path: Path) -> _Table:
     except (KeyError, TypeError, ValueError):
         return _Table(columns)
     return _Table(columns, tuple(map(str, known)))
+
+
+def _cell(column: Any, index: int) -> Any:
+    return column[index].as_py()
 
 
 def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:

@@ -19,7 +19,9 @@ OWN_FILES = (README, "tuneport.json", "report.html")  # written by tuneport
 
 def copy_companions(source: Path | None, folder: Path) -> None:
     """Copy the companions of the weights in `source` to `folder`; do nothing if there is no source folder."""
-    for file in companions(source) if source is not None else ():
+    if source is None:
+        return
+    for file in companions(source):
         place = folder / file.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copy(_inside(file, source), place)

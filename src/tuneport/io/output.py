@@ -114,24 +114,16 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
         probe.rmdir()
 
 
+@contextmanager
 def new_folder(
-    out: PathLike, *, overwrite: bool = False, marks: Sequence[str] = (RECORD,)
-) -> AbstractContextManager[Path]:
+    out: PathLike, *, overwrite: bool = False, marks: Sequence[str] = (RECORD,), folder: bool = True
+) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` at the end of the block, and removed on an error.
 
     With `overwrite`, the old folder stays until the rename; `marks` as in `check_new_folder`. A full or read-only disk
-    becomes a CheckpointError.
+    becomes a CheckpointError. `folder` is False for a file, as in `new_file`.
     """
-    return _replacing(Path(out), overwrite, marks, folder=True)
-
-
-def new_file(out: PathLike, *, overwrite: bool = False) -> AbstractContextManager[Path]:
-    """Yield a temporary path, with the suffix of `out`, that is renamed to `out` at the end of the block."""
-    return _replacing(Path(out), overwrite, (), folder=False)
-
-
-@contextmanager
-def _replacing(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bool) -> Iterator[Path]:
+    out = Path(out)
     with claimed(out):
         _check_path(out, overwrite, folder=folder)
         _check_marks(out, marks)
@@ -150,6 +142,11 @@ def _replacing(out: Path, overwrite: bool, marks: Sequence[str], *, folder: bool
         except BaseException:
             _remove(temporary)
             raise
+
+
+def new_file(out: PathLike, *, overwrite: bool = False) -> AbstractContextManager[Path]:
+    """Yield a temporary path, with the suffix of `out`, that is renamed to `out` at the end of the block."""
+    return new_folder(out, overwrite=overwrite, marks=(), folder=False)
 
 
 @contextmanager

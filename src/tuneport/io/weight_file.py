@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, brief, first_of
-from .tensors import TensorSpec
+from .tensors import TensorSpec, describe
 
 # In the order in which safetensors ranks them: its files store the last of them first.
 _DTYPE_NAMES = {
@@ -63,7 +63,7 @@ class SafetensorsFile:
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor from disk."""
         # Plain reads: the pages of a memory map would count as memory in addition to the tensor.
-        _check_unchanged(self.path, self._stamp)
+        _stamp(self.path, self._stamp)
         spec = self.specs[name]
         content = torch.empty(spec.nbytes, dtype=torch.uint8)
         with self._readable(), self.path.open("rb") as file:
@@ -103,7 +103,7 @@ class PickleFile:
             found = f"{len(odd)} entries that are not tensors: {first_of(odd)}" if odd else "nothing"
             raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
         self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
-        self.specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in self._state.items()}
+        self.specs = {name: describe(self._state, name) for name in self._state}
         size = path.stat().st_size
         lying = [f"{name} {spec.shape}" for name, spec in self.specs.items() if spec.nbytes > size]
         if lying:
@@ -113,7 +113,7 @@ class PickleFile:
 
     def read(self, name: str) -> torch.Tensor:
         """Copy one tensor out of the mapped file."""
-        _check_unchanged(self.path, self._stamp)
+        _stamp(self.path, self._stamp)
         return self._state[name].detach().clone(memory_format=torch.contiguous_format)
 
     def _load(self) -> dict[Any, Any]:
@@ -145,17 +145,16 @@ class PickleFile:
 WeightFile = SafetensorsFile | PickleFile
 
 
-def _check_unchanged(path: Path, stamp: tuple[int, int, int]) -> None:
-    if _stamp(path) != stamp:
-        raise CheckpointError(f"{path} has changed since it was opened. Open it again.")
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _stamp(path: Path, before: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """What identifies the content of a file; raise if it is not as `before`."""
     try:
         status = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} is gone or cannot be read ({error.strerror}). Restore it.") from error
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    now = (status.st_ino, status.st_size, status.st_mtime_ns)
+    if before not in (None, now):
+        raise CheckpointError(f"{path} has changed since it was opened. Open it again.")
+    return now
 
 
 def write_safetensors(
@@ -178,11 +177,10 @@ def write_safetensors(
         file.write(_header(order, specs, metadata))
         for name in order:
             tensor = tensors[name].detach().to("cpu").contiguous()
-            found = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            if found != specs[name]:
-                raise CheckpointError(
-                    f"tensor {name} is {found.shape} {found.dtype}, expected {specs[name].shape} {specs[name].dtype}."
-                )
+            found, expected = TensorSpec(tuple(tensor.shape), tensor.dtype), specs[name]
+            if found != expected:
+                what = f"{expected.shape} {expected.dtype}"
+                raise CheckpointError(f"tensor {name} is {found.shape} {found.dtype}, expected {what}.")
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one is made
         file.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +13,6 @@ from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint
 from ..io.hub import local, looks_like_hub_id
 from ..io.sizes import free_memory
-from ..io.tensors import describe
 from ..io.validate import check_unquantised
 from ..task_vectors.lora_format import is_adapter
 from ..types import Sides
@@ -23,6 +21,7 @@ from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
 from .offload import Placement, block_paths, placed
+from .outline import count_weights
 
 # Asked in this order. HuggingFace claims every folder with a config.json, so it comes last.
 FAMILIES: tuple[Family, ...] = (OpenClip(), Timm(), HuggingFace())
@@ -93,8 +92,7 @@ def open_both(
 
 def describe_module(module: nn.Module) -> Model:
     """The Model of a live module, with its family's knowledge if a family knows it."""
-    family = next((family for family in FAMILIES if family.knows(module)), None)
-    return describe_any(module) if family is None else family.describe(module)
+    return next((family.describe(module) for family in FAMILIES if family.knows(module)), None) or describe_any(module)
 
 
 def open_stored(reference: str | Path) -> Stored:
@@ -142,10 +140,8 @@ def pick_dtype(name: str) -> torch.dtype:
 
 def has_units(dtype: torch.dtype) -> bool:
     """True if torch uses hardware units of this CPU for a dtype; without them it is much slower than float32."""
-    if dtype not in UNITS:
-        return True
-    ask = getattr(torch.ops.mkldnn, UNITS[dtype], None)  # missing if torch is built without oneDNN, which uses them
-    return ask is not None and bool(ask())
+    ask = getattr(torch.ops.mkldnn, UNITS.get(dtype, ""), None)  # missing if torch is built without oneDNN
+    return dtype not in UNITS or (ask is not None and bool(ask()))
 
 
 def dtype_on(device: torch.device, name: str, *models: ModelLike) -> tuple[str, str]:
@@ -193,7 +189,4 @@ def _require(reference: str | Path) -> tuple[Family, str]:
 
 def _stored_bytes(model: ModelLike, dtype: torch.dtype) -> int:
     """The memory that a model in files takes once it is opened; 0 for a live one."""
-    if isinstance(model, (Model, nn.Module)):
-        return 0
-    stored = open_stored(model).tensors
-    return sum(math.prod(describe(stored, name).shape) for name in stored) * dtype.itemsize
+    return 0 if isinstance(model, (Model, nn.Module)) else count_weights(open_stored(model).tensors) * dtype.itemsize

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..errors import CheckpointError, first_of, reraised
 from ..io.checkpoint import Checkpoint
-from ..io.tensors import LazyTensors, TensorSpec
+from ..io.tensors import LazyTensors, describe
 from .offload import replace_by_placeholders
 
 MOST_BLOCKS = 1024  # limits for configurations without weights to check them against
@@ -50,9 +50,9 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
     return module.eval()
 
 
-def count_weights(stored: Checkpoint) -> int:
+def count_weights(stored: Mapping[str, Tensor]) -> int:
     """The number of weights in a model's files."""
-    return sum(math.prod(stored.shape(name)) for name in stored)
+    return sum(math.prod(describe(stored, name).shape) for name in stored)
 
 
 def check_config(config: dict[str, Any], path: Path, stored: Checkpoint | None) -> None:
@@ -105,10 +105,8 @@ def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
 
 def unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:
     """The tensors that the weight files would hold: names and shapes, but no values."""
-    specs = {
-        file_names[name]: TensorSpec(tuple(parameter.shape), parameter.dtype)
-        for name, parameter in module.named_parameters()
-    }
+    parameters = dict(module.named_parameters())
+    specs = {file_names[name]: describe(parameters, name) for name in parameters}
 
     def read(name: str) -> Tensor:
         raise CheckpointError(f"{folder} has no weights, so {name} cannot be read.")

@@ -27,7 +27,7 @@ from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import all_finite, describe
 from ..measure.accuracy import encode_batches, zero_shot
-from ..models.base import Model
+from ..models.base import Model, outside_of
 from ..models.heads import Head, choose_head
 from ..models.open import open_model, pick_device
 from ..report.card import training_card
@@ -36,9 +36,6 @@ from ..report.record import write_record
 from ..types import Progress
 
 CHECKPOINTS = "checkpoints"
-PASS_SIZE = 128  # samples in one forward and backward pass; gradients of a larger batch are accumulated
-CHECK_EVERY = 50  # steps between two checks of the losses, for which the device is synchronised
-LOG_EVERY = 50  # steps between two losses in the record
 CACHE_BYTES = 2 * 2**30  # encoded inputs up to this size are cached; larger datasets are encoded batch by batch
 
 
@@ -78,8 +75,8 @@ def finetune(
     at: Sequence[int] = (),
     progress: Progress | None = None,
     log: Callable[[Tensor], object] | None = None,
-    pass_size: int = PASS_SIZE,
-    check_every: int = CHECK_EVERY,
+    pass_size: int = 128,
+    check_every: int = 50,
     cache_bytes: int = CACHE_BYTES,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Fine-tune a copy of the model's tower with the head frozen; yield (step, module) at the given steps.
@@ -95,8 +92,8 @@ def finetune(
         at: steps to yield at.
         progress: called with 1 after each step.
         log: called with the loss of each step, which stays on its device.
-        pass_size: samples in one forward and backward pass.
-        check_every: steps between two checks of the losses.
+        pass_size: samples in one forward and backward pass; gradients of a larger batch are accumulated.
+        check_every: steps between two checks of the losses, for which the device is synchronised.
         cache_bytes: the largest size of encoded inputs that are cached.
     """
     if schedule.steps < 1:
@@ -278,7 +275,13 @@ def batch_reader(
 def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
     """All samples encoded, on the model's device, and their labels."""
     parts = list(encode_batches(model, data, 256))
-    inputs = {key: _stacked([batch[key] for batch, _ in parts]) for key in parts[0][0]}
+    inputs = {}
+    for key, first in parts[0][0].items():
+        values = [batch[key] for batch, _ in parts]
+        if first.ndim == 2:  # shorter texts are padded with zeros, which their attention mask hides
+            longest = max(value.shape[1] for value in values)
+            values = [F.pad(value, (0, longest - value.shape[1])) for value in values]
+        inputs[key] = torch.cat(values)
     return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
 
 
@@ -291,21 +294,12 @@ def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Ten
     return {key: value[:, :longest] if value.ndim == 2 else value for key, value in batch.items()}
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenated batches; shorter texts are padded with zeros, which their attention mask hides."""
-    if parts[0].ndim != 2:
-        return torch.cat(list(parts))
-    longest = max(part.shape[1] for part in parts)
-    return torch.cat([F.pad(part, (0, longest - part.shape[1])) for part in parts])
-
-
 def _trainable(model: Model, schedule: Schedule) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A copy of the model's module in training mode, and an optimizer of the tower's parameters."""
     module = copy.deepcopy(model.module).train()
-    inside = {name for layer in model.layers for name in (layer.weight, layer.bias)}
-    inside |= {part.name for part in model.loose}
+    outside = outside_of(module, model.layers, model.loose, "")
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in inside)
+        parameter.requires_grad_(name not in outside)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return module, torch.optim.AdamW(trained, lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
 
@@ -322,7 +316,7 @@ def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
         yield rows
 
 
-def mean_losses(losses: Sequence[Tensor], every: int = LOG_EVERY) -> list[dict[str, float]]:
+def mean_losses(losses: Sequence[Tensor], every: int = 50) -> list[dict[str, float]]:
     """The mean of each `every` losses, and of the last ones, with the number of the last step in it."""
     parts = torch.stack(list(losses)).split(every)
     return [{"step": min((i + 1) * every, len(losses)), "loss": float(part.mean())} for i, part in enumerate(parts)]

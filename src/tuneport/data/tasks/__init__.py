@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
@@ -24,7 +25,7 @@ def read_tasks(content: str) -> dict[str, Task]:
     tasks = {}
     for name, facts in sorted(tomllib.loads(content).items()):
         layouts = tuple(Layout(words, READERS[reader]) for reader, words in facts.pop("layouts", {}).items())
-        fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+        fixed: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
         tasks[name] = Task(name=name, layouts=layouts, **fixed)
     return tasks
 

@@ -60,10 +60,7 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
         found = _first(folder / name for folder in (place, place.parent, test) for name in names)
         if found is None:
             raise DataError(f"{place} has no GT-final_test.csv, which holds the classes of its test images.")
-        rows = read_rows(found, ";")
-        paths = [test / name for name in find_column(rows, found, "Filename")]
-        labels = find_numbers(rows, found, "ClassId")
-        return of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
+        return _listed(task, split, found, ";", "Filename", test)
     if not training.is_dir():
         raise DataError(f"{place} has no folder Training, which holds its training images.")
     paths, labels = [], []
@@ -81,10 +78,13 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
 def _gtsrb_tables(task: Task, place: Path, split: Split) -> Dataset | None:
     """Train.csv and Test.csv with columns Path and ClassId."""
     table = place / ("Test.csv" if split == "test" else "Train.csv")
-    if not table.is_file():
-        return None
-    rows = read_rows(table, ",")
-    paths = [place / path for path in find_column(rows, table, "Path")]
+    return _listed(task, split, table, ",", "Path", place) if table.is_file() else None
+
+
+def _listed(task: Task, split: Split, table: Path, delimiter: str, column: str, folder: Path) -> Dataset:
+    """The images of a table with a column of their paths in `folder` and a column ClassId."""
+    rows = read_rows(table, delimiter)
+    paths = [folder / path for path in find_column(rows, table, column)]
     labels = find_numbers(rows, table, "ClassId")
     return of_images(paths, labels, task.classes, name=task.name, split=split, files=[table])
 
@@ -153,12 +153,11 @@ def _sun397(task: Task, place: Path, split: Split) -> Dataset | None:
     letters = [child for child in place.iterdir() if child.is_dir() and len(child.name) == 1] if place.is_dir() else []
     if not letters:
         return None
-    if listed.is_file():
-        folders = [line.strip("/") for line in read_lines(listed)]
-    else:
+    lists = [listed] if listed.is_file() else []
+    folders = [line.strip("/") for file in lists for line in read_lines(file)]
+    if not lists:
         folders = sorted({str(file.parent.relative_to(place)) for letter in letters for file in images_under(letter)})
     classes = [scene_name(folder) for folder in folders]
-    lists = [listed] if listed.is_file() else []
     partition = place / ("Testing_01.txt" if split == "test" else "Training_01.txt")
     if partition.is_file():
         files = [line.strip("/") for line in read_lines(partition)]

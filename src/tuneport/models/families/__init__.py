@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
@@ -53,9 +53,7 @@ def not_imported(what: str, error: Exception) -> TuneportError:
         if find_spec("torchvision") is not None:
             import_module("torchvision")
     except Exception:
-        found = "unknown"
-        with suppress(metadata.PackageNotFoundError):
-            found = metadata.version("torchvision")
+        found = next((d.version for d in metadata.distributions(name="torchvision")), "unknown")
         hint = (
             f" torchvision {found} does not work with torch {torch.__version__}: install builds that fit each other, "
             "such as torch 2.10.0 and torchvision 0.25.0, or uninstall torchvision if only transformers is used."

@@ -61,8 +61,8 @@ class HuggingFace(Family):
 
     def knows(self, module: nn.Module) -> bool:
         name, config = type(module).__name__, getattr(module, "config", None)
-        known_text = text_class(name, getattr(config, "model_type", "")) is not None
-        return config is not None and (name in ARCHITECTURES or known_text)
+        known = name in ARCHITECTURES or text_class(name, getattr(config, "model_type", "")) is not None
+        return config is not None and known
 
     def describe(self, module: nn.Module) -> Model:
         names = _file_names(module)
@@ -144,14 +144,13 @@ def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype, kind: 
     module = outline_of(kind, folder, dtype, **options)
     if stored is None:
         return module, [], []
-    names = _file_names(module, stored)
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    missing = [name for name in shapes if names[name] not in stored]
-    misshapen = [
-        f"{name} {stored.shape(names[name])} vs {shape}"
-        for name, shape in shapes.items()
-        if names[name] in stored and stored.shape(names[name]) != shape
-    ]
+    missing, misshapen = [], []
+    for name, file in _file_names(module, stored).items():
+        shape = tuple(module.get_parameter(name).shape)
+        if file not in stored:
+            missing.append(name)
+        elif stored.shape(file) != shape:
+            misshapen.append(f"{name} {stored.shape(file)} vs {shape}")
     return module, missing, misshapen
 
 
