@@ -96,10 +96,8 @@ def _read_npz(path: Path, split: Split) -> Dataset:
         raise DataError(f"{path} has {len(images)} images in {x} but {len(labels)} labels in {y}.")
     wrong = [] if labels is None else sorted(set(labels.tolist()) - set(range(len(classes))))
     if wrong:
-        raise DataError(
-            f"{y} of {path} has labels {first_of(map(str, wrong))}; "
-            f"expected 0 to {len(classes) - 1} for its {len(classes)} classes."
-        )
+        expected = f"0 to {len(classes) - 1} for its {len(classes)} classes"
+        raise DataError(f"{y} of {path} has labels {first_of(map(str, wrong))}; expected {expected}.")
     inputs = LazySequence(np.arange(len(images)), partial(open_array, images))
     return Dataset(inputs, labels, classes, dataset_name(path), "image", found or "all", files=(path,))
 

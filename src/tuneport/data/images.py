@@ -66,10 +66,8 @@ def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
             "Replace or drop them."
         )
     if kind == "f" and not (images.min() >= 0 and images.max() <= 1):
-        raise DataError(
-            f"{key} of {path} is {images.dtype} with values from {images.min():g} to {images.max():g}; "
-            f"expected {_IMAGES}."
-        )
+        values = f"values from {images.min():g} to {images.max():g}"
+        raise DataError(f"{key} of {path} is {images.dtype} with {values}; expected {_IMAGES}.")
     return images
 
 

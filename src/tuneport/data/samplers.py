@@ -77,10 +77,8 @@ def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | No
     samples = _shuffled(len(labels), generator)
     samples = samples[torch.isin(labels[samples], chosen)]
     if len(samples) < count:
-        raise DataError(
-            f"asked for {count} samples, but the {len(chosen)} of {len(present)} classes drawn by half_class "
-            f"have {len(samples)}; lower `samples`."
-        )
+        drawn = f"the {len(chosen)} of {len(present)} classes drawn by half_class"
+        raise DataError(f"asked for {count} samples, but {drawn} have {len(samples)}; lower `samples`.")
     return samples[:count]
 
 

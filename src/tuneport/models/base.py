@@ -130,9 +130,8 @@ class Model:
     def require_in_memory(self, what: str, instead: str) -> None:
         """Raise if the model is offloaded: `what` needs it whole in memory, and `instead` says what to do."""
         if self.offloaded:
-            raise TuneportError(
-                f"{what} needs whole models in memory, and {self.name} is larger than `memory_budget`: {instead}."
-            )
+            large = f"{self.name} is larger than `memory_budget`"
+            raise TuneportError(f"{what} needs whole models in memory, and {large}: {instead}.")
 
     def check_kind(self, data: DatasetLike) -> None:
         """Raise if the data hold images and the model reads texts, or the other way round."""
@@ -179,10 +178,8 @@ class Family(ABC):
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
         """Open the model offloaded; without `weights` its weight files need not exist."""
         del dtype, weights
-        raise CheckpointError(
-            f"{reference} cannot be built without its weights, as only transformers' folders can: leave out "
-            "`shapes_only`."
-        )
+        why = "as only transformers' folders can"
+        raise CheckpointError(f"{reference} cannot be built without its weights, {why}: leave out `shapes_only`.")
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:

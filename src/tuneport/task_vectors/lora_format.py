@@ -63,15 +63,12 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
     """Open an adapter folder, or the active adapter of a live model; refuse one that cannot be read exactly."""
     adapter = _live_adapter(thing) if isinstance(thing, nn.Module) else _stored_adapter(Path(thing))
     kind = getattr(adapter.config.get("peft_type"), "value", adapter.config.get("peft_type"))
+    merge = "Merge it into its base."
     if kind != "LORA":
-        raise CheckpointError(
-            f"{adapter.name} is an adapter of type {kind}; tuneport reads LORA. Merge it into its base."
-        )
+        raise CheckpointError(f"{adapter.name} is an adapter of type {kind}; tuneport reads LORA. {merge}")
     unread = [words for key, words in UNREAD.items() if adapter.config.get(key)]
     if unread:
-        raise CheckpointError(
-            f"{adapter.name} uses {first_of(unread)}, which tuneport does not read. Merge it into its base."
-        )
+        raise CheckpointError(f"{adapter.name} uses {first_of(unread)}, which tuneport does not read. {merge}")
     start = adapter.config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise CheckpointError(

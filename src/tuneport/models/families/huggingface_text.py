@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_object
-from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
+from ...layers import LooseTensor, RowRanges, find_layers, find_loose
 from ..base import Batch, Model, outside_of
 from ..heads import config_classes
 from ..tokenizer import Reader
@@ -39,10 +39,8 @@ HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Mode
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
 LONGEST = 512  # tokens, even if the model accepts more
 POOLING = {  # the keys of sentence-transformers
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean": "mean",
-    "pooling_mode_cls_token": "first",
-    "pooling_mode_cls": "first",
+    **dict.fromkeys(("pooling_mode_mean_tokens", "pooling_mode_mean"), "mean"),
+    **dict.fromkeys(("pooling_mode_cls_token", "pooling_mode_cls"), "first"),
     "pooling_mode_lasttoken": "last",
 }
 SENTENCE_SCALE = 20.0  # factor of cosines in the training of sentence encoders
@@ -81,7 +79,10 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     within: tuple[str, ...] = ()  # the name prefixes of everything but heads over the vocabulary
     if writes or head == "ForMaskedLM":
         within = ("shared.", "encoder.", "decoder.") if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)
-    layers = _layers(module, config, within)
+    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    found_layers = find_layers(module, fused=_fused(module, heads, groups), within=within, heads=heads)
+    layers = tuple(replace(layer, heads=groups) if layer.role in ("k", "v") else layer for layer in found_layers)
     loose = find_loose(module, layers, within=within)
     reader = None
     if model.folder is not None and any((model.folder / name).is_file() for name in TOKENIZER_FILES):
@@ -134,13 +135,6 @@ def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor,
     )
 
 
-def _layers(module: nn.Module, config: Any, within: tuple[str, ...]) -> tuple[Layer, ...]:
-    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
-    groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    found = find_layers(module, fused=_fused(module, heads, groups), within=within, heads=heads)
-    return tuple(replace(layer, heads=groups) if layer.role in ("k", "v") else layer for layer in found)
-
-
 def _fused(module: nn.Module, heads: int, groups: int) -> dict[str, dict[str, RowRanges]]:
     """The rows of each layer in fused projections."""
     found: dict[str, dict[str, RowRanges]] = {}
@@ -173,14 +167,6 @@ def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if config.pad_token_id is None:  # classifiers look for the last token before the padding
         config.pad_token_id = tokenizer.pad_token_id
-    accepted = inspect.signature(type(module).forward).parameters
-    names = tuple(name for name in tokenizer.model_input_names if name in accepted)
-    wanted = tuple(dict.fromkeys((*names, "input_ids", "attention_mask")))
-    return Reader(tokenizer, _longest(tokenizer, config), wanted, int(config.vocab_size))
-
-
-def _longest(tokenizer: Any, config: Any) -> int:
-    """The most tokens of a text."""
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST
     limits = {"max_position_embeddings": positions, "model_max_length of the tokenizer": tokenizer.model_max_length}
     for name, limit in limits.items():
@@ -188,7 +174,11 @@ def _longest(tokenizer: Any, config: Any) -> int:
             raise CheckpointError(f"{name} is {limit!r}; expected the number of tokens that a text may have.")
     if config.model_type in OFFSET_POSITIONS:
         positions -= int(config.pad_token_id or 0) + 1
-    return int(min(positions, tokenizer.model_max_length, LONGEST))
+    longest = int(min(positions, tokenizer.model_max_length, LONGEST))
+    accepted = inspect.signature(type(module).forward).parameters
+    names = [name for name in tokenizer.model_input_names if name in accepted]
+    wanted = tuple(dict.fromkeys((*names, "input_ids", "attention_mask")))
+    return Reader(tokenizer, longest, wanted, int(config.vocab_size))
 
 
 def _pooling(folder: Path | None, default: str) -> str:

@@ -89,9 +89,8 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
     """The `encode` of a model: its folder's image processor (preprocessor_config.json)."""
     path = folder / "preprocessor_config.json"
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no {path.name}, needed to prepare images. Copy it from the original model."
-        )
+        need = f"no {path.name}, needed to prepare images"
+        raise CheckpointError(f"{folder} has {need}. Copy it from the original model.")
     read_json(path, "a preprocessor configuration")
     with quiet(), reraised(f"{path} cannot be used"):
         from transformers import AutoImageProcessor

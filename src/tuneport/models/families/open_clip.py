@@ -104,10 +104,9 @@ def _find(reference: str) -> Location:
         return Location(name, file, str(file))
     settings = library.get_pretrained_cfg(name, wanted)
     if not settings:
+        weights = f"open_clip's weights of {name}"
         tags = first_of(library.list_pretrained_tags_by_model(name), 20) or "none"
-        raise CheckpointError(
-            f"{wanted} is neither a file nor one of open_clip's weights of {name}, which are: {tags}."
-        )
+        raise CheckpointError(f"{wanted} is neither a file nor one of {weights}, which are: {tags}.")
     with _quiet(), fetching(reference, "open_clip", name):
         return Location(name, Path(library.download_pretrained(settings)), wanted)
 
