@@ -225,8 +225,8 @@ def _method_rows(
         with Scaled(job.target.module, vector) as scaled:
             scaled.set(scale)
             share = accuracy(scaled.module)
-        held_out = {"held_out_before": before, "held_out_after": after}
-        yield replace(blank, scale_rule=rule, accuracy=share, scale=scale, **held_out), vector
+        row = replace(blank, scale_rule=rule, accuracy=share, scale=scale)
+        yield replace(row, held_out_before=before, held_out_after=after), vector
 
 
 def _finetuning_rows(task: Task, job: Job, blank: Row, warm: TaskVector | None) -> Iterator[Row]:
