@@ -148,7 +148,7 @@ def write(folder: Path, model: CLIPVisionModelWithProjection, class_embeds: Tens
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=1) + "\n")
     (folder / "heads").mkdir(exist_ok=True)
     save_file(
-        {"class_embeds": class_embeds.contiguous(), "logit_scale": scale},
+        {"class_embeds": class_embeds.contiguous(), "logit_scale": scale.log()},
         folder / "heads" / "digits.safetensors",
         metadata={"classes": json.dumps([str(c) for c in range(10)])},
     )

@@ -8,6 +8,7 @@ targetb (the target's shape with other class names or class order).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,7 +285,7 @@ def write_head(
 ) -> Path:
     path.parent.mkdir(exist_ok=True)
     embeds = torch.randn(len(classes), width, generator=torch.Generator().manual_seed(seed))
-    save_file({"class_embeds": embeds, "logit_scale": torch.tensor(scale)}, path, {"classes": json.dumps(classes)})
+    save_file({"class_embeds": embeds, "logit_scale": torch.tensor(math.log(scale))}, path, {"classes": json.dumps(classes)})
     return path
 
 

@@ -195,7 +195,8 @@ class TestHeads:
             assert head.classes == HEAD_CLASSES
             assert head.class_embeds is not None
             assert torch.equal(head.class_embeds, stored["class_embeds"])
-            assert head.logit_scale == 10.0, "stored as the factor itself"
+            # stored as a float32 logarithm: its rounding, 2^-24 of 2.3, is the relative error of the factor
+            assert head.logit_scale == pytest.approx(10.0, rel=2.4 * 2**-24)
 
     def test_scores_are_scaled_cosines(self, zoo: Zoo) -> None:
         model = open_model(zoo["clip_vision-base"])
@@ -294,6 +295,11 @@ class TestHeads:
                 {"class_embeds": torch.full((1, 3), torch.nan), "logit_scale": torch.ones(())},
                 {"classes": '["a"]'},
                 "holds NaN or infinite values",
+            ),
+            (
+                {"class_embeds": torch.ones(1, 3), "logit_scale": torch.tensor(18.97)},
+                {"classes": '["a"]'},
+                r"logit_scale 18\.97, a factor of e\^18\.97: it is the logarithm of the factor, at most ln 100",
             ),
         ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ PROMPTS = (
     "a small image of a {}.",
     "an example of a {}.",
 )
+LARGEST_LOG_SCALE = 4.61  # CLIP clips its factor at 100 = e^4.6052
 
 
 def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
@@ -74,7 +76,7 @@ class Head:
 
 
 def read_head(path: Path) -> Head:
-    """Read `class_embeds`, `logit_scale` and the class names of a head file."""
+    """Read `class_embeds`, `logit_scale` (a logarithm, as CLIP stores it) and the class names of a head file."""
     stored = open_checkpoint(path)
     keys = ("class_embeds", "logit_scale")
     missing = [key for key in keys if key not in stored]
@@ -96,7 +98,12 @@ def read_head(path: Path) -> Head:
         )
     if not bool(torch.isfinite(embeds).all() and torch.isfinite(scale).all()):
         raise CheckpointError(f"{path} holds NaN or infinite values.")
-    return Head(path.stem, tuple(str(c) for c in classes), embeds, float(scale))
+    if float(scale) > LARGEST_LOG_SCALE:
+        raise CheckpointError(
+            f"{path} has logit_scale {float(scale):g}, a factor of e^{float(scale):g}: it is the logarithm of the factor, "
+            f"at most ln 100 = 4.605. If the file stores the factor itself, store its logarithm."
+        )
+    return Head(path.stem, tuple(str(c) for c in classes), embeds, math.exp(float(scale)))
 
 
 def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
