@@ -78,8 +78,7 @@ def transfer(
             return
         with claimed(out):
             _check_output(out, as_, rank, energy, overwrite or resume, source, finetuned, target, data, head)
-            test = read_test_split(data) if evaluate else None
-            job = prepared()
+            test, job = read_test_split(data) if evaluate else None, prepared()
             _check_job(job, method, as_, rank, energy, test)
             verdict = compare_models(job, method).record() if compare else None
             with _measuring(job, method) as (passes, advance):
