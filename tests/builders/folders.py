@@ -285,7 +285,9 @@ def write_head(
 ) -> Path:
     path.parent.mkdir(exist_ok=True)
     embeds = torch.randn(len(classes), width, generator=torch.Generator().manual_seed(seed))
-    save_file({"class_embeds": embeds, "logit_scale": torch.tensor(math.log(scale))}, path, {"classes": json.dumps(classes)})
+    save_file(
+        {"class_embeds": embeds, "logit_scale": torch.tensor(math.log(scale))}, path, {"classes": json.dumps(classes)}
+    )
     return path
 
 

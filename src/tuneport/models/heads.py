@@ -100,8 +100,8 @@ def read_head(path: Path) -> Head:
         raise CheckpointError(f"{path} holds NaN or infinite values.")
     if float(scale) > LARGEST_LOG_SCALE:
         raise CheckpointError(
-            f"{path} has logit_scale {float(scale):g}, a factor of e^{float(scale):g}: it is the logarithm of the factor, "
-            f"at most ln 100 = 4.605. If the file stores the factor itself, store its logarithm."
+            f"{path} has logit_scale {float(scale):g}, a factor of e^{float(scale):g}: it is the logarithm of the "
+            f"factor, at most ln 100 = 4.605. If the file stores the factor itself, store its logarithm."
         )
     return Head(path.stem, tuple(str(c) for c in classes), embeds, math.exp(float(scale)))
 
