@@ -127,6 +127,7 @@ class Drawn(Samples):
             inputs=Views(chosen.inputs, VIEWS, seed),
             labels=None if chosen.labels is None else np.tile(chosen.labels, VIEWS),
             targets=None if chosen.targets is None else list(chosen.targets) * VIEWS,
+            scores=None,
         )
         return replace(self, dataset=more, indices=np.arange(VIEWS * len(chosen)))
 
@@ -221,6 +222,7 @@ class Job:
     samples: Samples = field(default_factory=Given)
     losses: Sides[Loss] | None = None
     heads: Sides[Head] | None = None
+    teacher: TaskVector | None = None  # the whole change of the source, if the target's head is fitted to its scores
     match: Match | None = None
     completion: Completion = "svd"
     max_tokens: int | None = None
@@ -241,6 +243,11 @@ class Job:
     @property
     def target(self) -> Model:
         return self.models.target
+
+    @property
+    def fits_head(self) -> bool:
+        """True if the target's classification layer is fitted to the scores of the samples."""
+        return self.teacher is not None
 
     def for_(self, method: Method) -> Job:
         """The job with the signals of a method only; a MethodError where the method cannot serve it."""

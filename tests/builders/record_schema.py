@@ -102,6 +102,11 @@ class SimilarityEntry(TypedDict):
     residual: Measured
 
 
+class FittedHead(TypedDict):
+    tensors: list[str]
+    classes: list[str]
+
+
 class RunRecord(PreparedRecord):
     """The record of a transfer, before it is written."""
 
@@ -115,6 +120,7 @@ class RunRecord(PreparedRecord):
     layers: list[LayerEntry]
     not_transported: list[KeptTensor]
     left_behind: list[KeptTensor]
+    head: NotRequired[FittedHead]
     scale_choice: NotRequired[ScaleChoiceEntry]
     cost: NotRequired[Cost]
     evaluation: NotRequired[Evaluation]

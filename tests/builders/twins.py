@@ -94,6 +94,8 @@ class Twin:
             return self.units(layer, layer.in_features), self.stream
         if role in ("pooler", "pre-classifier"):
             return self.stream, self.head
+        if role == "patch":  # pixels stay as they are
+            return torch.eye(layer.in_features, dtype=torch.float64), self.stream
         assert role == "classifier", layer
         deep = any(other.role in ("pooler", "pre-classifier") for other in self.model.layers)
         return self.head if deep else self.stream, torch.eye(layer.out_features, dtype=torch.float64)

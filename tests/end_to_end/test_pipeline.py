@@ -67,7 +67,7 @@ def outputs(module: nn.Module, model: Any) -> Tensor:
 class TestEveryCrossing:
     @pytest.fixture
     def result(self, zoo: Zoo, source: str, target: str) -> Result:
-        return cross(zoo, source, target)
+        return cross(zoo, source, target, head_fit="none")
 
     def test_moves_layers_and_accounts_for_every_tensor(
         self, zoo: Zoo, source: str, target: str, result: Result
@@ -127,7 +127,8 @@ def test_class_logits_of_one_label_set_are_not_aligned(zoo: Zoo, tmp_path: Path)
     folder = Path(shutil.copytree(zoo["dinov2-target"], tmp_path / "reordered"))
     edit_json(folder / "config.json", id2label={"0": "owl", "1": "cat", "2": "dog"}, label2id=None)
     for method in ("bico", "theseus"):
-        result = transfer(zoo["vit-base"], zoo["vit-tuned"], folder, zoo.data, samples=SAMPLES, method=method)
+        trio = zoo["vit-base"], zoo["vit-tuned"], folder
+        result = transfer(*trio, zoo.data, samples=SAMPLES, method=method, head_fit="none")
         bias = load(zoo["vit-tuned"]).classifier.bias - load(zoo["vit-base"]).classifier.bias  # cat, dog, owl
         torch.testing.assert_close(result.task_vector.dense("classifier.bias"), bias.detach()[[2, 0, 1]])
         record = next(record for record in result.records if record.target == "classifier.weight")
@@ -136,7 +137,9 @@ def test_class_logits_of_one_label_set_are_not_aligned(zoo: Zoo, tmp_path: Path)
         assert result.task_vector.shape("classifier.weight") == (3, 48), "DINOv2 classifies two tokens side by side"
 
 
-def test_other_labels_are_aligned_like_any_space(zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["bico", "theseus"])
+@pytest.mark.parametrize("head_fit", ["auto", "none"])
+def test_a_head_for_other_classes_is_never_moved(zoo: Zoo, tmp_path: Path, method: str, head_fit: str) -> None:
     folder = Path(shutil.copytree(zoo["vit-target"], tmp_path / "more"))
     edit_json(folder / "config.json", id2label={str(i): c for i, c in enumerate((*CLASSES, "emu"))}, label2id=None)
 
@@ -145,10 +148,15 @@ def test_other_labels_are_aligned_like_any_space(zoo: Zoo, tmp_path: Path) -> No
         tensors["classifier.bias"] = torch.cat([tensors["classifier.bias"], torch.ones(1)])
 
     edit_weights(folder, widen)
-    result = transfer(zoo["vit-base"], zoo["vit-tuned"], folder, zoo.data, samples=SAMPLES)
-    assert result.task_vector.shape("classifier.weight") == (4, 24)
-    record = next(record for record in result.records if record.target == "classifier.weight")
-    assert record.rank_out is not None
+    trio = zoo["vit-base"], zoo["vit-tuned"], folder
+    result = transfer(*trio, zoo.data, samples=SAMPLES, method=method, head_fit=head_fit)
+    assert not {"classifier.weight", "classifier.bias"} & set(result.task_vector)
+    module = result.apply()
+    own = load_file(folder / "model.safetensors")["classifier.weight"]
+    if head_fit == "none":
+        assert torch.equal(module.classifier.weight, own)
+    else:
+        assert module.classifier.weight.shape == (3, 24), "those of the fine-tune"
 
 
 class TestMethods:

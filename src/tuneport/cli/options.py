@@ -31,6 +31,12 @@ Shots = Annotated[int | None, typer.Option(help="Calibration samples per class, 
 SamplerName = Annotated[str, typer.Option(help="How samples are drawn; see 'tuneport samplers'.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draw.", min=0, max=2**63 - 1)]
 HeadName = Annotated[str | None, typer.Option(help="Zero-shot head: a name in the models' heads/ folder, or a file.")]
+HeadFit = Annotated[
+    str,
+    typer.Option(
+        help='Classification head of the fine-tune: "auto" fits one on the target, "none" keeps the target\'s.'
+    ),
+]
 LossName = Annotated[
     str | None,
     typer.Option(help="classification, contrastive, causal, seq2seq or MODULE:FUNCTION; else by the data."),
@@ -45,7 +51,11 @@ MemoryBudget = Annotated[
     str | None, typer.Option(help="Memory of the device that models, statistics and result may take, such as 8GiB.")
 ]
 LabelsName = Annotated[
-    str, typer.Option(help='"data": use the labels of the data; "source": let the fine-tuned source label the samples.')
+    str | None,
+    typer.Option(
+        help='"data": use the labels of the data; "source": let the fine-tuned source label the samples. Unless given, '
+        "labels of the data are used where there are any, and a classification head is fitted to the source's scores."
+    ),
 ]
 DtypeName = Annotated[
     str, typer.Option(help="What models run in: float32, bfloat16 or float16; what is written does not change.")

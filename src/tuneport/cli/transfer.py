@@ -36,7 +36,8 @@ def transfer(
     seed: options.Seed = 0,
     scale: options.Scale = None,
     head: options.HeadName = None,
-    labels: options.LabelsName = "data",
+    head_fit: options.HeadFit = "auto",
+    labels: options.LabelsName = None,
     loss: options.LossName = None,
     as_: options.As = "model",
     rank: options.Rank = None,
@@ -102,7 +103,7 @@ def transfer(
     if json:
         emit_json(record)
     else:
-        _print_result(record, data if labels == "data" else None, head)
+        _print_result(record, data if "labels" not in record["data"] else None, head)
 
 
 def _check_output(

@@ -57,7 +57,8 @@ class Dataset:
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index `classes`, which
     `label_texts` describe; `prompts` are the templates of a known task. `split` is the split's name in the source, or
-    "all" if it has none. `files` are the files that were read, without the image files of single samples.
+    "all" if it has none. `files` are the files that were read, without the image files of single samples. `scores` (N,
+    classes) are the class scores that a teacher gives to the samples.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -74,6 +75,7 @@ class Dataset:
     prompts: tuple[str, ...] = ()
     label_texts: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    scores: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -93,6 +95,7 @@ class Dataset:
             inputs=_pick(self.inputs, picked),
             labels=None if self.labels is None else self.labels[picked],
             targets=None if self.targets is None else _pick(self.targets, picked),
+            scores=None if self.scores is None else self.scores[picked],
         )
 
 

@@ -5,6 +5,7 @@ A family fills in a Model; no other package needs to know which library made it.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, DataError, TuneportError
 from ..io.checkpoint import read_object, write_checkpoint
-from ..io.tensors import renamed
+from ..io.tensors import LazyTensors, TensorSpec, describe, renamed
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .tokenizer import Reader
 
@@ -41,6 +42,19 @@ class DatasetLike(Protocol):
     def label_texts(self) -> tuple[str, ...]: ...
 
 
+@dataclass(frozen=True)
+class Labelling:
+    """What a classification layer decides: of what ("image", "sequence" or "token") and among which classes.
+
+    `problem` is transformers' `problem_type`, if it is stated: "single_label_classification",
+    "multi_label_classification" or "regression".
+    """
+
+    task: str
+    classes: tuple[str, ...]
+    problem: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """A model with everything a transfer needs to know of it. A field is None if the model has no such thing.
@@ -54,6 +68,10 @@ class Model:
         folder: the model's folder, for files that are copied along.
         kind: "image" or "text", what the model reads.
         classes: class names of its classification layer.
+        task: what that layer labels, if it can be made anew: "image", "sequence" or "token".
+        problem: transformers' `problem_type` of that layer, if it is stated.
+        classifier: the path of that layer, the last one of the head.
+        fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
         encode: raw samples -> the module's inputs.
         features: runs the module and returns one vector per sample, of size `width`.
         logits: runs the module and returns the scores of its classification layer.
@@ -81,6 +99,10 @@ class Model:
     folder: Path | None = None
     kind: str | None = None
     classes: tuple[str, ...] = ()
+    task: str = ""
+    problem: str = ""
+    classifier: str | None = None
+    fresh: frozenset[str] = frozenset()
     encode: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
     features: Forward | None = None
     logits: Forward | None = None
@@ -107,6 +129,24 @@ class Model:
         if self.kind == "text" and self.folder is not None:
             return f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original."
         return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
+
+    @property
+    def labelling(self) -> Labelling | None:
+        """What the classification layer decides, if there is one that can be made anew."""
+        return Labelling(self.task, self.classes, self.problem) if self.task else None
+
+    @property
+    def classifier_parameters(self) -> frozenset[str]:
+        """The names of the parameters of the classification layer, if there is one."""
+        if self.classifier is None:
+            return frozenset()
+        layer = self.module.get_submodule(self.classifier)
+        return frozenset(f"{self.classifier}.{name}" for name, _ in layer.named_parameters())
+
+    @property
+    def head(self) -> frozenset[str]:
+        """The parameters of a head that is carried as a whole: the classification layer, and what is fresh."""
+        return self.fresh | self.classifier_parameters
 
     @property
     def device(self) -> torch.device:
@@ -142,12 +182,56 @@ class Model:
         """Whether the live name of a parameter, or its name in the files, matches one of the patterns."""
         return any(fnmatchcase(known, glob) for known in (name, self.file_names.get(name, name)) for glob in patterns)
 
+    def with_head(self, head: Mapping[str, Tensor]) -> Model:
+        """The same model with other values of the parameters of its head; everything else is shared."""
+        module = self.module
+        for name, tensor in head.items():
+            stored = tensor.to(describe(self.tensors, self.file_names[name]).dtype)  # as it is written
+            module = _with_parameter(module, name.split("."), stored)
+        live = {self.file_names[name]: module.get_parameter(name) for name in head}
+        names = {name: name for name in self.tensors if name not in live}
+        return replace(self, module=module, tensors=HeadedTensors(self.tensors, names, live))
+
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights, in memory."""
         return replace(self, module=module, offloaded=False)
 
 
 ModelLike = Model | nn.Module | str | Path  # what a user may give as a model
+
+
+def _with_parameter(module: nn.Module, path: Sequence[str], tensor: Tensor) -> nn.Module:
+    """A copy of a module that shares all but one parameter."""
+    new, (first, *rest) = copy.copy(module), path
+    new._modules, new._parameters = dict(module._modules), dict(module._parameters)
+    if rest:
+        new._modules[first] = _with_parameter(module.get_submodule(first), rest, tensor)
+    else:
+        old = module.get_parameter(first)
+        new._parameters[first] = nn.Parameter(tensor.detach().to(old), requires_grad=old.requires_grad)
+    return new
+
+
+class HeadedTensors(LazyTensors):
+    """The stored tensors of a model that was given a head: under other names, with the tensors of the head.
+
+    Args:
+        stored: the tensors in the files.
+        names: new name -> name in the files.
+        head: the tensors of the head, by their new names; they are stored in the dtype of the others.
+    """
+
+    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], head: Mapping[str, Tensor]) -> None:
+        dtype = describe(stored, next(iter(names.values()))).dtype
+
+        def read(name: str) -> Tensor:
+            return head[name].detach().to("cpu", dtype) if name in head else stored[names[name]]
+
+        def spec(name: str) -> TensorSpec:
+            return TensorSpec(tuple(head[name].shape), dtype) if name in head else describe(stored, names[name])
+
+        super().__init__((*names, *head), read, spec)
+        self.files: tuple[Path, ...] = getattr(stored, "files", ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +264,18 @@ class Family(ABC):
         del dtype, weights
         why = "as only transformers' folders can"
         raise CheckpointError(f"{reference} cannot be built without its weights, {why}: leave out `shapes_only`.")
+
+    def labelling(self, reference: str) -> Labelling | None:
+        """What the classification layer of a model in files decides; None if it has none."""
+        return self.open(reference, device=torch.device("cpu"), trust_remote_code=False, dtype=torch.float32).labelling
+
+    def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
+        """The model with a classification layer for these classes: its own if it knows them, else a fresh one."""
+        del labelling, trust_remote_code
+        raise CheckpointError(
+            f"{model.name} cannot have a classification layer: {model.library} has no class for it. Give another "
+            'target, or `head_fit="none"`.'
+        )
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:

@@ -124,13 +124,20 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     if model.logits is not None:
         return Head("classifier", model.classes)
     words = dataset.label_texts or dataset.classes
-    if model.embed_texts is not None and words:
+    numbers = model.kind == "text" and not dataset.prompts and bool(words) and all(word.isdecimal() for word in words)
+    if model.embed_texts is not None and words and not numbers:
         prompts = dataset.prompts or (("{}",) if model.kind == "text" else PROMPTS)
         embeds = class_embeddings(words, prompts, model.embed_texts)
         return Head("text", dataset.classes, embeds, model.logit_scale)
     if dataset.name in paths or len(paths) == 1:
         return _read_fitting(model, paths.get(dataset.name, stored[0]))
     known = f"choose one of its heads with `head`: {first_of(paths)}" if paths else "pass `head=FILE`"
+    if numbers:
+        raise DataError(
+            f"the classes of {dataset.name} are numbers ({first_of(words, 3)}), and {model.name} has no classification "
+            f'layer: it needs words for them. Describe them, `head=FILE.json` with {{{words[0]!r}: "..."}}, or name a '
+            "task (TASK:PATH), or give a fine-tune with a classification layer."
+        )
     if model.embed_texts is not None:
         raise DataError(f"{dataset.name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")

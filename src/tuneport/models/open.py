@@ -16,7 +16,7 @@ from ..io.sizes import free_memory
 from ..io.validate import check_unquantised
 from ..task_vectors.lora_format import is_adapter
 from ..types import Sides
-from .base import Family, Model, ModelLike, Stored, describe_any
+from .base import Family, Labelling, Model, ModelLike, Stored, describe_any
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
@@ -93,6 +93,24 @@ def open_both(
 def describe_module(module: nn.Module) -> Model:
     """The Model of a live module, with its family's knowledge if a family knows it."""
     return next((family.describe(module) for family in FAMILIES if family.knows(module)), None) or describe_any(module)
+
+
+def labelling_of(model: ModelLike) -> Labelling | None:
+    """What the classification layer of a model decides, read from its files without building it if possible."""
+    if isinstance(model, Model):
+        return model.labelling
+    if isinstance(model, nn.Module):
+        return describe_module(model).labelling
+    family, found = _find(model)
+    return family.labelling(found) if family is not None else None
+
+
+def as_classifier(model: Model, labelling: Labelling, *, trust_remote_code: bool = False) -> Model:
+    """The model with a classification layer for these classes; the given one is not changed."""
+    family = next((family for family in FAMILIES if family.knows(model.module)), None)
+    if family is None:
+        raise CheckpointError(f'tuneport does not know the family of {model.name}: pass `head_fit="none"`.')
+    return family.classifier(model, labelling, trust_remote_code=trust_remote_code)
 
 
 def open_stored(reference: str | Path) -> Stored:

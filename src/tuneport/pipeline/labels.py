@@ -9,23 +9,26 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import SAMPLERS
 from ..errors import DataError, TuneportError, unknown_name
+from ..job import Drawn, Job
 from ..measure.accuracy import encode_batches
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.heads import Head
 from ..task_vectors.vector import TaskVector
+from .heads import fit_head, put, with_scores
 from .scale import Scaled
 
 LABELS = ("data", "source")  # whose labels the samples have
 
 
-def check_labels(name: str, sampler: str, shots: int | None) -> None:
+def check_labels(name: str | None, sampler: str, shots: int | None) -> None:
     """Refuse an unknown name, and a draw by labels that are not used."""
-    if name not in LABELS:
+    if name is not None and name not in LABELS:
         raise TuneportError(unknown_name("labels", name, LABELS))
     by_class = sampler in SAMPLERS and SAMPLERS[sampler].needs_labels
     if name == "source" and (by_class or shots is not None):
@@ -33,19 +36,22 @@ def check_labels(name: str, sampler: str, shots: int | None) -> None:
         raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
 
 
-def labelled_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> Dataset:
-    """The samples with the classes that the model with its change gives them, whatever their own labels are.
-
-    The model is restored.
-    """
+def scores_by(
+    model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32
+) -> NDArray[np.float64]:
+    """The class scores (N, classes) that the model, with its change, gives to the samples; it is restored after."""
     model.require_in_memory("labelling samples", "give a larger one, or data with labels")
-    blank = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=head.classes)
     with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):
         tuned.set(1.0)
         with torch.no_grad():
-            batches = encode_batches(model, blank, batch_size)
-            found = [head.scores(model, tuned.module, batch).argmax(-1).cpu() for batch, _ in batches]
-    return replace(blank, labels=torch.cat(found).numpy())
+            batches = encode_batches(model, data, batch_size)
+            found = [head.scores(model, tuned.module, batch).double().cpu() for batch, _ in batches]
+    return torch.cat(found).numpy()
+
+
+def labelled_by(scores: NDArray[np.float64], classes: tuple[str, ...], data: Dataset) -> Dataset:
+    """The samples with the classes of the highest scores; labels of their own are not looked at."""
+    return replace(data, labels=scores.argmax(-1).astype(np.int64), classes=classes)
 
 
 def agreement(labelled: Dataset, known: Dataset) -> float | None:
@@ -57,3 +63,25 @@ def agreement(labelled: Dataset, known: Dataset) -> float | None:
     except DataError:
         return None
     return float(np.mean(known.labels == labelled.labels))
+
+
+def measurable(job: Job) -> Job:
+    """The job with the scores of the fine-tuned source, and with a head of the target that means the same.
+
+    That head says of the target's base features what the trained head says of the source's: both models are measured
+    with the same function of their features, so that their gradients compare. Jobs that fit no head stay as they are.
+    """
+    if job.teacher is None:
+        return job
+    samples, source, target = job.samples, job.source, job.target
+    assert isinstance(samples, Drawn)
+    assert samples.heads is not None
+
+    def scored(change: TaskVector) -> Drawn:
+        assert samples.heads is not None
+        return with_scores(
+            samples, scores_by(source, change, samples.heads.source, samples.chosen, batch_size=samples.size)
+        )
+
+    put(target.module, fit_head(target, target.module, scored(TaskVector({}))))
+    return job if samples.chosen.scores is not None else replace(job, samples=scored(job.teacher))

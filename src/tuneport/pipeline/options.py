@@ -11,6 +11,8 @@ from ..pairing import DepthRule, LayerPair, nearest_block
 from ..types import Completion, Loss
 from .labels import check_labels
 
+HEAD_FITS = ("auto", "none")
+
 
 class Options(TypedDict, total=False):
     """The options of a transfer, shared by Python and the command line."""
@@ -20,7 +22,8 @@ class Options(TypedDict, total=False):
     sampler: str  # how they are drawn: "random", or another name of `tuneport samplers`
     seed: int  # of the draw
     head: str | None  # the zero-shot head: a name in the models' heads/ folder, or a file
-    labels: str  # "data": use the labels of the data; "source": let the fine-tuned source label the samples
+    head_fit: str  # "auto": fit the classification head of a fine-tune on the target; "none": the target keeps its own
+    labels: str | None  # "data": use the labels of the data; "source": let the fine-tuned source label the samples
     loss: str | Loss | tuple[Loss, Loss] | None  # an objective's name, MODULE:FUNCTION, or a function (for each model)
     match: Match | None  # pairs the tokens of own batches
     pairs: Sequence[LayerPair] | None  # the pairing, in place of roles and depth
@@ -42,7 +45,8 @@ DEFAULTS: Options = {
     "sampler": "random",
     "seed": 0,
     "head": None,
-    "labels": "data",
+    "head_fit": "auto",
+    "labels": None,
     "loss": None,
     "match": None,
     "pairs": None,
@@ -66,6 +70,8 @@ def check_options(options: Options) -> Options:
             raise TuneportError(unknown_name("option", name, DEFAULTS))
     given = cast(Options, {**DEFAULTS, **options})
     check_labels(given["labels"], given["sampler"], given["shots"])
+    if given["head_fit"] not in HEAD_FITS:
+        raise TuneportError(unknown_name("head_fit", given["head_fit"], HEAD_FITS))
     tokens, budget = given["max_tokens"], given["memory_budget"]
     if tokens is not None and tokens < 1:
         raise TuneportError(f"`max_tokens` must be at least 1, got {tokens}. Leave it out to use every token.")

@@ -30,6 +30,7 @@ from ..pairing import (
 )
 from ..task_vectors.vector import TaskVector
 
+FITTED = "classification layer: fitted to the scores of the fine-tuned source, not moved"
 NO_PARAMETER = "no parameter of the model that the configuration describes"
 
 
@@ -42,10 +43,24 @@ def plan_of(
     roles: Mapping[str, str | None] | None = None,
     depth_rule: DepthRule = nearest_block,
     exclude: Sequence[str] = (),
+    fits_head: bool = False,
 ) -> Plan:
-    """Pair the layers that a task vector changes, and give the reason why each other tensor of the target stays."""
+    """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays.
+
+    Args:
+        source, target: the two models.
+        vector: what the fine-tune changed in the source.
+        pairs: the pairing, in place of roles and depth.
+        roles: source roles to target roles where their names differ.
+        depth_rule: which source block a target block takes.
+        exclude: name patterns of tensors to leave alone.
+        fits_head: the target's classification head is fitted, and not paired.
+    """
     apart = _vocabularies_apart(source, target)
     source = replace(source, vocabulary_head=()) if apart else source
+    unlike = [*_heads_apart(source, target, fits_head), *_sequences_apart(source, target)] if pairs is None else []
+    unpaired = {item.tensor for item in unlike}
+    target = replace(target, layers=tuple(layer for layer in target.layers if layer.weight not in unpaired))
     if pairs is None:
         source_layers, source_loose = _included(source, exclude, vector)
         target_layers, target_loose = _included(target, exclude)
@@ -66,8 +81,44 @@ def plan_of(
     more += [Kept(*item) for item in target.outside.items()]
     if pairs is not None:
         more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
-    kept = (*apart, *_unchanged(plan, source, vector), *more)
+    kept = (*apart, *unlike, *_unchanged(plan, source, vector), *more)
     return replace(plan, kept=kept, target_layers=target.layers)
+
+
+def _heads_apart(source: Model, target: Model, fits_head: bool) -> list[Kept]:
+    """The target's head, where it is fitted as a whole, or decides among other classes than the source's."""
+    if fits_head:
+        return [
+            Kept(
+                name, FITTED if name in target.classifier_parameters else "new part of the head: it stays as it is made"
+            )
+            for name in sorted(target.head)
+        ]
+    counts = [layer.out_features for model in (source, target) for layer in model.layers if layer.role == "classifier"]
+    known = source.classifier is not None and target.classifier is not None
+    if len(counts) < 2 or (not known and len(set(counts)) == 1) or _class_map(source, target):
+        return []
+    reason = "classification layer for other classes: the target keeps its own"
+    layers = [layer for layer in target.layers if layer.role == "classifier"]
+    return [Kept(name, reason) for layer in layers for name in (layer.weight, layer.bias) if name is not None]
+
+
+def _sequences_apart(source: Model, target: Model) -> list[Kept]:
+    """Layers of a Sequential that has other places in the source: the same number is another layer there."""
+    places: list[dict[str, set[str]]] = [{}, {}]
+    for known, model in zip(places, (source, target), strict=True):
+        for layer in model.layers:
+            parent, _, number = layer.role.rpartition(".")
+            if layer.block is None and number.isdecimal():
+                known.setdefault(parent, set()).add(number)
+    other = {parent for parent, numbers in places[1].items() if numbers != places[0].get(parent, numbers)}
+    return [
+        Kept(name, "layer of a Sequential of another depth than the source's: give both in pairs=[...]")
+        for layer in target.layers
+        if layer.block is None and layer.role.rpartition(".")[0] in other and layer.role.rpartition(".")[2].isdecimal()
+        for name in (layer.weight, layer.bias)
+        if name is not None
+    ]
 
 
 def _included(

@@ -21,7 +21,7 @@ from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import SAVE_EVERY, Work, fingerprint
 from ..types import OutputKind, Progress, ScaleRule
-from .result import check_output
+from .result import check_output, check_vector
 from .transfer import check_scale, conditions_of, run
 
 
@@ -62,6 +62,7 @@ def port(
     out, say = Path(out), note or (lambda _: None)
     method = get_method(method)
     scale = check_scale(scale, method)
+    check_vector(kind, job.fits_head)
     if test is not None:
         job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
     conditions = conditions_of(job, method, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})

@@ -29,6 +29,8 @@ from ..measure.signals import frozen
 from ..methods import Method, get_method
 from ..report.summary import number_text
 from ..types import Progress
+from .heads import fitted
+from .labels import measurable
 from .scale import Scaled
 from .statistics import measure_in_parts, problem_of
 
@@ -118,6 +120,7 @@ def compare(
     is measured. Nothing is written, and both models are restored.
     """
     held_out, *_ = _folds(job)
+    job = measurable(job)
     assert job.losses is not None
     similarity = compare_layers(
         job.source.module,
@@ -140,6 +143,7 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
     method = get_method(method)
     job = job.for_(method)
     folds = _folds(job)
+    job = measurable(job)
     sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
     before: list[Score] = []
     after: list[Score] = []
@@ -149,10 +153,13 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
         batches = [batch.target for batch in replace(samples, size=size)]
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         moved = method.transfer(problem_of(job, rest))
-        before += _scores(job, job.target.module, batches)
+        others = job.samples.take(np.delete(np.arange(len(job.samples)), fold))
+        with fitted(job, job.target.module, others):
+            before += _scores(job, job.target.module, batches)
         with Scaled(job.target.module, moved.task_vector, job.target.stored_parameters()) as scaled:
             scaled.set(1.0)
-            after += _scores(job, scaled.module, batches)
+            with fitted(job, scaled.module, others):
+                after += _scores(job, scaled.module, batches)
     return _compared(before, after)
 
 

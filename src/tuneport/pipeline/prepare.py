@@ -33,7 +33,8 @@ from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Loss, Sides, Signal
 from .change import Finetuned, change_of, every_layer, exclude_note, names_of, opened
-from .labels import agreement, labelled_by
+from .heads import labelling_by, scores_of_labels, take_head, with_heads, with_scores
+from .labels import agreement, labelled_by, scores_by
 from .options import Options, check_options
 from .plan import plan_of
 
@@ -73,13 +74,16 @@ def prepare(
         memory_budget=given["memory_budget"],
         trust_remote_code=given["trust_remote_code"],
     )
+    headed = None
     if finetuned is None:
         vector = every_layer(models.source)
         tuned: Finetuned = vector
     else:
         tuned = opened(finetuned)
-        vector = change_of(models.source, tuned, given["exclude"])
-    question = _ask(data, models, wanted, given, device)
+        headed = _headed(models, tuned, data, given)
+        models = headed or models
+        vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
+    question = _ask(data, models, wanted, given, device, fits=headed is not None)
     plan = plan_of(
         *models,
         vector,
@@ -87,9 +91,14 @@ def prepare(
         roles=given["roles"],
         depth_rule=given["depth_rule"],
         exclude=given["exclude"],
+        fits_head=question.fits,
     )
     losses = _losses(models, question, wanted)
     samples, about = _draw(question, models, tuned, vector, given, device)
+    teacher = None
+    if question.fits:
+        teacher = _whole_change(models.source, tuned) if given["exclude"] else vector
+        teacher = teacher.subset(name for name in teacher if name not in models.source.head)
     job = Job(
         models,
         vector,
@@ -98,6 +107,7 @@ def prepare(
         samples,
         losses,
         heads=question.heads,
+        teacher=teacher,
         match=given["match"],
         completion=given["completion"],
         max_tokens=given["max_tokens"],
@@ -107,6 +117,18 @@ def prepare(
     )
     known: Options = {**given, "device": str(device), "dtype": dtype}
     return replace(job, record=_record(job, question, known, note, tuned, about))
+
+
+def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Options) -> Sides[Model] | None:
+    """Both models with a head for the classes of the fine-tune, if it has one and it is to be fitted."""
+    own_batches = not isinstance(data, (str, Path, Dataset))
+    if given["head_fit"] == "none" or given["head"] is not None or given["loss"] not in (None, "classification"):
+        return None
+    labelling = None if own_batches else labelling_by(tuned, models.source)
+    if labelling is None:
+        return None
+    headed = with_heads(models, labelling, given["trust_remote_code"])
+    return None if headed.source.matches(f"{headed.source.classifier}.weight", given["exclude"]) else headed
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +143,17 @@ class _Question:
     loss: Loss | tuple[Loss, Loss] | None = None
     loss_name: str | None = None
     by_source: bool = False  # the fine-tuned source labels the samples
+    fits: bool = False  # the target's head is fitted
 
 
 def _ask(
-    data: Data | None, models: Sides[Model], signals: frozenset[Signal], given: Options, device: torch.device
+    data: Data | None,
+    models: Sides[Model],
+    signals: frozenset[Signal],
+    given: Options,
+    device: torch.device,
+    *,
+    fits: bool,
 ) -> _Question:
     """Read the training split once, and choose the objective, the loss and the heads."""
     loss, name = given["loss"], given["loss"] if isinstance(given["loss"], str) else None
@@ -137,9 +166,9 @@ def _ask(
         if not Path(place).exists():
             raise DataError(f"no data at {place}: no such file or folder.")
         data = place if task is None else data
-    question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name)
+    question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name, fits=fits)
     gradients = bool(NEEDS_BACKWARD & signals)
-    if signals and isinstance(data, (str, Path, Dataset)):
+    if (signals or fits) and isinstance(data, (str, Path, Dataset)):
         dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
         for model in models:
             if model.encode is None:
@@ -147,9 +176,10 @@ def _ask(
             model.check_kind(dataset)
         objective = choose_objective(dataset, models, wanted)
         question = replace(question, dataset=dataset, objective=objective)
-        if loss is None and gradients and objective.name == "classification":
+        if loss is None and (gradients or fits) and objective.name == "classification":
             _check_same_kind(models, dataset, given["head"])
-            if given["labels"] == "data" and dataset.labels is None and not isinstance(data, Dataset):
+            needed = given["labels"] == "data" or (given["labels"] is None and not fits)
+            if needed and dataset.labels is None and not isinstance(data, Dataset):
                 question = replace(question, dataset=read_data(data, "train"))  # the error names what is missing
             question = _with_heads(question, models, given, device)
         if loss is None and gradients:
@@ -184,12 +214,24 @@ def _with_heads(question: _Question, models: Sides[Model], given: Options, devic
     for model in models:
         with runnable(model, device):
             heads.append(choose_head(model, given["head"], known))
+    if given["head_fit"] != "none" and (heads[0].class_embeds is None) != (heads[1].class_embeds is None):
+        one, other = sorted(models, key=lambda model: model.logits is None)
+        raise DataError(
+            f"{one.name} has a classification layer and {other.name} has none, so their scores do not compare: give "
+            'two models of one kind, or `head_fit="none"` to use the head that each has.'
+        )
     by_source = given["labels"] == "source"
+    if given["labels"] is None and question.fits:
+        by_source = known.labels is None
     if by_source:  # the labels are classes of the source's head
         name = f"the head of {models.source.name}"
         known = Dataset((), np.zeros(0, dtype=np.int64), heads[0].classes, name=name)
-    for head in heads:
-        align_labels(known, head.classes)
+    try:
+        for head in heads:
+            align_labels(known, head.classes)
+    except DataError as error:
+        way = ' Or pass `labels="source"`: the fine-tuned source then labels the samples.'
+        raise DataError(f"{error}{way if question.fits else ''}") from error
     return replace(question, heads=Sides(*heads), by_source=by_source)
 
 
@@ -238,14 +280,21 @@ def _draw(
     )
     drawn = Drawn(models, dataset, indices, question.heads, given["batch_size"], question.objective)
     about = data_identity(data, dataset, indices, question.heads)
+    if question.heads is None:
+        return drawn, about
+    chosen, head = drawn.chosen, question.heads.source
+    if question.fits and given["labels"] == "data":
+        return with_scores(drawn, scores_of_labels(chosen, head.classes)), about
     if not question.by_source:
         return drawn, about
-    assert question.heads is not None
     change = _whole_change(models.source, tuned) if given["exclude"] else vector
-    labelled = labelled_by(models.source, change, question.heads.source, drawn.chosen, batch_size=drawn.size)
-    share = agreement(labelled, drawn.chosen)
+    change = change.subset(name for name in change if not question.fits or name not in models.source.head)
+    scores = scores_by(models.source, change, head, chosen, batch_size=drawn.size)
+    labelled = labelled_by(scores, head.classes, chosen)
+    share = agreement(labelled, chosen)
     about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
-    return replace(drawn, dataset=labelled, indices=np.arange(len(labelled))), about
+    drawn = replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
+    return with_scores(drawn, scores) if question.fits else drawn, about
 
 
 def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
@@ -267,7 +316,7 @@ def _record(
     values: dict[str, Any] = {
         **given,
         "samples": (len(job.samples) if isinstance(job.samples, Drawn) else 0) or given["samples"],
-        "labels": "source" if question.by_source else "data",
+        "labels": given["labels"],
         "loss": question.loss_name,
         "exclude": list(given["exclude"]),
         "roles": dict(given["roles"] or {}),

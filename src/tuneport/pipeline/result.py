@@ -82,6 +82,7 @@ class Result:
         place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
         record = {**self.record, "out": place, "as": kind}
         check_output(out, kind, overwrite, inputs=self._inputs())
+        check_vector(kind, "head" in self.record)
         if kind == "task-vector":
             names = {name: self.target.file_names[name] for name in self.task_vector}
             save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
@@ -127,6 +128,15 @@ def check_output(
         check_new_folder(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
     else:
         raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
+
+
+def check_vector(kind: OutputKind, fitted: bool) -> None:
+    """Refuse to write a fitted head as a task vector: it is not a difference from the target's files."""
+    if kind == "task-vector" and fitted:
+        raise TuneportError(
+            "a task vector cannot hold a fitted classification head: write a model or an adapter, or pass "
+            '`head_fit="none"`.'
+        )
 
 
 def check_adapter(job: Job, method: Method, rank: int | None, energy: float | None) -> None:

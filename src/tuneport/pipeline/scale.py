@@ -28,6 +28,7 @@ from ..methods import Transfer
 from ..task_vectors.low_rank import LowRank
 from ..task_vectors.vector import TaskVector
 from ..types import ScaleRule
+from .heads import fitted
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
@@ -184,11 +185,13 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
     """
     held_out = sides[0] is not sides[1]
     answers: dict[float, list[Answers]] = {scale: [] for scale in SCALES}
-    for done, judge in zip(moved, reversed(sides), strict=False):
+    for done, maker, judge in zip(moved, sides, reversed(sides), strict=False):
         batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.samples]
         with Scaled(judge.target.module, done.task_vector, judge.target.stored_parameters()) as scaled:
             for scale, seen in answers.items():
-                seen += _answers(judge, scaled, scale, batches)
+                scaled.set(scale)
+                with fitted(judge, scaled.module, maker.samples):
+                    seen += _answers(judge, scaled.module, batches)
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
@@ -198,18 +201,17 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
 Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or its mean loss for each sample
 
 
-def _answers(job: Job, scaled: Scaled, scale: float, batches: Sequence[Any]) -> list[Answers]:
-    """The answers of the target at one scale."""
-    scaled.set(scale)
+def _answers(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answers]:
+    """The answers of the target."""
     assert job.losses is not None
     found: list[Answers] = []
-    with frozen(scaled.module), torch.no_grad():
+    with frozen(module), torch.no_grad():
         for batch in batches:
             if job.heads is not None:
-                found.append((job.heads.target.scores(job.target, scaled.module, batch[0]).cpu(), batch[1].cpu()))
+                found.append((job.heads.target.scores(job.target, module, batch[0]).cpu(), batch[1].cpu()))
             else:
                 size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-                loss = float(job.losses.target(scaled.module, batch)) / size
+                loss = float(job.losses.target(module, batch)) / size
                 found.append((torch.full((size,), loss, dtype=torch.float64), None))
     return found
 

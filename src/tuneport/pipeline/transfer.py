@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..errors import TuneportError
 from ..job import Given, Job
 from ..methods import LayerRecord, Method, get_method, name_of
-from ..models.base import ModelLike
+from ..models.base import Model, ModelLike
 from ..pairing import Plan
 from ..report.record import to_json
 from ..runtime.budget import plan_passes
@@ -27,12 +27,14 @@ from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Progress, ScaleRule
+from .heads import fit_head
+from .labels import measurable
 from .move import Moved, move
 from .options import Options
 from .plan import left_behind, not_transported_by
 from .prepare import SCORED, Data, prepare
 from .result import Result
-from .scale import RULES
+from .scale import RULES, Scaled
 
 
 def transfer(
@@ -98,8 +100,19 @@ def run(
     started = time.perf_counter()
     if passes is None and job.memory_budget is not None:
         passes = plan_passes(job, job.memory_budget, method=method)
+    job = measurable(job)
     moved = move(job, method, scale, passes=passes, progress=progress, work=work)  # lines 3 to 9
-    return _result(job, method, scale, moved, time.perf_counter() - started)  # line 11
+    target = _refitted(job, moved)
+    return _result(job, method, scale, moved, target, time.perf_counter() - started)  # line 11
+
+
+def _refitted(job: Job, moved: Moved) -> Model:
+    """The target with its head fitted on its ported features, if the job fits heads; weights are shared."""
+    if not job.fits_head:
+        return job.target
+    with Scaled(job.target.module, moved.transfer.task_vector, job.target.stored_parameters()) as ported:
+        ported.set(moved.scale)
+        return job.target.with_head(fit_head(job.target, ported.module, job.samples))
 
 
 def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | ScaleRule:
@@ -127,7 +140,14 @@ def conditions_of(job: Job, method: Method, scale: float | str) -> dict[str, Any
     return plain
 
 
-def _result(job: Job, method: Method, scale: float | ScaleRule, moved: Moved, seconds: float) -> Result:
+def _result(
+    job: Job,
+    method: Method,
+    scale: float | ScaleRule,
+    moved: Moved,
+    target: Model,
+    seconds: float,
+) -> Result:
     done = moved.transfer
     kept = not_transported_by(job, done.task_vector, done.kept)
     record: dict[str, Any] = {
@@ -150,7 +170,9 @@ def _result(job: Job, method: Method, scale: float | ScaleRule, moved: Moved, se
         ]
         about = {"rule": choice.rule, "samples": choice.samples, "held_out": choice.held_out}
         record["scale_choice"] = {**about, "candidates": candidates}
-    return Result(job.target, done.task_vector, done.records, kept, moved.scale, record)
+    if job.fits_head:
+        record["head"] = {"tensors": sorted(target.classifier_parameters), "classes": list(target.classes)}
+    return Result(target, done.task_vector, done.records, kept, moved.scale, record)
 
 
 def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:

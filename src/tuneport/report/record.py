@@ -81,7 +81,8 @@ class Options(TypedDict):
     sampler: str
     seed: Count
     head: str | None
-    labels: NotRequired[Literal["data", "source"]]
+    head_fit: NotRequired[Literal["auto", "none"]]
+    labels: NotRequired[Literal["data", "source"] | None]
     loss: NotRequired[str | None]
     completion: Literal["svd", "none"]
     max_tokens: Positive | None

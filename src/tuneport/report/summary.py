@@ -27,6 +27,9 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
         ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
     ]
+    if "head" in record:
+        by = "the labels" if record["options"].get("labels") == "data" else "the scores of the fine-tuned source"
+        rows.append(("head", f"{len(record['head']['classes'])} classes, fitted to {by}"))
     for side in ("in", "out"):
         residuals = sorted(layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None)
         if residuals:
@@ -110,7 +113,8 @@ REPEATED: dict[str, Any] = {  # the options that a command repeats, with their d
     "sampler": "random",
     "seed": 0,
     "head": None,
-    "labels": "data",
+    "head_fit": "auto",
+    "labels": None,
     "loss": None,
     "completion": "svd",
     "max_tokens": None,

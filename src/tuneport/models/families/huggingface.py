@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
-from ..base import Family, Model, Stored, live_tensors, writer_with_config
+from ..base import Family, HeadedTensors, Labelling, Model, Stored, live_tensors, writer_with_config
 from ..outline import check_config, count_weights, outline_of, unread
 from . import not_imported, quiet
+from .huggingface_heads import classifier_around, labelling_of
 from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
@@ -58,6 +59,25 @@ class HuggingFace(Family):
 
     def stored(self, reference: str) -> Stored:
         return Stored(open_checkpoint(reference), Path(reference))
+
+    def labelling(self, reference: str) -> Labelling | None:
+        from transformers import PretrainedConfig
+
+        content = read_object(Path(reference) / "config.json", "a model configuration")
+        named = content.get("architectures")
+        name = named[0] if isinstance(named, list) and named else ""
+        with reraised(f"{reference}/config.json cannot be used"):
+            return labelling_of(str(name), PretrainedConfig.from_dict(content))
+
+    def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
+        module, fresh = classifier_around(model.module, labelling, model.name)
+        known = {id(parameter): model.file_names[name] for name, parameter in model.module.named_parameters()}
+        names, live = _file_names(module), dict(module.named_parameters())
+        files = {names[name]: known[id(parameter)] for name, parameter in live.items() if id(parameter) in known}
+        head = {names[name]: parameter for name, parameter in live.items() if id(parameter) not in known}
+        tensors = HeadedTensors(model.tensors, files, head)
+        new = _model(module, model.name, tensors, names, model.folder, trust_remote_code)
+        return replace(new, write=writer_with_config(module), fresh=fresh)
 
     def knows(self, module: nn.Module) -> bool:
         name, config = type(module).__name__, getattr(module, "config", None)

@@ -22,9 +22,9 @@ from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_object
 from ...layers import LooseTensor, RowRanges, find_layers, find_loose
 from ..base import Batch, Model, outside_of
-from ..heads import config_classes
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
+from .huggingface_heads import head_fields
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
 TEXT_KINDS: Mapping[str, str] = {
@@ -109,7 +109,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         layers=layers,
         loose=loose,
         kind="text",
-        classes=config_classes(config) if classifies else (),
+        **head_fields(module),
         encode=(lambda texts: reader.texts(texts).inputs) if reader is not None else None,
         reader=reader,
         features=features,

@@ -14,8 +14,9 @@ from ...errors import CheckpointError, reraised
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Batch, Model, outside_of
-from ..heads import config_classes, temperature_of
+from ..heads import temperature_of
 from . import open_tokenizer, quiet
+from .huggingface_heads import head_fields
 
 LARGEST_IMAGE = 8192  # pixels a side
 Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
@@ -73,7 +74,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
         layers=layers,
         loose=loose,
         kind="image",
-        classes=config_classes(config) if architecture.classifies else (),
+        **head_fields(module),
         encode=_image_encoder(folder, trust_remote_code) if folder is not None else None,
         features=architecture.features,
         logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,

@@ -5,8 +5,10 @@ Names in files are those of the module, without the prefix of distributed traini
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Batch, Family, Model, Stored, live_tensors, read_config
+from ..base import Batch, Family, HeadedTensors, Labelling, Model, Stored, live_tensors, read_config
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 PREFIX = "timm:"
@@ -51,6 +53,16 @@ class Timm(Family):
         if location.folder is None:
             return super().stored(reference)
         return Stored(location.open_weights(), location.folder, _write)
+
+    def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
+        if labelling.task != "image":
+            return super().classifier(model, labelling, trust_remote_code=trust_remote_code)
+        module, own = _with_classes(model.module, labelling.classes)
+        head = {f"head.{name}": parameter for name, parameter in module.head.named_parameters()}
+        names = {name: name for name in model.tensors if name not in ("head.weight", "head.bias")}
+        new = _model(module, model.name, HeadedTensors(model.tensors, names, head), model.folder)
+        write = partial(_write_classes, module=module)
+        return replace(new, write=write, fresh=frozenset() if own else frozenset(head))
 
     def knows(self, module: nn.Module) -> bool:
         own = any(
@@ -119,6 +131,8 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         folder=folder,
         kind="image",
         classes=_classes(module) if classifies else (),
+        task="image" if classifies else "",
+        classifier="head" if classifies else None,
         encode=pixel_encoder(_evaluation_transform(module)),
         features=features,
         logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
@@ -127,6 +141,25 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         write=_write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module),
         library="timm",
     )
+
+
+def _with_classes(module: Any, classes: tuple[str, ...]) -> tuple[Any, bool]:
+    """A copy of a module that shares all but its classification layer, and whether that knew the classes."""
+    known = _classes(module) if module.num_classes else ()
+    new, head = copy.copy(module), nn.Linear(int(module.num_features), len(classes))
+    own = len(set(known)) == len(known) and sorted(known) == sorted(classes)
+    with torch.no_grad():
+        head.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+        head.bias.zero_()
+        if own:
+            order = [known.index(name) for name in classes]
+            head.weight.copy_(module.head.weight[order])
+            head.bias.copy_(module.head.bias[order])
+    like = next(module.parameters())
+    new._modules = {**module._modules, "head": head.to(like.device, like.dtype).eval()}
+    new.num_classes = len(classes)
+    new.pretrained_cfg = {**module.pretrained_cfg, "num_classes": len(classes), "label_names": list(classes)}
+    return new, own
 
 
 def _classes(module: Any) -> tuple[str, ...]:
@@ -145,6 +178,18 @@ def _evaluation_transform(module: Any) -> Any:
     if module.patch_embed.img_size:  # as built, which may differ from the size of the pretrained weights
         settings["input_size"] = (3, *module.patch_embed.img_size)
     return data.create_transform(**settings)
+
+
+def _write_classes(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:
+    """Write timm's hub layout, with the classes of a new head in the configuration."""
+    path = folder / "config.json"
+    if not path.is_file():
+        _write_with_config(folder, tensors, module)
+        return
+    _write(folder, tensors)
+    config, classes = read_config(path), {key: module.pretrained_cfg[key] for key in ("num_classes", "label_names")}
+    config |= {**classes, "pretrained_cfg": {**config.get("pretrained_cfg", {}), **classes}}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_with_config(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:

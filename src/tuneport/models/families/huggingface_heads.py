@@ -1,0 +1,130 @@
+"""Classification classes of transformers around the weights of a model: BertModel as BertForSequenceClassification.
+
+Modules of the model are shared with the new one, never copied or changed. What the files lack is new: the head, and a
+pooler where the class has one. A head that already knows the classes is copied, with its classes in the given order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import CheckpointError, first_of, reraised
+from ..base import Labelling
+from ..heads import config_classes
+from . import quiet
+
+AUTO = {
+    "image": "AutoModelForImageClassification",
+    "sequence": "AutoModelForSequenceClassification",
+    "token": "AutoModelForTokenClassification",
+}
+TASKS = {f"For{task.title()}Classification": task for task in AUTO}  # by the end of the name of a class
+
+
+def task_of(name: str) -> str | None:
+    """What a class of this name labels: images, sequences, tokens, or nothing."""
+    return next((task for end, task in TASKS.items() if name.endswith(end)), None)
+
+
+def labelling_of(name: str, config: Any) -> Labelling | None:
+    """What the classification layer of a class decides; None if it has none."""
+    task = task_of(name)
+    if task is None:
+        return None
+    return Labelling(task, config_classes(config), getattr(config, "problem_type", None) or "")
+
+
+def head_fields(module: Any) -> dict[str, Any]:
+    """The fields of a Model about its classification layer."""
+    found = labelling_of(type(module).__name__, module.config)
+    if found is None:
+        return {}
+    return {"classes": found.classes, "task": found.task, "problem": found.problem, "classifier": last_linear(module)}
+
+
+def last_linear(module: Any) -> str:
+    """The path of the last linear layer of a classifier's head."""
+    inner = f"{module.base_model_prefix}."
+    linear = (path for path, part in module.named_modules() if isinstance(part, nn.Linear))
+    return [path for path in linear if not path.startswith(inner)][-1]
+
+
+def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.Module, frozenset[str]]:
+    """A module of the model's classification class with the weights of `module`, and the parameters that are fresh."""
+    import transformers
+
+    config = copy.deepcopy(module.config)
+    kind: Any = getattr(transformers, AUTO[labelling.task])._model_mapping.get(type(config), None)
+    if kind is None:
+        raise CheckpointError(
+            f"transformers has no class that labels {labelling.task}s with a {type(module).__name__}, as {name} is: "
+            'give another target, or `head_fit="none"`.'
+        )
+    config.id2label = {i: f"LABEL_{word}" if word == str(i) else word for i, word in enumerate(labelling.classes)}
+    config.label2id = {word: i for i, word in config.id2label.items()}
+    config.problem_type = labelling.problem or None
+    config.architectures = [kind.__name__]
+    with quiet(), reraised(f"transformers cannot make a {kind.__name__} of {name}"), torch.device("meta"):
+        new = kind(config)
+    if type(module) is kind:
+        known = config_classes(module.config)
+        own = len(set(known)) == len(known) and sorted(known) == sorted(labelling.classes)
+        _share_same(new, module, [known.index(word) for word in labelling.classes] if own else None)
+    else:
+        _share(new.base_model, module.base_model)
+    missing = [key for key, _ in _unset(new.base_model) if "pool" not in key]
+    if missing:
+        raise CheckpointError(f"{name} lacks parts of a {kind.__name__}: {first_of(missing)}.")
+    fresh, like = frozenset(key for key, _ in _unset(new)), next(module.parameters())
+    _initialise(new, like.device, like.dtype)
+    return new.eval(), fresh
+
+
+def _share(new: nn.Module, old: nn.Module) -> None:
+    """Put the parts of a model into a new one that has parts of the same names."""
+    for kind in ("_modules", "_parameters", "_buffers"):
+        mine, others = getattr(new, kind), getattr(old, kind)
+        for name, part in mine.items():
+            if part is not None and others.get(name) is not None:
+                mine[name] = others[name]
+
+
+def _share_same(new: Any, old: Any, order: list[int] | None) -> None:
+    """Share the parts of a module of the same class and copy its head; `order` says where each class is there."""
+    last = last_linear(old)
+    root, inner = last.partition(".")[0], old.base_model_prefix
+    for name, part in old.named_children():
+        if name == root and order is None:
+            continue
+        inside = name == inner or (inner not in old._modules and name != root)
+        new._modules[name] = part if inside else copy.deepcopy(part)
+    if order is not None:
+        layer = new.get_submodule(last)
+        for name, tensor in layer.named_parameters():
+            layer._parameters[name] = nn.Parameter(tensor.detach()[order], requires_grad=tensor.requires_grad)
+
+
+def _unset(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.is_meta)
+
+
+def _initialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give values to the parameters that have none: those of linear layers by a seeded draw."""
+    generator = torch.Generator().manual_seed(0)
+    for part in module.modules():
+        if not any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+            continue
+        part.to_empty(device="cpu", recurse=False)
+        if isinstance(part, nn.Linear):
+            with torch.no_grad():
+                part.weight.normal_(std=0.02, generator=generator)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        else:
+            part.reset_parameters()  # type: ignore[operator]
+        part.to(device, dtype)

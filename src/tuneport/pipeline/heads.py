@@ -1,0 +1,138 @@
+"""Classification heads: carried to the target whole, and fitted there in closed form.
+
+A head that was fresh when training began has no meaning as a difference. The source takes the trained head as it is. On
+the target, the last layer of the head is a ridge regression from its inputs to the class scores of the fine-tuned
+source, centred over the classes, or to the labels of the data. Other fresh layers of a head stay as they are made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..data.dataset import Dataset, align_labels
+from ..errors import TuneportError
+from ..io.tensors import describe
+from ..job import Drawn, Job, Samples
+from ..maps.ridge import ridge
+from ..measure.accuracy import encode_batches
+from ..measure.signals import frozen
+from ..models.base import Labelling, Model, widened
+from ..models.open import as_classifier, labelling_of
+from ..task_vectors.lora_format import PREFIX, Adapter
+from ..task_vectors.vector import TaskVector
+from ..types import Sides
+from .change import Finetuned, change_of
+
+TASK_TYPES = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # of peft
+_HEAD = re.compile(r"(classifier|score|head|classification_head)(\.modules_to_save)?(\.out_proj)?\.weight")
+
+
+def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
+    """What the classification layer of a fine-tune decides; that of its source where the fine-tune says nothing."""
+    if isinstance(finetuned, TaskVector):
+        return source.labelling
+    if not isinstance(finetuned, Adapter):
+        return labelling_of(finetuned)
+    layers = (key for key in finetuned.tensors if _HEAD.fullmatch(key.removeprefix(PREFIX)))
+    rows = [describe(finetuned.tensors, key).shape[0] for key in layers]
+    if not rows or (source.labelling is not None and len(source.classes) == rows[-1]):
+        return source.labelling
+    kind = finetuned.config.get("task_type")
+    task = "image" if source.kind == "image" else TASK_TYPES.get(getattr(kind, "value", kind) or "", "sequence")
+    return Labelling(task, tuple(map(str, range(rows[-1]))))
+
+
+def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bool) -> Sides[Model]:
+    """Both models with a classification layer for the same classes."""
+    if len(labelling.classes) < 2 or labelling.problem == "regression":
+        raise TuneportError(
+            f"the head of the fine-tune has {len(labelling.classes)} output and is a regression, which tuneport does "
+            'not fit: pass `head_fit="none"` and a loss.'
+        )
+    for model in models:
+        model.require_in_memory("fitting a head", 'give a larger one, or `head_fit="none"`')
+    return Sides(*(as_classifier(model, labelling, trust_remote_code=trust_remote_code) for model in models))
+
+
+def take_head(source: Model, finetuned: Finetuned, exclude: Sequence[str]) -> TaskVector:
+    """Give the source its trained head, whole, and return the change of all other tensors."""
+    vector = change_of(source, finetuned, exclude)
+    others = [glob for glob in exclude if not any(source.matches(name, [glob]) for name in source.head)]
+    whole = vector if len(others) == len(exclude) else change_of(source, finetuned, others)
+    stored = source.stored_parameters()
+    changed = {name: stored[name].double() + whole.dense(name).double().cpu() for name in source.head if name in whole}
+    put(source.module, changed)
+    return vector.subset(name for name in vector if name not in source.head)
+
+
+def with_scores(samples: Drawn, scores: NDArray[np.float64]) -> Drawn:
+    """The samples with class scores, without their mean over the classes: no softmax sees it.
+
+    Scores of independent classes stay as they are.
+    """
+    if samples.models.source.problem != "multi_label_classification":
+        scores = scores - scores.mean(-1, keepdims=True)
+    chosen = replace(samples.chosen, scores=scores)
+    return replace(samples, dataset=chosen, indices=np.arange(len(chosen)))
+
+
+def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.float64]:
+    """One for the class of each sample and zero for the others."""
+    labels = align_labels(data, classes).labels
+    return np.eye(len(classes))[labels]
+
+
+def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Tensor]:
+    """The classification layer that a ridge regression finds on these samples, by live names."""
+    assert isinstance(samples, Drawn)
+    assert model.classifier is not None
+    data = samples.chosen
+    assert data.scores is not None
+    layer = module.get_submodule(model.classifier)
+    biased = getattr(layer, "bias", None) is not None
+    found = ridge(_inputs(model, module, data, samples.size), torch.as_tensor(data.scores), intercept=biased)
+    fitted = {"weight": found.weight, "bias": found.bias} if biased else {"weight": found.weight}
+    return {f"{model.classifier}.{name}": tensor for name, tensor in fitted.items()}
+
+
+@contextmanager
+def fitted(job: Job, module: nn.Module, samples: Samples) -> Iterator[Mapping[str, Tensor]]:
+    """Context in which the target's head is fitted on these samples, if the job fits heads; yields the head."""
+    head = fit_head(job.target, module, samples) if job.fits_head else {}
+    before = {name: module.get_parameter(name).detach().clone() for name in head}
+    put(module, head)
+    try:
+        yield head
+    finally:
+        put(module, before)
+
+
+def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give values to some parameters of a module."""
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            module.get_parameter(name).copy_(tensor)
+
+
+def _inputs(model: Model, module: nn.Module, data: Dataset, batch_size: int) -> Tensor:
+    """What the classification layer reads of each sample: the scores of the model with an identity in its place."""
+    assert model.classifier is not None
+    assert model.logits is not None
+    path, _, name = model.classifier.rpartition(".")
+    parent = module.get_submodule(path)
+    layer = getattr(parent, name)
+    setattr(parent, name, nn.Identity())
+    try:
+        with frozen(module), torch.no_grad():
+            batches = encode_batches(model, data, batch_size)
+            return torch.cat([widened(model.logits(module, batch)).cpu() for batch, _ in batches])
+    finally:
+        setattr(parent, name, layer)

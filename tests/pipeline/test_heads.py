@@ -1,0 +1,343 @@
+"""Classification heads arrive whole: planted truth, bare encoders, plain loaders, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from builders.folders import Zoo, edit_json, images, write_data, write_processor
+from builders.texts import SENTENCES, SMALL, Size, _plain, bert_tokenizer, write, write_rows
+from builders.twins import Twin, finetuned
+from tuneport import transfer
+from tuneport.errors import DataError, TuneportError
+from tuneport.models.base import Labelling
+from tuneport.models.open import as_classifier, describe_module, open_model
+from tuneport.pipeline.labels import measurable
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import run
+
+CLASSES = {0: "place", 1: "person", 2: "number"}
+WIDER = Size(width=20, depth=3, heads=5, hidden=32, seed=1)
+
+
+def bert(kind: str, size: Size, **more: Any) -> Any:
+    """A tiny BERT with weights of ordinary size, so that its classes differ from sample to sample."""
+    config = transformers.BertConfig(**{**_plain(size), "num_labels": 3, **more})
+    torch.manual_seed(size.seed)
+    options = {"add_pooling_layer": False} if kind == "BertModel" and size is WIDER else {}
+    module = getattr(transformers, kind)(config, **options).eval()
+    return grow(module, size.seed)
+
+
+def grow(module: nn.Module, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            scaled = parameter.ndim > 1 and "embeddings" not in name
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.25 if scaled else 0.05))
+    return module
+
+
+def classifier_of(base: Any, seed: int = 3, **more: Any) -> Any:
+    """A full fine-tune of a bare encoder: every layer moved, and a trained head."""
+    config = transformers.BertConfig(**{**base.config.to_dict(), "id2label": CLASSES, **more})
+    config.label2id = {name: index for index, name in config.id2label.items()}
+    module = grow(transformers.BertForSequenceClassification(config), seed)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in base.named_parameters():
+            change = torch.randn(parameter.shape, generator=generator) * 0.02
+            module.get_parameter(f"bert.{name}").copy_(parameter + change)
+    return module.eval()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Callable[..., tuple[Path, Path, Path, Path]]:
+    """The folders of a bare source, its fine-tuned classifier and a bare target, and unlabelled sentences."""
+
+    def build(target: Any = None) -> tuple[Path, Path, Path, Path]:
+        tokenizer = bert_tokenizer()
+        base = bert("BertModel", SMALL)
+        write(tmp_path / "source", base, tokenizer)
+        write(tmp_path / "tuned", classifier_of(base), tokenizer)
+        write(tmp_path / "target", target or bert("BertModel", WIDER), tokenizer)
+        rows = [{"text": f"{one}, {two}"} for one in SENTENCES for two in SENTENCES[:4]]
+        return tmp_path / "source", tmp_path / "tuned", tmp_path / "target", write_rows(tmp_path / "rows.jsonl", rows)
+
+    return build
+
+
+def centred(logits: Tensor) -> Tensor:
+    return (logits - logits.mean(-1, keepdim=True)).detach()
+
+
+def pixels_of(count: int) -> Tensor:
+    """Images that no model has seen, as their processors make them."""
+    pixels = torch.as_tensor(images(count, seed=77)[0]).double() / 255
+    mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.5, 0.5, 0.25])
+    return ((pixels - mean) / std).permute(0, 3, 1, 2).float()
+
+
+LOAD = """
+import json, sys, torch, transformers
+folder, texts = sys.argv[1], json.loads(sys.argv[2])
+model, info = transformers.AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+tokens = transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+assert "tuneport" not in sys.modules
+print(json.dumps({
+    "kind": type(model).__name__, "classes": model.config.id2label, "lost": sorted(info["missing_keys"]),
+    "more": sorted(info["unexpected_keys"]), "logits": model.eval()(**tokens).logits.tolist(),
+}))
+"""
+
+
+def test_bare_encoders_and_a_full_finetune_give_a_classifier_that_transformers_loads(
+    folders: Callable[..., tuple[Path, ...]], tmp_path: Path
+) -> None:
+    result = transfer(*folders(), samples=40)
+    result.save(tmp_path / "out")
+    texts = list(SENTENCES[:5])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, tmp_path / "out", json.dumps(texts)], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["kind"] == "BertForSequenceClassification"
+    assert found["classes"] == {str(index): name for index, name in CLASSES.items()}
+    assert (found["lost"], found["more"]) == ([], [])
+    module = result.apply()
+    tokens = bert_tokenizer()(texts, padding=True, return_tensors="pt")
+    torch.testing.assert_close(torch.tensor(found["logits"]), module(**tokens).logits.detach(), atol=1e-5, rtol=1e-5)
+    assert result.record["head"]["classes"] == list(CLASSES.values())
+    assert result.record["data"]["labels"]["by"] == "source"
+
+
+def test_the_head_is_the_ridge_regression_of_the_teacher_on_the_ported_features(
+    folders: Callable[..., tuple[Path, ...]],
+) -> None:
+    """The oracle is scikit-learn, on what a hook sees before the classifier of the written model."""
+    from sklearn.linear_model import Ridge
+
+    source, tuned, target, data = folders()
+    job = prepare(source, tuned, target, data, samples=40)
+    module = run(job).apply()
+    texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
+    tokens = bert_tokenizer()(texts, padding=True, truncation=True, return_tensors="pt")
+    seen: list[Tensor] = []
+    handle = module.classifier.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    module(**tokens)
+    handle.remove()
+    teacher = transformers.BertForSequenceClassification.from_pretrained(tuned).eval()
+    wanted = centred(teacher(**tokens).logits)
+    X = seen[0].double().numpy()
+    energy = np.linalg.svd(X - X.mean(0), compute_uv=False) ** 2
+    errors = []
+    for factor in np.logspace(-10, 3, 27):
+        known = Ridge(alpha=factor * energy.mean(), solver="svd").fit(X, wanted.double().numpy())
+        errors.append(max(abs(known.coef_ - module.classifier.weight.detach().numpy()).max(), 0))
+    assert min(errors) < 1e-3 * float(module.classifier.weight.detach().abs().max())
+
+
+def test_models_that_are_given_are_not_changed(folders: Callable[..., tuple[Path, ...]]) -> None:
+    paths = folders()
+    source, target = open_model(paths[0]), open_model(paths[2])
+    before = [{name: p.clone() for name, p in model.module.named_parameters()} for model in (source, target)]
+    transfer(source, paths[1], target, paths[3], samples=12)
+    for model, known in zip((source, target), before, strict=True):
+        assert type(model.module).__name__ == "BertModel"
+        assert set(known) == {name for name, _ in model.module.named_parameters()}
+        assert all(torch.equal(known[name], p) for name, p in model.module.named_parameters())
+
+
+def test_a_planted_twin_of_an_image_classifier_is_exact(tmp_path: Path, zoo: Zoo) -> None:
+    """A bare ViT, its fine-tuned classifier and a bare twin: the ported classifier computes the fine-tuned one."""
+    config = transformers.ViTConfig(
+        hidden_size=12, intermediate_size=18, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    base = grow(transformers.ViTModel(config).eval(), 4)  # with a pooler, which the classifier does not have
+    plain = describe_module(base)
+    moved = finetuned(plain)
+    labelled = transformers.ViTConfig(**{**config.to_dict(), "id2label": dict(enumerate(("cat", "dog", "owl")))})
+    tuned = transformers.ViTForImageClassification(labelled).eval()
+    tuned.vit.load_state_dict(moved.state_dict(), strict=False)
+    with torch.no_grad():
+        tuned.classifier.weight.normal_(generator=torch.Generator().manual_seed(2))
+    twin = Twin(plain, rotary=False, turn=False).build()
+    names = ("source", "tuned", "target")
+    for name, module in zip(names, (base, tuned, twin), strict=True):
+        module.save_pretrained(tmp_path / name)
+        write_processor(tmp_path / name, 16)
+    result = transfer(*(tmp_path / name for name in names), zoo.data, samples=60)
+    pixels = pixels_of(20)
+    with torch.no_grad():
+        ported, wanted = (module(pixel_values=pixels).logits for module in (result.apply(), tuned))
+    torch.testing.assert_close(centred(ported), centred(wanted), atol=1e-4, rtol=1e-4)
+    assert result.record["options"]["labels"] is None
+    assert "labels" not in result.record["data"], "the labels of the data name the classes of the head"
+
+
+class TestAdapters:
+    @pytest.fixture
+    def adapter(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> tuple[Path, ...]:
+        """A LoRA for sequence classification, as peft makes and saves it on a bare encoder."""
+        peft = pytest.importorskip("peft")
+        source, _, target, data = folders()
+        torch.manual_seed(5)
+        module = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=4)
+        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+        tuned = peft.get_peft_model(module, config)
+        with torch.no_grad():
+            for name, parameter in tuned.named_parameters():
+                if "lora_B" in name or "classifier" in name:
+                    parameter.normal_(std=0.3)
+        tuned.save_pretrained(tmp_path / "adapter")
+        self.tuned = tuned.eval()
+        return source, tmp_path / "adapter", target, data
+
+    def test_the_head_of_an_adapter_teaches_on_a_bare_base(self, adapter: tuple[Path, ...]) -> None:
+        job = measurable(prepare(*adapter, samples=16))
+        texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
+        tokens = bert_tokenizer()(texts, padding=True, truncation=True, return_tensors="pt")
+        wanted = centred(self.tuned(**tokens).logits)
+        np.testing.assert_allclose(job.samples.chosen.scores, wanted, atol=1e-5)  # type: ignore[attr-defined]
+        assert job.target.classes == ("0", "1", "2", "3")
+        assert all(job.task_vector.spec(name).rank == 2 for name in job.task_vector)
+
+    def test_it_arrives_as_a_classifier(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
+        transfer(*adapter, samples=16).save(tmp_path / "out")
+        loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+        assert loaded.config.id2label == {index: f"LABEL_{index}" for index in range(4)}
+
+
+class TestOtherBases:
+    def test_a_target_with_a_head_for_other_classes_gets_a_new_one(
+        self, folders: Callable[..., tuple[Path, ...]]
+    ) -> None:
+        target = bert("BertForSequenceClassification", WIDER, num_labels=5)
+        result = transfer(*folders(target), samples=12)
+        assert result.apply().classifier.weight.shape == (3, 20)
+        assert result.target.classes == tuple(CLASSES.values())
+
+    def test_a_source_with_a_fresh_head_of_its_own(self, folders: Callable[..., tuple[Path, ...]]) -> None:
+        """As AutoModelForSequenceClassification makes it of the bare encoder, and as users save it."""
+        source, tuned, target, data = folders()
+        plain = measurable(prepare(source, tuned, target, data, samples=12))
+        module = transformers.BertForSequenceClassification.from_pretrained(source, id2label=CLASSES)
+        module.save_pretrained(source)
+        headed = measurable(prepare(source, tuned, target, data, samples=12))
+        assert set(plain.task_vector) == set(headed.task_vector)
+        scores = [job.samples.chosen.scores for job in (plain, headed)]  # type: ignore[attr-defined]
+        np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+    def test_other_orders_of_the_same_classes_are_put_in_order(self) -> None:
+        names = {0: "number", 1: "place", 2: "person"}
+        target = bert("BertForSequenceClassification", WIDER, id2label=names)
+        headed = as_classifier(describe_module(target), Labelling("sequence", tuple(CLASSES.values())))
+        old, new = target.classifier.weight, headed.module.get_parameter("classifier.weight")
+        torch.testing.assert_close(new, old[[1, 2, 0]])
+        assert not headed.fresh
+
+
+class TestLabels:
+    def test_data_fits_the_head_to_the_labels(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
+        source, tuned, target, _ = folders()
+        rows = [{"text": text, "label": CLASSES[place % 3]} for place, text in enumerate(SENTENCES)]
+        data = write_rows(tmp_path / "labelled.jsonl", rows)
+        job = prepare(source, tuned, target, data, samples=16, labels="data")
+        scores, labels = job.samples.chosen.scores, job.samples.chosen.labels  # type: ignore[attr-defined]
+        assert set(np.round(np.unique(scores), 6)) == {-0.333333, 0.666667}
+        names = [job.samples.chosen.classes[label] for label in labels]  # type: ignore[attr-defined]
+        assert [tuple(CLASSES.values())[place] for place in scores.argmax(1)] == names
+
+    def test_other_classes_in_the_data_are_refused_with_a_way_out(
+        self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path
+    ) -> None:
+        source, tuned, target, _ = folders()
+        rows = [{"text": text, "label": ["good", "bad"][place % 2]} for place, text in enumerate(SENTENCES)]
+        data = write_rows(tmp_path / "other.jsonl", rows)
+        with pytest.raises(DataError, match=r'unknown to the head: bad, good.*Or pass `labels="source"`'):
+            prepare(source, tuned, target, data, samples=16)
+        job = prepare(source, tuned, target, data, samples=16, labels="source")
+        assert job.record["data"]["labels"] == {"by": "source", "agreement": None}
+
+    def test_numbers_are_no_descriptions_of_classes(
+        self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path
+    ) -> None:
+        """A bare fine-tune of a sentence encoder, and integer labels."""
+        source, _, target, _ = folders()
+        module = grow(transformers.BertModel.from_pretrained(source), 9)
+        tuned = write(tmp_path / "bare", module, bert_tokenizer())
+        rows = [{"text": text, "label": place % 3} for place, text in enumerate(SENTENCES)]
+        with pytest.raises(DataError, match=r"are numbers \(0, 1, 2\).*needs words.*`head=FILE.json`"):
+            prepare(source, tuned, target, write_rows(tmp_path / "numbers.jsonl", rows), samples=16)
+
+
+class TestNone:
+    def test_the_target_keeps_its_head(self, zoo: Zoo) -> None:
+        result = transfer(*zoo.trio("vit"), zoo.data, samples=24, head_fit="none", exclude=["classifier.*"])
+        kept = load_file(zoo["vit-target"] / "model.safetensors")
+        assert torch.equal(result.apply().classifier.weight, kept["classifier.weight"])
+
+    def test_a_head_for_other_classes_is_not_moved(self, zoo: Zoo, tmp_path: Path) -> None:
+        import shutil
+
+        folder = Path(shutil.copytree(zoo["vit-target"], tmp_path / "other"))
+        edit_json(folder / "config.json", id2label={"0": "sun", "1": "moon", "2": "star"})
+        job = prepare(zoo["vit-base"], zoo["vit-tuned"], folder, signals="naive", head_fit="none")
+        assert "classifier.weight" not in {pair.target.weight for pair in job.plan.pairs}
+        reasons = {item.tensor: item.reason for item in job.plan.kept}
+        assert reasons["classifier.weight"] == "classification layer for other classes: the target keeps its own"
+
+    def test_a_fitted_head_is_no_task_vector(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
+        result = transfer(*folders(), samples=12)
+        with pytest.raises(TuneportError, match="cannot hold a fitted classification head"):
+            result.save(tmp_path / "out.safetensors", kind="task-vector")
+
+    def test_a_regression_is_refused(self, folders: Callable[..., tuple[Path, ...]]) -> None:
+        source, tuned, target, data = folders()
+        base = transformers.BertModel.from_pretrained(source)
+        classifier_of(base, id2label={0: "LABEL_0"}).save_pretrained(tuned)
+        with pytest.raises(TuneportError, match="has 1 output and is a regression"):
+            prepare(source, tuned, target, data, samples=12)
+
+
+def test_data_with_the_classes_of_the_head_keep_their_labels(
+    folders: Callable[..., tuple[Path, ...]], tmp_path: Path
+) -> None:
+    source, tuned, target, _ = folders()
+    rows = [{"text": text, "label": CLASSES[place % 3]} for place, text in enumerate(SENTENCES)]
+    job = measurable(prepare(source, tuned, target, write_rows(tmp_path / "labelled.jsonl", rows), samples=16))
+    assert "labels" not in job.record["data"]
+    teacher = transformers.BertForSequenceClassification.from_pretrained(tuned).eval()
+    texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
+    logits = teacher(**bert_tokenizer()(texts, padding=True, return_tensors="pt")).logits
+    np.testing.assert_allclose(job.samples.chosen.scores, centred(logits), atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_the_scale_is_chosen_with_heads_that_are_fitted_on_the_other_half(
+    folders: Callable[..., tuple[Path, ...]],
+) -> None:
+    result = transfer(*folders(), samples=24, scale="auto")
+    scores = {item["scale"]: item for item in result.record["scale_choice"]["candidates"]}
+    assert scores[0.0]["loss"] != scores[1.0]["loss"]
+    assert result.record["scale_choice"]["held_out"]
+
+
+def test_both_models_are_measured_with_the_same_function(tmp_path: Path, zoo: Zoo) -> None:
+    """A target that is the source itself: the head that is fitted on its base features is the trained one."""
+    folder = write_data(tmp_path / "data.npz", train=60)
+    job = measurable(prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], folder, samples=60))
+    pixels = {"pixel_values": pixels_of(20)}
+    with torch.no_grad():
+        trained, fitted = (centred(model.logits(model.module, pixels)) for model in job.models)  # type: ignore[misc]
+    torch.testing.assert_close(trained, fitted, atol=1e-3, rtol=1e-3)
