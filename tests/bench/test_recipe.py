@@ -396,12 +396,32 @@ class TestRunning:
                 file.write(json.dumps({"cell": "1/fashion/random/9", **rest}) + "\n")  # no cells: not counted
             file.write('{"cell": "1/fash')  # cut off while writing
         notes: list[str] = []
+        lines = kept.read_text().splitlines(keepends=True)
+        raised = json.loads(lines[1])
+        raised["rows"][0]["accuracy"] += 1  # changed by hand: measured again
+        kept.write_text("".join([lines[0], json.dumps(raised) + "\n", *lines[2:]]))
         out = run_recipe(recipe, tmp_path / "out", resume=True, note=notes.append)
-        assert "2 finished cells are taken over" in notes
-        assert len(calls) == 3 + 2
+        assert "1 finished cells are taken over" in notes
+        assert len(calls) == 3 + 3
         rows = [json.loads((folder / "results.json").read_text())["rows"] for folder in (whole, out)]
         assert rows[0] == rows[1]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+    def test_a_complete_output_is_not_computed_again(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = {"seeds": [0], "scales": ["1"], "methods": ["naive"]}
+        out = run_recipe(self.recipe(root, **settings), tmp_path / "out")
+        before = {file.name: file.read_bytes() for file in out.iterdir()}
+        (tmp_path / ".out.tuneport-cells").write_text("left by a run that was killed after the rename")
+        monkeypatch.setattr(run, "run_cell", None)
+        notes: list[str] = []
+        run_recipe(self.recipe(root, **settings), out, resume=True, note=notes.append)
+        assert notes == [f"{out} was complete already"]
+        assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        with pytest.raises(CheckpointError, match="out exists already"):
+            run_recipe(self.recipe(root, **settings | {"seeds": [1]}), out, resume=True)
 
     def test_cells_of_other_settings_are_refused(self, root: Path, tmp_path: Path) -> None:
         (tmp_path / ".out.tuneport-cells").write_text('{"fingerprint": "other"}\n')
@@ -414,7 +434,8 @@ class TestRunning:
         assert cells.load() == {}
         cells.add("one", {"rows": [{"a": 1}], **SPENT})
         whole = cells.path.read_bytes()
-        second = json.dumps({"cell": "two", "rows": [{"a": 2}], **SPENT}).encode() + b"\n"
+        cells.add("two", {"rows": [{"a": 2}], **SPENT})
+        second = cells.path.read_bytes()[len(whole) :]
         for length in range(len(second)):
             cells.path.write_bytes(whole + second[:length])
             assert list(cells.load()) == ["one"]

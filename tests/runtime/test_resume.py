@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from builders.folders import Zoo
@@ -97,12 +98,37 @@ class TestStatisticsOnDisk:
 
     def test_a_damaged_file_gives_one_error(self, tmp_path: Path) -> None:
         file = tmp_path / "all.safetensors"
-        stated = {"format": "tuneport-statistics", "version": "1"}
+        stated = {"format": "tuneport-statistics", "version": "3"}
         content = {"conditions": {}, "covariances": [{"tokens": 1}], "keys": [], "gradients": {}, "samples": 1}
         for metadata in ({}, stated, {**stated, "content": "[" * 10**5}, {**stated, "content": json.dumps(content)}):
             save_file({"x": torch.ones(1)}, file, metadata)
             with pytest.raises(CheckpointError, match="Start over without `resume`"):
                 load_statistics(file)
+
+    @pytest.mark.parametrize("change", ["sums zeroed", "a bit of a sum", "passes raised", "a key dropped", "a condition"])
+    def test_a_file_that_was_changed_by_hand_is_refused(self, tmp_path: Path, change: str) -> None:
+        file = tmp_path / ".out.tuneport-work" / "all.safetensors"
+        file.parent.mkdir()
+        save_statistics(file, some_statistics(), {"seed": 0})
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        tensors, content = load_file(file), json.loads(metadata["content"])
+        if change == "sums zeroed":
+            tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        elif change == "a bit of a sum":
+            name = next(name for name, tensor in tensors.items() if tensor.numel() > 1)
+            tensors[name].view(torch.uint8)[-1] ^= 1
+        elif change == "passes raised":
+            content["passes"]["forward"] += 1
+        elif change == "a key dropped":
+            content["keys"].pop()
+        else:
+            content["conditions"]["seed"] = 1
+        save_file(tensors, file, {**metadata, "content": json.dumps(content)})
+        work = Work(tmp_path / "out", content["conditions"])
+        for use in (work.check, lambda: work.load("all", torch.device("cpu"))):
+            with pytest.raises(CheckpointError, match=r"all\.safetensors is damaged\. Start over without `resume`"):
+                use()
 
 
 def names(folder: Path) -> list[str]:

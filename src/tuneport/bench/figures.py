@@ -156,7 +156,9 @@ def _cost(task: Task, sampler: str, seed: int) -> Points:
         yield "cost", name, comparison.budgets[-1], float(value)
 
 
-def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: Path, machine: str) -> None:
+def write_figure(
+    recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: Path, machine: str, fingerprint: str
+) -> None:
     """points.csv, results.json, table.md and an SVG per plot; `points` are by pair."""
     rows = [{"pair": pair, **point} for pair, found in points.items() for point in found]
     write_csv(folder / "points.csv", [list(rows[0]), *([str(value) for value in row.values()] for row in rows)])
@@ -174,7 +176,8 @@ def write_figure(recipe: Recipe, points: Mapping[str, Sequence[Point]], folder: 
     text = render_markdown(recipe, tables, made, headed=True, tasks=dict.fromkeys(row["task"] for row in rows))
     (folder / "table.md").write_text(text, encoding="utf-8")
     about = {"title": recipe.title, "where": recipe.where, "kind": recipe.kind, "small": recipe.small}
-    write_record(folder / RESULTS, {"recipe": about, "machine": machine, "means": means, "points": rows})
+    record = {"recipe": about, "machine": machine, "fingerprint": fingerprint, "means": means, "points": rows}
+    write_record(folder / RESULTS, record)
     draw(recipe.title, means, folder)
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from ..data.dataset import align_labels
 from ..data.tasks import read_data
 from ..errors import CheckpointError, DataError, TuneportError, first_of
+from ..io.checkpoint import read_object
 from ..io.output import check_new_folder, claimed, new_folder
 from ..methods import get_method
 from ..models.base import Model
@@ -58,23 +59,19 @@ class Cells:
         return self.out.parent / f".{self.out.name}.tuneport-cells"
 
     def load(self) -> dict[str, dict[str, Any]]:
-        """Finished cells by name; a line that is incomplete or not a cell is left out."""
+        """Finished cells by name; a line that is incomplete, changed or not a cell is left out."""
         found: dict[str, dict[str, Any]] = {}
         for number, line in enumerate(self._whole_lines().splitlines()):
             try:
                 content = json.loads(line)
-                if number:
-                    passes = {name: int(content["passes"][name]) for name in PASSES}
-                    rows = content["rows"]
-                    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
-                        raise ValueError
-                    found[content["cell"]] = {"rows": rows, "passes": passes, "seconds": float(content["seconds"])}
-                elif content["fingerprint"] != self.conditions:
+                if not number and content["fingerprint"] != self.conditions:
                     raise CheckpointError(
                         f"{self.out} cannot be resumed: its cells were measured with other settings or versions. Give "
                         "the same recipe again, or start over without `resume=True`."
                     )
-            except (ValueError, KeyError, TypeError) as error:
+                if number and content.pop("sha256") == fingerprint(content):
+                    found[content.pop("cell")] = content
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 if not number:  # the following cells may be of other settings
                     raise CheckpointError(f"{self.path} is damaged. Start over without `resume=True`.") from error
         return found
@@ -83,9 +80,10 @@ class Cells:
         """Append a finished cell, replacing an incomplete last line; it is on disk when this returns."""
         whole = self._whole_lines()
         fresh = [] if whole else [{"fingerprint": self.conditions}]
+        cell = {"cell": name, **content}
         with self.path.open("ab") as file:
             file.truncate(len(whole))
-            file.writelines(json.dumps(line).encode() + b"\n" for line in (*fresh, {"cell": name, **content}))
+            file.writelines(json.dumps(line).encode() + b"\n" for line in (*fresh, {**cell, "sha256": fingerprint(cell)}))
             file.flush()
             os.fsync(file.fileno())
 
@@ -119,7 +117,7 @@ def run_recipe(
     require("matplotlib")  # which draws the charts at the end
     out, say = Path(out), note or (lambda _: None)
     read = [] if isinstance(recipe, Recipe) or str(recipe) in RECIPES else [recipe]
-    check_new_folder(out, overwrite, inputs=read, marks=())
+    check_new_folder(out, overwrite or resume, inputs=read, marks=())
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
     several = recipe.kind not in FIGURES and len(recipe.comparisons) > 1  # then each pair has a sub-folder
@@ -128,31 +126,48 @@ def run_recipe(
         parts = {name: replace(part, device=device) for name, part in recipe.comparisons.items()}
         recipe = replace(recipe, comparisons=parts)
     kept = Path(cache) if cache is not None else out.parent / f".{out.name}.tuneport-models"
-    check_new_folder(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
-    for line in plan_lines(recipe, kept):
-        say(line)
-    check_models(recipe)
     cells = Cells(out, _fingerprint(recipe))
     with claimed(out):
-        if not resume:
-            cells.path.unlink(missing_ok=True)
-        done = cells.load()
-        if resume:
-            say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting over")
-        made = make_finetunes(recipe, kept, stage=stage)
-        results = {name: run_pair(made, name, cells, done, stage) for name in made.comparisons}
-        with new_folder(out, overwrite=overwrite, marks=marks) as folder:
-            if recipe.kind in FIGURES:
-                write_figure(recipe, results, folder, _machine(pick_device(recipe.comparison.device)))
-            else:
-                for name, result in results.items():
-                    place = folder / name if several else folder
-                    place.mkdir(exist_ok=True)
-                    write_tables(result, place, recipe)
+        if resume and _is_complete(out, marks, cells.conditions):
+            say(f"{out} was complete already")
+        else:
+            check_new_folder(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
+            for line in plan_lines(recipe, kept):
+                say(line)
+            check_models(recipe)
+            if not resume:
+                cells.path.unlink(missing_ok=True)
+            done = cells.load()
+            if resume:
+                say(f"{len(done)} finished cells are taken over" if done else "nothing to resume: starting over")
+            made = make_finetunes(recipe, kept, stage=stage)
+            results = {name: run_pair(made, name, cells, done, stage) for name in made.comparisons}
+            with new_folder(out, overwrite=overwrite, marks=marks) as folder:
+                _write(recipe, results, folder, cells.conditions, several=several)
         cells.path.unlink(missing_ok=True)
         if cache is None:
             shutil.rmtree(kept, ignore_errors=True)
     return out
+
+
+def _is_complete(out: Path, marks: Iterable[str], conditions: str) -> bool:
+    """True if `out` is the output of a run under these conditions."""
+    try:
+        found = [read_object(out / mark, "results of a recipe", limit=10**9) for mark in marks]
+    except CheckpointError:
+        return False
+    return all(content.get("fingerprint") == conditions for content in found)
+
+
+def _write(recipe: Recipe, results: Mapping[str, Any], folder: Path, conditions: str, *, several: bool) -> None:
+    """The files of a recipe, with the fingerprint of its conditions."""
+    if recipe.kind in FIGURES:
+        write_figure(recipe, results, folder, _machine(pick_device(recipe.comparison.device)), conditions)
+        return
+    for name, result in results.items():
+        place = folder / name if several else folder
+        place.mkdir(exist_ok=True)
+        write_tables(result, place, recipe, conditions)
 
 
 def _inputs(recipe: Recipe) -> Iterator[Path]:

@@ -113,9 +113,9 @@ def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
         raise CheckpointError(f"{path} is not {what}: {reason}. Download or save it again.") from error
 
 
-def read_object(path: Path, what: str) -> dict[str, Any]:
+def read_object(path: Path, what: str, limit: int = 20 * 10**6) -> dict[str, Any]:
     """The JSON object in a file, or a CheckpointError that says `what` was expected."""
-    content = read_json(path, what)
+    content = read_json(path, what, limit)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
     return content

@@ -1,7 +1,8 @@
 """The statistics of an unfinished run, saved so that the run can continue after it was killed.
 
 The hidden folder `.OUT.tuneport-work`, next to the output, holds one safetensors file per stage of measuring, with the
-conditions of the run in its metadata. Sums are restored to the bit. A finished run removes the folder.
+conditions of the run and a checksum in its metadata. Sums are restored to the bit; a file that was changed is refused.
+A finished run removes the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics, WeightGradient
 
 FORMAT = "tuneport-statistics"
-VERSION = "2"
+VERSION = "3"
 SAVE_EVERY = 60.0  # seconds
 _SHARE = 10  # saving takes at most one tenth of the time
 
@@ -129,7 +130,8 @@ def save_statistics(path: Path, statistics: Statistics, conditions: Conditions) 
         "passes": dict(statistics.passes),
     }
     specs = {name: describe(tensors, name) for name in tensors}
-    stated = {"format": FORMAT, "version": VERSION, "content": json.dumps(content)}
+    text = json.dumps(content)
+    stated = {"format": FORMAT, "version": VERSION, "content": text, "sha256": _digest(text, tensors)}
     with new_file(path, overwrite=True) as temporary:
         write_safetensors(temporary, tensors, specs, stated)
 
@@ -154,13 +156,26 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
         return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
 
 
+def _digest(content: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all that a file holds, one tensor at a time."""
+    digest = hashlib.sha256(content.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def _content(path: Path) -> dict[str, Any]:
-    metadata = open_checkpoint(path).metadata
+    stored = open_checkpoint(path)
+    metadata = stored.metadata
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(
             f"{path} does not hold statistics of this version of tuneport. Start over without `resume`."
         )
     with _damage_reported(path):
+        if _digest(metadata["content"], stored) != metadata["sha256"]:
+            raise ValueError
         content: dict[str, Any] = json.loads(metadata["content"])
         if not isinstance(content["conditions"], dict):
             raise TypeError
