@@ -82,46 +82,68 @@ class TestExitCodes:
 
         monkeypatch.setattr("tuneport.pipeline.statistics.measure_pairs", interrupted)
         done = run("transfer", *options(zoo), "--out", place / "out")
-        assert (done.code, done.err) == (130, "interrupted; no output was written\n")
+        assert (done.code, done.err) == (130, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
-    @pytest.mark.parametrize("command", ["transfer", "finetune"])
-    def test_ctrl_c(self, zoo: Zoo, place: Path, command: str) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    @pytest.mark.parametrize("moment", ["measuring", "writing", "training"])
+    def test_signals(self, zoo: Zoo, place: Path, moment: str, number: signal.Signals) -> None:
         """A real signal to a real process, which waits for it in the middle of its work."""
-        words = {
-            "transfer": [*options(zoo), "--batch-size", "4", "--save-every", "0"],
-            "finetune": [str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"],
-        }[command]
+        training = moment == "training"
+        words = ["transfer", *options(zoo), "--batch-size", "4", "--save-every", "0"]
+        if training:
+            words = ["finetune", str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"]
+        process, err = self.signalled(moment, [number], *words, "--out", str(place / "out"))
+        kept = "note: what was measured is kept; the same call with --resume continues from it\n"
+        assert err == ("" if training else kept) + "interrupted; no partial output remains\n"
+        assert process.returncode == 128 + number
+        assert [file.name for file in place.iterdir()] == ([] if training else [".out.tuneport-work"])
+
+    def test_further_signals_do_not_disturb_the_removal_of_files(self, zoo: Zoo, place: Path) -> None:
+        words = ["transfer", *options(zoo), "--out", str(place / "out")]
+        process, err = self.signalled("writing", [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM], *words)
+        assert (process.returncode, err) == (128 + signal.SIGTERM, "interrupted; no partial output remains\n")
+        assert list(place.iterdir()) == []
+
+    def test_nohup(self, zoo: Zoo, place: Path) -> None:
+        words = ["transfer", *options(zoo), "--out", str(place / "out")]
+        process, err = self.signalled("nohup", [signal.SIGHUP], *words)
+        assert (process.returncode, err) == (0, "")
+        assert [file.name for file in place.iterdir()] == ["out"]
+
+    def signalled(self, moment: str, numbers: list[int], *words: str) -> tuple[subprocess.Popen[str], str]:
+        """Run a command that sends itself signals at a moment; the further ones while it removes its files."""
         program = """
-import signal, sys, time
+import os, shutil, signal, sys
 from tuneport import cli
 from tuneport.measure import capture
+from tuneport.pipeline import result
 from tuneport.training import finetune
+moment, *numbers = sys.argv.pop(1).split(",")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests run in the background have not
-seen = []
-def waiting(work):
+if moment == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+seen, remove = [], shutil.rmtree
+def signalled(work, call):
     def done(*given):
         seen.append(None)
-        if len(seen) == 3:
-            print("ready", flush=True)
-            while True:
-                time.sleep(0.1)  # a signal that arrives just before one sleep ends the next
+        if len(seen) == call:
+            os.kill(os.getpid(), int(numbers.pop(0)))
         return work(*given)
     return done
-capture._Accumulator.finish = waiting(capture._Accumulator.finish)
-finetune.rows_of = waiting(finetune.rows_of)
+def removed(*given, **options):
+    while numbers:
+        os.kill(os.getpid(), int(numbers.pop(0)))
+    return remove(*given, **options)
+shutil.rmtree = removed
+if moment == "measuring":
+    capture._Accumulator.finish = signalled(capture._Accumulator.finish, 3)
+if moment in ("writing", "nohup"):
+    result.report_page = signalled(result.report_page, 1)
+finetune.rows_of = signalled(finetune.rows_of, 3)
 cli.main()
 """
-        call = [sys.executable, "-c", program, command, *words, "--out", str(place / "out")]
+        call = [sys.executable, "-c", program, ",".join([moment, *map(str, map(int, numbers))]), *words]
         with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            try:
-                assert process.stdout.readline() == "ready\n"
-                process.send_signal(signal.SIGINT)
-                _, err = process.communicate(timeout=600)
-            finally:
-                process.kill()
-        kept = "note: what was measured is kept; the same call with --resume continues from it\n"
-        assert err == (kept if command == "transfer" else "") + "interrupted; no output was written\n"
-        assert process.returncode == 130
-        assert [file.name for file in place.iterdir()] == ([".out.tuneport-work"] if command == "transfer" else [])
+            _, err = process.communicate(timeout=600)
+        return process, err

@@ -94,6 +94,28 @@ def test_overwrite_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize(("call", "content"), [(1, "old"), (2, "new")])
+def test_an_interrupt_between_the_renames_leaves_one_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, content: str
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").write_text("old")
+    rename, calls = os.rename, []
+
+    def interrupted(*names: Path) -> None:
+        rename(*names)
+        calls.append(names)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_folder(out, overwrite=True, marks=["x"]) as folder:
+        (folder / "x").write_text("new")
+    assert (out / "x").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_overwrite_restores_the_old_folder_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()

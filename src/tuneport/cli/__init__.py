@@ -1,12 +1,13 @@
 """The command line: parse, call one library function, print. The only importer of typer and rich.
 
 Results go to stdout (`--json`: one JSON object and nothing else), progress to stderr. Exit codes: 0 done,
-1 a TuneportError (one clear line), 2 wrong usage. Heavy imports happen inside the commands, so that help
-answers at once.
+1 a TuneportError (one clear line), 2 wrong usage, 128 + N stopped by signal N (Ctrl-C: 130). Heavy imports happen
+inside the commands, so that help answers at once.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,7 @@ from ..errors import TuneportError
 from .bench import bench
 from .models import apply, evaluate, extract, finetune
 from .plan import compare, plan
+from .signals import stopped_by_signals
 from .terminal import fail, say, tell
 from .tour import demo, methods, samplers
 from .transfer import transfer
@@ -31,10 +33,11 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            tell("interrupted; no output was written")
-            sys.exit(130)
+            with stopped_by_signals():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            tell("interrupted; no partial output remains")
+            sys.exit(128 + getattr(stop, "signal", signal.SIGINT))
 
 
 app = typer.Typer(

@@ -214,19 +214,23 @@ def _swap(temporary: Path, place: Path) -> None:
         sync(place.parent)
         return
     old = _sibling(place, "old")
-    os.rename(place, old)
     try:
+        os.rename(place, old)
         os.rename(temporary, place)
     except BaseException:
-        os.rename(old, place)
+        if not os.path.lexists(place):
+            os.rename(old, place)
         raise
-    sync(place.parent)
     try:
+        sync(place.parent)
         shutil.rmtree(old)
     except OSError as error:
         raise CheckpointError(
             f"{place} is written, but the folder that it replaced could not be removed ({error}). Remove {old}."
         ) from error
+    except BaseException:  # an interrupt
+        _remove(old)
+        raise
 
 
 def _sibling(path: Path, kind: str = "tmp") -> Path:

@@ -85,17 +85,17 @@ def port(
             result = run(
                 job, method, scale=scale, progress=progress, work=work if ranks().size == 1 else None, passes=passes
             )
+            cost = cost_of(job.for_(method), result.record["samples"])
+            more: dict[str, Any] = {"fingerprint": fingerprint(conditions), "cost": cost, **(verdict or {})}
+            if test is not None:
+                assert job.heads is not None
+                more["evaluation"] = evaluate_change(job.target, result.apply(), job.heads.target, test)
+            result = replace(result, record={**result.record, **more})
+            result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same call with `resume=True` continues from it")
             raise
-        cost = cost_of(job.for_(method), result.record["samples"])
-        more: dict[str, Any] = {"fingerprint": fingerprint(conditions), "cost": cost, **(verdict or {})}
-        if test is not None:
-            assert job.heads is not None
-            more["evaluation"] = evaluate_change(job.target, result.apply(), job.heads.target, test)
-        result = replace(result, record={**result.record, **more})
-        result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
         work.remove()
     if kind == "adapter":  # its record says more: ranks and what they cost
         written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=10**8)
