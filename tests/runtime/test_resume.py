@@ -105,7 +105,9 @@ class TestStatisticsOnDisk:
             with pytest.raises(CheckpointError, match="Start over without `resume`"):
                 load_statistics(file)
 
-    @pytest.mark.parametrize("change", ["sums zeroed", "a bit of a sum", "passes raised", "a key dropped", "a condition"])
+    @pytest.mark.parametrize(
+        "change", ["sums zeroed", "a bit of a sum", "passes raised", "a key dropped", "a condition"]
+    )
     def test_a_file_that_was_changed_by_hand_is_refused(self, tmp_path: Path, change: str) -> None:
         file = tmp_path / ".out.tuneport-work" / "all.safetensors"
         file.parent.mkdir()

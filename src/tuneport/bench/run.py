@@ -83,7 +83,9 @@ class Cells:
         cell = {"cell": name, **content}
         with self.path.open("ab") as file:
             file.truncate(len(whole))
-            file.writelines(json.dumps(line).encode() + b"\n" for line in (*fresh, {**cell, "sha256": fingerprint(cell)}))
+            file.writelines(
+                json.dumps(line).encode() + b"\n" for line in (*fresh, {**cell, "sha256": fingerprint(cell)})
+            )
             file.flush()
             os.fsync(file.fileno())
 

@@ -211,9 +211,7 @@ def render_markdown(recipe: Recipe, tables: Mapping[str, Table], about: Mapping[
     return environment.get_template("table.md.jinja").render(recipe=recipe, tables=tables, about=about, **parts)
 
 
-def write_tables(
-    result: Comparing, folder: Path, recipe: Recipe = NO_RECIPE, fingerprint: str | None = None
-) -> None:
+def write_tables(result: Comparing, folder: Path, recipe: Recipe = NO_RECIPE, fingerprint: str | None = None) -> None:
     """The files of one comparison; results.json gets the fingerprint of its conditions, if it is known."""
     record: dict[str, Any] = {"comparison": asdict(result.comparison), "about": result.about}
     record |= {"rows": list(map(asdict, result.rows)), "auto": auto_scale_summary(result)}
