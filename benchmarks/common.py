@@ -18,7 +18,7 @@ from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import RESULTS, Comparing, Row, write_tables
 from tuneport.errors import DataError, first_of
 from tuneport.io.output import new_folder
-from tuneport.training.finetune import Schedule
+from tuneport.training.loop import Schedule
 from tuneport.types import Stage
 
 

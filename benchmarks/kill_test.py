@@ -25,7 +25,7 @@ from typing import Any
 VOLATILE = ("seconds", "seconds_by_stage", "out")
 
 
-def make_inputs(root: Path) -> list[str]:
+def make_inputs(root: Path, samples: int, distill: int) -> list[str]:
     """A data set and a fine-tune of the small model that the package carries; returns the options naming them."""
     import numpy as np
     import torch
@@ -44,7 +44,8 @@ def make_inputs(root: Path) -> list[str]:
     }
     save_file(tensors, root / "tuned" / "model.safetensors", {"format": "pt"})
     models = ["--source", MODELS / "small", "--finetuned", root / "tuned", "--target", MODELS / "large"]
-    given = [*models, "--data", root / "digits.npz", "--head", "digits", "--samples", 240, "--batch-size", 4]
+    given = [*models, "--data", root / "digits.npz", "--head", "digits", "--samples", samples, "--batch-size", 4]
+    given += ["--distill", distill] if distill else []
     return [str(word) for word in (*given, "--save-every", 0)]
 
 
@@ -64,13 +65,14 @@ def content(folder: Path) -> dict[str, Any]:
     """Every file of an output byte by byte, and its record without what differs from run to run."""
     record = json.loads((folder / "tuneport.json").read_text())
     plain = {key: value for key, value in record.items() if key not in VOLATILE}
+    plain.get("distilled", {}).pop("seconds", None)
     files = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
     shown = ("tuneport.json", "report.html", "README.md")  # these tell the seconds
     return {"record": plain, "names": sorted(files), **{name: files[name] for name in files if name not in shown}}
 
 
 def work_of(out: Path) -> bool:
-    return any((out.parent / f".{out.name}.tuneport-work").glob("[!.]*.safetensors"))
+    return any((out.parent / f".{out.name}.tuneport-work").rglob("[!.]*.safetensors"))
 
 
 def run_until(process: subprocess.Popen[str], out: Path, after_work: float | None, after_start: float) -> bool:
@@ -104,6 +106,8 @@ def undisturbed(process: subprocess.Popen[str], out: Path) -> tuple[float, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--samples", type=int, default=240)
+    parser.add_argument("--distill", type=int, default=0, help="steps of a distillation after the port")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None)
@@ -112,7 +116,7 @@ def main() -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         root = Path(scratch)
-        given = make_inputs(root)
+        given = make_inputs(root, options.samples, options.distill)
         whole, after = undisturbed(transfer(given, root / "whole"), root / "whole")
         expected = content(root / "whole")
         for number in range(options.runs):
@@ -142,11 +146,13 @@ def main() -> None:
                 raise SystemExit(f"run {number} left {left}")
             print(f"{number + 1}/{options.runs} {dict(seen)}", file=sys.stderr)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    distilled = f", {options.distill} steps of distillation" if options.distill else ""
     lines = [
         "# Killed runs",
         "",
-        f"{options.runs} runs of `tuneport transfer` (two small vision transformers, 240 samples, saved after each "
-        "batch), each aimed at with SIGKILL at a random moment once or more, then resumed; some had ended before. "
+        f"{options.runs} runs of `tuneport transfer` (two small vision transformers, {options.samples} samples"
+        f"{distilled}, saved after each batch and step), each aimed at with SIGKILL at a random moment once or more, "
+        "then resumed; some had ended before. "
         "After each kill the output was absent or whole; each resumed run ended in the same bytes as an undisturbed "
         "one (except timings) and left no other file behind.",
         "",
@@ -154,7 +160,7 @@ def main() -> None:
         "|---|---|",
         *(f"| {what} | {count} |" for what, count in sorted(seen.items())),
         "",
-        f"- command: `python benchmarks/kill_test.py --runs {options.runs} --seed {options.seed}`",
+        f"- command: `python benchmarks/kill_test.py {' '.join(sys.argv[1:])}`",
         f"- machine: {platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}",
         f"- one undisturbed run: {whole:.0f} s; all: {time.perf_counter() - started:.0f} s",
         f"- commit: {commit.stdout.strip() or 'unknown'}",

@@ -27,7 +27,8 @@ from tuneport.measure.accuracy import zero_shot
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.training.finetune import Schedule, finetune
+from tuneport.training.finetune import finetune
+from tuneport.training.loop import Schedule
 
 
 def head_of(model: Model, data: Dataset) -> Head:

@@ -41,7 +41,8 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.scale import Scaled, choose_on_halves
 from tuneport.pipeline.statistics import measure_job, problem_of
-from tuneport.training.finetune import Schedule, finetune
+from tuneport.training.finetune import finetune
+from tuneport.training.loop import Schedule
 
 FILES = {
     "trec6": "trec6.jsonl.gz",

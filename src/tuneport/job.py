@@ -72,9 +72,9 @@ class Samples(ABC):
         """The same samples, which can be counted and iterated again."""
         return self
 
-    def views(self, seed: int) -> Samples | None:
+    def views(self, seed: int, copies: int = VIEWS, *, wide: bool = False) -> Samples | None:
         """Augmented copies of the samples; None where there are none (own batches, pairs of texts)."""
-        del seed
+        del seed, copies, wide
         return None
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Drawn(Samples):
         return len(self.indices)
 
     def __iter__(self) -> Iterator[PairedBatch]:
-        return map(self._paired, self._encoded())
+        return map(self._paired, self.encoded())
 
     @property
     def batch_sizes(self) -> Sequence[int]:
@@ -118,18 +118,18 @@ class Drawn(Samples):
         count = first_half(len(self))
         return (self, self) if count == len(self) else (self.take(slice(count)), self.take(slice(count, None)))
 
-    def views(self, seed: int) -> Drawn | None:
+    def views(self, seed: int, copies: int = VIEWS, *, wide: bool = False) -> Drawn | None:
         chosen = self.chosen
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
         more = replace(
             chosen,
-            inputs=Views(chosen.inputs, VIEWS, seed),
-            labels=None if chosen.labels is None else np.tile(chosen.labels, VIEWS),
-            targets=None if chosen.targets is None else list(chosen.targets) * VIEWS,
+            inputs=Views(chosen.inputs, copies, seed, wide),
+            labels=None if chosen.labels is None else np.tile(chosen.labels, copies),
+            targets=None if chosen.targets is None else list(chosen.targets) * copies,
             scores=None,
         )
-        return replace(self, dataset=more, indices=np.arange(VIEWS * len(chosen)))
+        return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
 
     def typical(self) -> PairedBatch | None:
         return next(iter(self.take_batches(0, 1)), None)
@@ -138,11 +138,12 @@ class Drawn(Samples):
         """The coverage over all samples; None if a model reads no text."""
         if any(model.reader is None for model in self.models):
             return None
-        return sum((coverage(source.spans, target.spans) for source, target in self._encoded()), Coverage())
+        return sum((coverage(source.spans, target.spans) for source, target in self.encoded()), Coverage())
 
-    def _encoded(self) -> Iterator[Sides[Encoded]]:
+    def encoded(self) -> Iterator[Sides[Encoded]]:
+        """The batches as each model reads them, not yet on its device."""
         labelled = [self.dataset, self.dataset]
-        if self.heads is not None:
+        if self.heads is not None and self.dataset.labels is not None:
             labelled = [align_labels(self.dataset, head.classes) for head in self.heads]
         for start in range(0, len(self), self.size):
             parts = [data.subset(self.indices[start : start + self.size]) for data in labelled]

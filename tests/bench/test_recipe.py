@@ -32,7 +32,7 @@ from tuneport.cli import app
 from tuneport.data.tasks import TASKS
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.models.open import open_model
-from tuneport.training.finetune import Schedule
+from tuneport.training.loop import Schedule
 
 TEXT = ("t5-linear-probe",)
 SPENT = {"passes": {"captures": 1, "forward": 2, "backward": 2}, "seconds": 1.0}

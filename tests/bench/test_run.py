@@ -35,7 +35,7 @@ from tuneport.pipeline import statistics as measuring
 from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.statistics import measure_job
-from tuneport.training.finetune import Schedule
+from tuneport.training.loop import Schedule
 
 
 def comparison_of(content: dict[str, Any], where: str = "the recipe") -> Comparison:

@@ -69,6 +69,26 @@ class Evaluation(TypedDict):
     after: float
 
 
+class MarkEntry(TypedDict):
+    step: Count
+    loss: Measured
+    held_out_loss: Measured
+    agreement: Measured
+
+
+class DistilledEntry(TypedDict):
+    teacher: str
+    matching: Literal["classes", "similarities", "tokens", "spans"]
+    samples: Count
+    held_out: Count
+    steps: Count
+    learning_rate: float
+    lora: int | None
+    best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]
+    curve: list[MarkEntry]
+    seconds: Seconds
+
+
 class TrialEntry(TypedDict):
     samples: Count
     loss_before: Measured
@@ -108,7 +128,7 @@ class FittedHead(TypedDict):
 
 
 class RunRecord(PreparedRecord):
-    """The record of a transfer, before it is written."""
+    """The record of a transfer or a distillation, before it is written."""
 
     method: str
     scale: float
@@ -123,6 +143,7 @@ class RunRecord(PreparedRecord):
     head: NotRequired[FittedHead]
     scale_choice: NotRequired[ScaleChoiceEntry]
     cost: NotRequired[Cost]
+    distilled: NotRequired[DistilledEntry]
     evaluation: NotRequired[Evaluation]
     verdict: NotRequired[VerdictEntry]
     similarity: NotRequired[list[SimilarityEntry]]

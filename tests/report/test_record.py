@@ -29,7 +29,8 @@ from tuneport.report.page import report_page
 from tuneport.report.provenance import identity_of
 from tuneport.report.record import to_json
 from tuneport.task_vectors.vector import save_task_vector
-from tuneport.training.finetune import Schedule, prepare_training, run_training
+from tuneport.training.finetune import prepare_training, run_training
+from tuneport.training.loop import Schedule
 
 SCHEMA = json.loads((Path(tuneport.__file__).parent / "report" / "schema.json").read_text())
 

@@ -218,7 +218,9 @@ class TestPort:
         notes: list[str] = []
         done: list[int] = []
         port(job_of(zoo, **options), out, scale=scale, resume=True, progress=done.append, note=notes.append)
-        assert notes == ["continuing from saved statistics" if after > 1 else "nothing to resume: starting over"]
+        assert notes == [
+            "continuing what an earlier run has saved" if after > 1 else "nothing to resume: starting over"
+        ]
         assert sum(done) == SAMPLES
         assert names(tmp_path) == ["out", "whole"]
         assert_same_output(out, tmp_path / "whole")

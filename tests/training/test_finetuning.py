@@ -19,7 +19,8 @@ from tuneport.errors import TuneportError
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.training.finetune import Schedule, finetune, prepared
+from tuneport.training.finetune import finetune, prepared
+from tuneport.training.loop import Schedule
 
 CPU = torch.device("cpu")
 

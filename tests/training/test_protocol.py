@@ -20,7 +20,8 @@ from tuneport.io.checkpoint import open_checkpoint
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.training import finetune as training
-from tuneport.training.finetune import PROTOCOL, Schedule, finetune, mean_losses, prepare_training, run_training
+from tuneport.training.finetune import PROTOCOL, finetune, mean_losses, prepare_training, run_training
+from tuneport.training.loop import Schedule
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
 

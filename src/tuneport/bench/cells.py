@@ -27,7 +27,8 @@ from ..pipeline.prepare import SCORED, prepare
 from ..pipeline.scale import RULES, Scaled, choose_on_halves
 from ..pipeline.statistics import measure_in_parts, problem_of
 from ..task_vectors.vector import TaskVector
-from ..training.finetune import Schedule, batch_reader, finetune
+from ..training.finetune import batch_reader, finetune
+from ..training.loop import Schedule
 from ..types import Signal
 from .schema import Comparison
 from .tables import Row

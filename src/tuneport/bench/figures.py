@@ -30,7 +30,8 @@ from ..report.record import write_record
 from ..report.summary import number_text
 from ..runtime.cost import cost_of
 from ..task_vectors.vector import TaskVector
-from ..training.finetune import CHECKPOINTS, Schedule, finetune
+from ..training.finetune import CHECKPOINTS, finetune
+from ..training.loop import Schedule
 from ..types import Sides
 from .cells import Task
 from .charts import bar_chart, line_chart

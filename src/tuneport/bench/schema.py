@@ -23,7 +23,7 @@ from ..data.samplers import SAMPLERS
 from ..errors import TuneportError, plain, unknown_name
 from ..methods import get_method
 from ..pipeline.transfer import check_scale
-from ..training.finetune import Schedule
+from ..training.loop import Schedule
 
 KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that it needs for that
     "comparison": ("source", "target", "finetuned", "data"),

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import TuneportError
 from .bench import bench
-from .models import apply, evaluate, extract, finetune
+from .models import apply, distill, evaluate, extract, finetune
 from .plan import compare, plan
 from .signals import stopped_by_signals
 from .terminal import fail, say, tell
@@ -57,6 +57,7 @@ COMMANDS: dict[Callable[..., None], str | None] = {
     "--data cars/ --out new-base-cars",
     plan: "tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/",
     compare: "tuneport compare old-base new-base --data cars/ --finetuned old-base-cars",
+    distill: "tuneport distill --finetuned old-base-cars --target new-base --data photos/ --out new-base-cars",
     extract: "tuneport extract old-base old-base-cars -o cars.safetensors",
     apply: "tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7",
     evaluate: "tuneport evaluate new-base-cars --data cars/ --head cars",

@@ -12,8 +12,21 @@ from typing import Annotated
 import typer
 
 from ..errors import TuneportError
-from .options import Device, Exclude, HeadName, Json, Overwrite, Seed, TrustRemoteCode
-from .terminal import emit_json, note, progress, say
+from .options import (
+    Device,
+    DtypeName,
+    Exclude,
+    HeadName,
+    Json,
+    Overwrite,
+    Resume,
+    SamplerName,
+    Samples,
+    SaveEvery,
+    Seed,
+    TrustRemoteCode,
+)
+from .terminal import emit_json, note, progress, say, watched
 
 
 def extract(
@@ -135,7 +148,8 @@ def finetune(
     """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
     from ..io.output import check_new_folder
     from ..models.open import path_of
-    from ..training.finetune import Schedule, prepare_training, run_training
+    from ..training.finetune import prepare_training, run_training
+    from ..training.loop import Schedule
 
     if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
         raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")
@@ -152,3 +166,64 @@ def finetune(
     accuracy = "" if found is None else f", {found:.2f} % of the validation split right"
     say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{accuracy}")
     say(f"written to {out}" + (f", {len(record['checkpoints'])} checkpoints in it" if checkpoint_every else ""))
+
+
+def distill(
+    finetuned: Annotated[
+        str, typer.Option(help="The teacher: a fine-tuned model, or an adapter or task-vector file with --source.")
+    ],
+    target: Annotated[str, typer.Option(help="The student: any model that reads the same kind of samples.")],
+    data: Annotated[str, typer.Option(help="Data without labels, or with labels that are not used.")],
+    out: Annotated[str, typer.Option(help="Where the taught student goes; must not exist.")],
+    source: Annotated[str | None, typer.Option(help="The base of an adapter or a task-vector file.")] = None,
+    steps: Annotated[int, typer.Option(help="Updates of the student.", min=1)] = 300,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="The highest; by the student's width if not given.")
+    ] = None,
+    lora: Annotated[int | None, typer.Option(help="Train a LoRA of this rank, and write an adapter.", min=1)] = None,
+    samples: Samples = None,
+    sampler: SamplerName = "random",
+    seed: Seed = 0,
+    head: HeadName = None,
+    device: Device = "auto",
+    dtype: DtypeName = "float32",
+    resume: Resume = False,
+    save_every: SaveEvery = 60.0,
+    overwrite: Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Let a fine-tuned model teach another one, without labels, and write the student."""
+    from ..io.output import check_new_folder
+    from ..models.open import path_of
+    from ..pipeline.lesson import prepare_lesson, run_lesson
+    from ..report.summary import distilled_words
+    from ..training.distill import Lesson
+
+    inputs = [path_of(path) for path in (finetuned, target, data, source, head) if path]
+    check_new_folder(out, overwrite, inputs=inputs)
+    prepared = prepare_lesson(
+        finetuned,
+        target,
+        data,
+        Lesson(steps, learning_rate, lora, seed),
+        source=source,
+        head=head,
+        samples=samples,
+        sampler=sampler,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    places = {"overwrite": overwrite, "resume": resume}
+    with watched("distilling", steps) as (advance, watch):
+        record = run_lesson(prepared, out, **places, save_every=save_every, progress=advance, watch=watch)
+    if json:
+        emit_json(record)
+        return
+    say(f"{distilled_words(record['distilled'])}, in {record['seconds']:.1f} s")
+    say(f"written to {out}, report in report.html")
+    if lora is not None:
+        say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
+    else:
+        say(f"next: tuneport evaluate {out} --data {data}" + (f" --head {head}" if head else ""))

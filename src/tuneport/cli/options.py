@@ -79,6 +79,12 @@ Rank = Annotated[int | None, typer.Option(help="With --as adapter: cut each upda
 Energy = Annotated[
     float | None, typer.Option(help="With --as adapter: cut to the least rank that keeps this share of |tau|².")
 ]
+Distill = Annotated[
+    int | None,
+    typer.Option(
+        help="Then let the fine-tuned source teach the target on the same samples, in this many steps.", min=1
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what a killed run of the same command has measured.")]
 SaveEvery = Annotated[float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)]
 Compare = Annotated[bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")]

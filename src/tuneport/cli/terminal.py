@@ -123,9 +123,21 @@ def _bars(transient: bool) -> Progress:
 @contextmanager
 def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr; the callback advances it by a number of samples."""
+    with watched(words, total) as (advance, _):
+        yield advance
+
+
+@contextmanager
+def watched(words: str, total: int) -> Iterator[tuple[Callable[[int], None], Callable[[Any], None]]]:
+    """A bar on stderr; the second callback shows a point of the curve of a distillation in place of its words."""
     with _bars(transient=True) as bar:
         task = bar.add_task(words, total=total or None)
-        yield lambda done: bar.advance(task, done)
+
+        def watch(mark: Any) -> None:
+            found = f"loss {mark.held_out_loss:.3g}, agreement {100 * mark.agreement:.0f} %"
+            bar.update(task, description=f"distilling, {found}")
+
+        yield lambda done: bar.advance(task, done), watch
 
 
 @contextmanager

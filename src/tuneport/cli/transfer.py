@@ -6,21 +6,20 @@ refused is refused before a model runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TuneportError
-from ..types import OutputKind
+from ..types import OutputKind, Signal
 from . import options
-from .terminal import emit_json, note, progress, say, show_list
+from .terminal import emit_json, note, progress, say, show_list, watched
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..job import Job
     from ..pipeline.preflight import Preflight
-    from ..runtime.passes import Passes
 
 
 def transfer(
@@ -42,6 +41,7 @@ def transfer(
     as_: options.As = "model",
     rank: options.Rank = None,
     energy: options.Energy = None,
+    distill: options.Distill = None,
     completion: options.CompletionName = "svd",
     exclude: options.Exclude = None,
     max_tokens: options.MaxTokens = None,
@@ -61,9 +61,8 @@ def transfer(
     given = options.prepare_options(locals())
     from ..io.output import claimed
     from ..measure.accuracy import read_test_split
-    from ..methods import get_method
     from ..pipeline.port import port
-    from ..pipeline.prepare import SCORED, prepare
+    from ..pipeline.prepare import prepare
     from ..pipeline.transfer import check_scale, run
     from ..runtime.distributed import processes
 
@@ -71,8 +70,7 @@ def transfer(
         if compare and here.size > 1:
             raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
         strength = check_scale(scale, method)
-        scored = isinstance(strength, str) or compare or evaluate
-        signals = get_method(method).signals | (SCORED if scored else frozenset())
+        signals = _signals(method, scored=isinstance(strength, str) or compare or evaluate or distill is not None)
         prepared = partial(prepare, source, finetuned, target, data, signals=signals, **given)
         if not here.first:
             run(prepared(), method, scale=strength)
@@ -82,7 +80,7 @@ def transfer(
             test, job = read_test_split(data) if evaluate else None, prepared()
             _check_job(job, method, as_, rank, energy, test)
             verdict = compare_models(job, method).record() if compare else None
-            with _measuring(job, method) as (passes, advance):
+            with _measuring(job, method, distill or 0) as callbacks:
                 record = port(
                     job,
                     out,
@@ -91,19 +89,27 @@ def transfer(
                     kind=as_,
                     rank=rank,
                     energy=energy,
+                    distill=distill,
                     overwrite=overwrite,
                     resume=resume,
                     save_every=save_every,
-                    progress=advance,
                     note=note,
                     test=test,
                     verdict=verdict,
-                    passes=passes,
+                    **callbacks,
                 )
     if json:
         emit_json(record)
     else:
         _print_result(record, data if "labels" not in record["data"] else None, head)
+
+
+def _signals(method: str, scored: bool) -> frozenset[Signal]:
+    """The signals of a method, and those of a job whose samples are scored."""
+    from ..methods import get_method
+    from ..pipeline.prepare import SCORED
+
+    return get_method(method).signals | (SCORED if scored else frozenset())
 
 
 def _check_output(
@@ -137,8 +143,8 @@ def _check_job(
 
 
 @contextmanager
-def _measuring(job: Job, method: str) -> Iterator[tuple[Passes | None, Callable[[int], None]]]:
-    """A progress bar over all passes of a job, and the passes that its memory budget needs."""
+def _measuring(job: Job, method: str, steps: int) -> Iterator[dict[str, Any]]:
+    """The passes that a job's budget needs, and a progress bar over them and the steps after them."""
     from ..io.sizes import format_bytes
     from ..runtime.budget import plan_passes
 
@@ -150,8 +156,8 @@ def _measuring(job: Job, method: str) -> Iterator[tuple[Passes | None, Callable[
         note(f"expected peak {format_bytes(passes.peak_bytes)}, in {words} over the calibration data")
         if passes.fetched_bytes:
             note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
-    with progress("measuring", len(job.samples) * runs) as advance:
-        yield passes, advance
+    with watched("measuring", len(job.samples) * runs + steps) as (advance, watch):
+        yield {"passes": passes, "progress": advance, "watch": watch}
 
 
 def compare_models(job: Job, method: str, *, trial: bool = True) -> Preflight:

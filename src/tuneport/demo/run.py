@@ -34,7 +34,8 @@ from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
 from ..report.record import write_record
 from ..runtime.cost import cost_of
-from ..training.finetune import Schedule, finetune
+from ..training.finetune import finetune
+from ..training.loop import Schedule
 from ..types import Progress, Stage, count_steps
 
 MODELS = Path(__file__).parent / "models"

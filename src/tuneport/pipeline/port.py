@@ -20,8 +20,10 @@ from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import SAVE_EVERY, Work, fingerprint
+from ..training.distill import Mark
+from ..training.state import StateFile
 from ..types import OutputKind, Progress, ScaleRule
-from .result import check_output, check_vector
+from .result import Result, check_output, check_vector
 from .transfer import check_scale, conditions_of, run
 
 
@@ -34,6 +36,7 @@ def port(
     kind: OutputKind = "model",
     rank: int | None = None,
     energy: float | None = None,
+    distill: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
     save_every: float = SAVE_EVERY,
@@ -42,6 +45,7 @@ def port(
     test: Dataset | None = None,
     verdict: Mapping[str, Any] | None = None,
     passes: Passes | None = None,
+    watch: Callable[[Mark], None] | None = None,
 ) -> dict[str, Any]:
     """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
 
@@ -52,6 +56,7 @@ def port(
         out: a folder, or a file where the kind is "task-vector".
         kind: what to write.
         rank, energy: of an adapter; see `Result.save`.
+        distill, watch: steps of a distillation (of an adapter, of its LoRA), and what gets its curve.
         overwrite: replace an existing output.
         resume: continue what a killed run has measured; the files are the same as without the interruption.
         save_every: seconds between two saves of what is measured.
@@ -59,13 +64,14 @@ def port(
         test: data on which the accuracy before and after goes into the record.
         verdict: of a pre-flight, for the record.
     """
-    out, say = Path(out), note or (lambda _: None)
-    method = get_method(method)
+    out, say, method = Path(out), note or (lambda _: None), get_method(method)
     scale = check_scale(scale, method)
     check_vector(kind, job.fits_head)
-    if test is not None:
-        job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
-    conditions = conditions_of(job, method, scale) | ({"rank": rank, "energy": energy} if kind == "adapter" else {})
+    if distill is not None and kind == "adapter" and rank is None:
+        raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
+    _check_memory(job, test, distill)
+    conditions = conditions_of(job, method, scale) | ({} if distill is None else {"distill": distill})
+    conditions |= {"rank": rank, "energy": energy} if kind == "adapter" else {}
     work = Work(out, conditions, save_every)
     with claimed(out):
         done = _finished(out, kind) if resume else None
@@ -77,7 +83,7 @@ def port(
         check_output(out, kind, overwrite, needed_bytes=size if kind == "model" else 0)
         if resume:
             work.check()
-            say("continuing from saved statistics" if work.exists() else "nothing to resume: starting over")
+            say("continuing what an earlier run has saved" if work.exists() else "nothing to resume: starting over")
         elif work.exists():
             say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
             work.remove()
@@ -85,12 +91,12 @@ def port(
             result = run(
                 job, method, scale=scale, progress=progress, work=work if ranks().size == 1 else None, passes=passes
             )
+            if distill is not None:
+                lora = rank if kind == "adapter" else None
+                result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
             cost = cost_of(job.for_(method), result.record["samples"])
-            more: dict[str, Any] = {"fingerprint": fingerprint(conditions), "cost": cost, **(verdict or {})}
-            if test is not None:
-                assert job.heads is not None
-                more["evaluation"] = evaluate_change(job.target, result.apply(), job.heads.target, test)
-            result = replace(result, record={**result.record, **more})
+            more = {"fingerprint": fingerprint(conditions), "cost": cost, **_evaluation(job, result, test)}
+            result = replace(result, record={**result.record, **more, **(verdict or {})})
             result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
         except KeyboardInterrupt:
             if work.exists():
@@ -101,6 +107,27 @@ def port(
         written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=10**8)
         return written
     return {**result.record, "out": str(out), "as": kind}
+
+
+def _check_memory(job: Job, test: Dataset | None, distill: int | None) -> None:
+    """Refuse, for an offloaded model, what needs it whole."""
+    if test is not None:
+        job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
+    for model in job.models if distill is not None else ():
+        model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
+
+
+def _evaluation(job: Job, result: Result, test: Dataset | None) -> dict[str, Any]:
+    if test is None:
+        return {}
+    assert job.heads is not None
+    return {"evaluation": evaluate_change(job.target, result.apply(), job.heads.target, test)}
+
+
+def state_file(work: Work) -> StateFile:
+    """Where a run keeps the state of its distillation."""
+    work.make_folder()
+    return StateFile(work.training_state, fingerprint(work.conditions), work.every)
 
 
 def _finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:

@@ -7,8 +7,8 @@ A folder appears when it is complete, with the run record, the model card and th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ from ..report.record import to_json, write_record
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_write import Packed, no_place, pack
 from ..task_vectors.vector import TaskVector, save_task_vector
-from ..types import OutputKind
+from ..training.distill import STEPS, Lesson, Mark
+from ..training.state import StateFile
+from ..types import OutputKind, Progress
+from .distill import teach
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class Result:
     not_transported: tuple[Kept, ...]
     scale: float
     record: Mapping[str, Any]
+    job: Job | None = None  # what it was made from
 
     def __repr__(self) -> str:
         moved = f"{len(self.records)} layers moved, {len(self.not_transported)} tensors stay"
@@ -62,6 +66,51 @@ class Result:
                 if name in self.task_vector:
                     parameter.copy_(tensors[self.target.file_names[name]])
         return module
+
+    def distill(
+        self,
+        steps: int = STEPS,
+        *,
+        learning_rate: float | None = None,
+        lora: int | None = None,
+        progress: Progress | None = None,
+        watch: Callable[[Mark], None] | None = None,
+        saved: StateFile | None = None,
+    ) -> Result:
+        """Let the fine-tuned source teach the ported target on the calibration samples; no label is used.
+
+        A tenth of the samples is held out. The result is the state whose answers there are nearest to the teacher's,
+        and that may be this transfer as it is.
+
+        Args:
+            steps: updates of the student.
+            learning_rate: the highest, after the warm-up; by default it follows from the target's width.
+            lora: train a LoRA of this rank in place of all linear layers, from the best fit of the transfer.
+            progress: called with 1 after each step.
+            watch: called with each point of the curve.
+            saved: keeps the state of the run, and gives back that of a killed one.
+        """
+        if self.job is None:
+            raise TuneportError("this result does not know the models and samples that it was made from.")
+        lesson = Lesson(steps, learning_rate, lora, self.job.seed)
+        vector, entry = teach(
+            self.job.samples,
+            self.target,
+            self.job.task_vector,
+            self.task_vector * self.scale,
+            lesson,
+            progress=progress,
+            watch=watch,
+            saved=saved,
+        )
+        teacher = self.record.get("finetuned", {}).get("name")
+        record = {**self.record, "distilled": {"teacher": teacher, **entry}}
+        if lora is None and entry["best"] == 0:
+            return replace(self, record=record)
+        changed = {self.target.file_names[name] for name in vector}
+        kept = tuple(item for item in self.not_transported if item.tensor not in changed)
+        record["not_transported"] = [asdict(item) for item in kept]
+        return replace(self, task_vector=vector, scale=1.0, not_transported=kept, record=record)
 
     def save(
         self,

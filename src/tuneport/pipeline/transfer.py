@@ -172,7 +172,7 @@ def _result(
         record["scale_choice"] = {**about, "candidates": candidates}
     if job.fits_head:
         record["head"] = {"tensors": sorted(target.classifier_parameters), "classes": list(target.classes)}
-    return Result(target, done.task_vector, done.records, kept, moved.scale, record)
+    return Result(target, done.task_vector, done.records, kept, moved.scale, record, job)
 
 
 def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:

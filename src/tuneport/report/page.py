@@ -52,7 +52,21 @@ def report_page(record: Record) -> str:
         layer_rows=layer_rows(record),
         kept_rows=kept_rows,
         command=repeat_command(record),
+        distilled_curves=_distilled_curves(record.get("distilled")),
     )
+
+
+def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
+    """Losses and agreement along a distillation."""
+    marks = found["curve"] if found is not None else ()
+    labels = [f"step {mark['step']}" for mark in marks]
+    losses = {"training": [mark["loss"] for mark in marks], "held out": [mark["held_out_loss"] for mark in marks]}
+    agreement = {"held out": [mark["agreement"] for mark in marks]}
+    drawn = (
+        curves("Distance from the teacher's answers", losses, labels, x_label="steps", low=0.0),
+        curves("Agreement with the teacher", agreement, labels, x_label="steps", low=0.0, high=1.0),
+    )
+    return [figure for figure in drawn if figure is not None]
 
 
 def _flops(count: int) -> str:

@@ -135,7 +135,7 @@ class PreparedRecord(TypedDict):
     """The record of a transfer before anything has run."""
 
     tuneport: str
-    command: Literal["transfer"]
+    command: Literal["transfer", "distill"]
     options: Options
     source: Input
     finetuned: Input

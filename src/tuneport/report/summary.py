@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -25,11 +26,14 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     rows = [
         ("method", f"{record['method']}, scale {record['scale']:g}"),
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
-        ("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"),
     ]
     if "head" in record:
         by = "the labels" if record["options"].get("labels") == "data" else "the scores of the fine-tuned source"
         rows.append(("head", f"{len(record['head']['classes'])} classes, fitted to {by}"))
+    if layers:
+        rows.append(("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"))
+    if found := record.get("distilled"):
+        rows.append(("distilled", distilled_words(found)))
     for side in ("in", "out"):
         residuals = sorted(layer[f"residual_{side}"] for layer in layers if layer[f"residual_{side}"] is not None)
         if residuals:
@@ -46,6 +50,18 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     if found := record.get("evaluation"):
         rows.append(("accuracy", "{before:.2f} % before, {after:.2f} % after ({data}, test)".format(**found)))
     return [*rows, ("time", f"{record['seconds']:.1f} s")]
+
+
+def distilled_words(found: Mapping[str, Any]) -> str:
+    """What a distillation did, from its entry in a record."""
+    first, best = found["curve"][0], next(mark for mark in found["curve"] if mark["step"] == found["best"])
+    what = f"a LoRA of rank {found['lora']}" if found["lora"] else "all linear layers"
+    if not found["best"]:
+        return f"{found['steps']} steps brought it no nearer to {found['teacher']} on held-out samples: it is the start"
+    return (
+        f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
+        f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
+    )
 
 
 def label_words(record: Record) -> str:
@@ -101,12 +117,23 @@ def repeat_command(record: Record) -> str | None:
         "shots": options.get("shots"),
         "samples": None if options.get("shots") else options.get("samples"),
         "scale": choice.get("rule", "auto") if choice else f"{record['scale']:g}",
+        "distill": record.get("distilled", {}).get("steps"),
     }
+    if record.get("command") == "distill":
+        given = _distill_options(given, record)
     given |= {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
     pairs = [(key.replace("_", "-"), value) for key, value in given.items() if value is not None]
     pairs += [("exclude", pattern) for pattern in options.get("exclude", ())]
     words = [word for name, value in pairs for word in (f"--{name}", str(value))]
-    return shlex.join(["tuneport", "transfer", *words])
+    return shlex.join(["tuneport", record.get("command", "transfer"), *words])
+
+
+def _distill_options(given: dict[str, Any], record: Record) -> dict[str, Any]:
+    """The options of `tuneport distill`, out of those of a transfer."""
+    taught, wanted = record["distilled"], ("finetuned", "target", "data", "out", "samples")
+    base = {} if given["source"] == given["finetuned"] else {"source": given["source"]}
+    more = {key: taught[key] for key in ("steps", "learning_rate", "lora")}
+    return {**base, **{key: given[key] for key in wanted}, **more}
 
 
 REPEATED: dict[str, Any] = {  # the options that a command repeats, with their defaults

@@ -62,8 +62,13 @@ class Work:
         return self.out.parent / f".{self.out.name}.tuneport-work"
 
     def exists(self) -> bool:
-        """Whether an earlier run saved statistics here."""
-        return bool(self._saved())
+        """Whether an earlier run saved something here."""
+        return bool(self._saved()) or self.training_state.is_file()
+
+    @property
+    def training_state(self) -> Path:
+        """Where the state of a training that follows the measuring is saved."""
+        return self.folder / "training" / "state.safetensors"
 
     def check(self) -> None:
         """Raise a CheckpointError if an earlier run measured under other conditions."""
@@ -89,16 +94,18 @@ class Work:
             started = time.monotonic()
             if started - saved < pause:
                 return
-            if self.folder.is_symlink():
-                raise CheckpointError(
-                    f"{self.folder} is a symbolic link, and tuneport does not write to it. Remove it."
-                )
-            self.folder.mkdir(exist_ok=True)
+            self.make_folder()
             save_statistics(self._file(stage), statistics, self.conditions)
             saved = time.monotonic()
             pause = self.every and max(self.every, _SHARE * (saved - started))
 
         return keep
+
+    def make_folder(self) -> None:
+        """Make the folder, which must not be a symbolic link."""
+        if self.folder.is_symlink():
+            raise CheckpointError(f"{self.folder} is a symbolic link, and tuneport does not write to it. Remove it.")
+        self.folder.mkdir(exist_ok=True)
 
     def remove(self) -> None:
         """Remove the folder: the output is complete, or a run starts over."""

@@ -25,7 +25,7 @@ from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, new_folder
-from ..io.tensors import all_finite, describe
+from ..io.tensors import describe
 from ..measure.accuracy import encode_batches, zero_shot
 from ..models.base import Model, outside_of
 from ..models.heads import Head, choose_head
@@ -34,33 +34,10 @@ from ..report.card import training_card
 from ..report.provenance import data_identity, identity_of, package_version, versions
 from ..report.record import write_record
 from ..types import Progress
+from .loop import Schedule, run_steps
 
 CHECKPOINTS = "checkpoints"
 CACHE_BYTES = 2 * 2**30  # encoded inputs up to this size are cached; larger datasets are encoded batch by batch
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """AdamW with a linear warm-up, then cosine decay to zero.
-
-    The warm-up takes `warmup` steps, or the share `warmup_share` of all steps if `warmup` is None.
-    """
-
-    steps: int
-    batch_size: int = 128
-    learning_rate: float = 1e-5
-    weight_decay: float = 0.1
-    warmup_share: float = 0.1
-    seed: int = 0
-    warmup: int | None = None
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step (0-based)."""
-        warmup = int(self.warmup_share * self.steps) if self.warmup is None else self.warmup
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        along = (step - warmup) / max(self.steps - warmup, 1)
-        return self.learning_rate * 0.5 * (1.0 + float(np.cos(np.pi * along)))
 
 
 PROTOCOL = Schedule(steps=2000, batch_size=128, learning_rate=1e-5, weight_decay=0.1, warmup=200)  # of the paper
@@ -100,47 +77,33 @@ def finetune(
         raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
     data = align_labels(data, head.classes)
     batch_of = batch_reader(model, data, cache_bytes)
-    module, optimizer = _trainable(model, schedule)
+    module = _trainable(model)
     stops = {*at, schedule.steps}
-    unchecked: list[Tensor] = []  # losses that are still on the device
 
-    def check(ok: bool, why: str) -> None:
-        if not ok:
-            raise TuneportError(
-                f"the fine-tuning of {model.name} on {data.name} has diverged: {why} of {schedule.steps}. Lower "
-                f"`learning_rate`, which is {schedule.learning_rate:g}."
-            )
+    def loss_of(_step: int, rows: Tensor) -> Tensor:
+        batch, labels = batch_of(rows)
+        return F.cross_entropy(head.scores(model, module, batch), labels)
 
-    for step, rows in enumerate(_draws(len(data), schedule)):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        optimizer.zero_grad(set_to_none=True)
-        losses = []
-        # Dropout depends only on seed and step; the global generators are restored.
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
-            for part in rows.split(pass_size):
-                batch, labels = batch_of(part)
-                share = F.cross_entropy(head.scores(model, module, batch), labels) * (len(part) / len(rows))
-                share.backward()
-                losses.append(share.detach())
-        optimizer.step()
-        if progress is not None:
-            progress(1)
-        unchecked.append(torch.stack(losses).sum())
+    what = f"the fine-tuning of {model.name} on {data.name}"
+    run = run_steps(
+        what,
+        module,
+        schedule.optimizer(module),
+        schedule,
+        len(data),
+        loss_of,
+        stops=stops,
+        progress=progress,
+        pass_size=pass_size,
+        check_every=check_every,
+    )
+    for step, loss in run:
         if log is not None:
-            log(unchecked[-1])
-        if step + 1 in stops or len(unchecked) == check_every:
-            for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
-                check(finite, f"the loss is NaN or infinite at step {number}")
-            unchecked.clear()
-        if step + 1 in stops:
-            for key, parameter in module.named_parameters():
-                finite = not parameter.requires_grad or all_finite(parameter.detach())
-                check(finite, f"{key} holds NaN or infinite values after step {step + 1}")
+            log(loss)
+        if step in stops:
             module.eval()
-            yield step + 1, module
-            module.train(step + 1 < schedule.steps)  # the last one stays in evaluation mode
+            yield step, module
+            module.train(step < schedule.steps)  # the last one stays in evaluation mode
 
 
 @dataclass(frozen=True)
@@ -294,26 +257,13 @@ def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Ten
     return {key: value[:, :longest] if value.ndim == 2 else value for key, value in batch.items()}
 
 
-def _trainable(model: Model, schedule: Schedule) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A copy of the model's module in training mode, and an optimizer of the tower's parameters."""
+def _trainable(model: Model) -> nn.Module:
+    """A copy of the model's module in training mode, in which the tower's parameters need a gradient."""
     module = copy.deepcopy(model.module).train()
     outside = outside_of(module, model.layers, model.loose, "")
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in outside)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return module, torch.optim.AdamW(trained, lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
-
-
-def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
-    """Batches of row numbers from seeded permutations; a dataset smaller than a batch is one batch."""
-    generator = torch.Generator().manual_seed(schedule.seed)
-    queue = torch.empty(0, dtype=torch.long)
-    size = min(schedule.batch_size, count)
-    for _ in range(schedule.steps):
-        if len(queue) < size:
-            queue = torch.cat([queue, torch.randperm(count, generator=generator)])
-        rows, queue = queue[:size], queue[size:]
-        yield rows
+    return module
 
 
 def mean_losses(losses: Sequence[Tensor], every: int = 50) -> list[dict[str, float]]:

@@ -1,0 +1,286 @@
+"""Claim: the fine-tuned source teaches the ported target most of its skill, without labels.
+
+    python -m benchmarks.claims.distill --shared ../shared --out runs/distill.jsonl --device cuda
+    python -m benchmarks.claims.distill --shared ../shared --encoders ENCODERS --pairs text --out runs/text.jsonl
+    python -m benchmarks.claims.distill --write benchmarks/results/distill.md --out runs/distill.jsonl
+
+A row is one pair, task, number of samples, draw, start (the port or the bare target), teacher (the fine-tuned source,
+or the true labels) and number of steps: test accuracy of the target, of the start and of what is written, and the
+share of the fine-tuning gain. Rows that --out holds are not made again, and --part 0/4 makes a quarter of them, so that
+several processes can share the work. Labelled few-shot fine-tuning gets the same samples, steps and augmentation; its
+learning rate is chosen among three by accuracy on the tenth of the samples that distillation holds out, too.
+Nothing is chosen on test data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.claims.text import SOURCE, TARGETS, read_splits, tune
+from benchmarks.claims.zoo import PAIRS, STATED
+from benchmarks.common import commit
+from tuneport.data.dataset import Dataset, align_labels
+from tuneport.data.tasks import read_data
+from tuneport.data.views import Views
+from tuneport.job import Drawn, Job
+from tuneport.measure.accuracy import zero_shot
+from tuneport.models.base import Model
+from tuneport.models.heads import Head, choose_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import run
+from tuneport.training.distill import HELD_OUT
+from tuneport.training.finetune import finetune
+from tuneport.training.loop import Schedule
+
+MORE_STATED = {"c": {"fashion": 87.7, "gtsrb": 92.1}}  # measured with the trial of the shared lab
+RATES = (3e-5, 1e-4, 3e-4)  # of labelled fine-tuning
+TEXT_TASKS = ("trec6", "sst2", "subj", "agnews")
+KEY = ("pair", "task", "samples", "draw", "start", "teacher", "steps", "set")
+
+
+class Cell:
+    """One pair and task: a job for each number of samples and draw, and the accuracy of a module on the test split."""
+
+    def __init__(self, pair: str, task: str, options: argparse.Namespace) -> None:
+        self.pair, self.task, self.options = pair, task, options
+        self.source, self.target = pair.split(":")
+        self._jobs: dict[tuple[int, int], tuple[Job, Result, float]] = {}
+        self.open()
+
+    def open(self) -> None:
+        zoo, self.data = self.options.shared / "zoo", self.options.shared / "data/images" / f"{self.task}.npz"
+        self.places: tuple[Any, Any, Any] = (zoo / self.source, zoo / f"{self.source}-{self.task}", zoo / self.target)
+        self.model = open_model(self.places[2], device=self.options.device)
+        self.train, self.test = (read_data(self.data, split) for split in ("train", "test"))
+        self.head = choose_head(self.model, self.task, self.test)
+        self.full = {**STATED[self.target], **MORE_STATED.get(self.target, {})}[self.task]
+        self.head_name: str | None = self.task
+
+    def accuracy(self, module: nn.Module) -> float:
+        test = self.test.subset(np.arange(min(len(self.test), self.options.test)))
+        return zero_shot(self.model.with_module(module.eval()), self.head, test, batch_size=250).accuracy
+
+    def ported(self, samples: int, draw: int) -> tuple[Job, Result, float]:
+        if (samples, draw) not in self._jobs:
+            started = time.perf_counter()
+            job = prepare(
+                *self.places,
+                self.data,
+                signals=self.options.method,
+                samples=samples,
+                seed=draw,
+                head=self.head_name,
+                labels="source",
+                batch_size=100,
+                device=self.options.device,
+            )
+            result = run(job, self.options.method, scale="auto")
+            self._jobs[samples, draw] = job, result, time.perf_counter() - started
+        return self._jobs[samples, draw]
+
+
+class TextCell(Cell):
+    """A text encoder; the source and, for the reference, the target are fine-tuned here, or read from the cache."""
+
+    def open(self) -> None:
+        splits = read_splits(self.task, self.options.shared / "data/text", self.options.test)
+        self.train, self.test = splits["train"], splits["test"]
+        source, self.model = (
+            open_model(self.options.encoders / name, device=self.options.device) for name in (self.source, self.target)
+        )
+        self.data = self.train
+        self.head, self.head_name = choose_head(self.model, None, self.train), None
+        self.places = (source, self._tuned(source, self.source), self.model)
+        self.full = self.accuracy(self._tuned(self.model, self.target))
+
+    def _tuned(self, model: Model, name: str) -> nn.Module:
+        place = self.options.out.parent / f"{name}-{self.task}.pt"
+        if not place.exists():
+            head = choose_head(model, None, self.train)
+            torch.save(tune(model, head, self.train, self.options.tune_steps).state_dict(), place)
+        module = open_model(self.options.encoders / name, device=self.options.device).module
+        module.load_state_dict(torch.load(place, map_location=self.options.device))
+        return module
+
+
+def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps: int) -> dict[str, Any]:
+    job, result, port_seconds = cell.ported(samples, draw)
+    assert isinstance(job.samples, Drawn)
+    if start == "target":
+        result = replace(result, scale=0.0)
+    begun = result.apply()
+    base, at_start = cell.accuracy(cell.model.module), cell.accuracy(begun)
+    started = time.perf_counter()
+    row: dict[str, Any] = {"rate": None}
+    if teacher == "source":
+        found = result.distill(steps, learning_rate=cell.options.learning_rate)
+        module = found.apply()
+        entry = found.record["distilled"]
+        row = {"best": entry["best"], "rate": entry["learning_rate"], "agreement": entry["curve"][-1]["agreement"]}
+    else:
+        chosen = align_labels(cell.train.subset(job.record["data"]["indices"]), cell.head.classes)
+        module, row["rate"] = labelled(cell.model.with_module(begun), cell.head, chosen, steps, draw)
+    seconds = time.perf_counter() - started
+    accuracy = cell.accuracy(module)
+    gain = cell.full - base
+    return {
+        "pair": cell.pair,
+        "task": cell.task,
+        "samples": samples,
+        "draw": draw,
+        "start": start,
+        "teacher": teacher,
+        "steps": steps,
+        "set": " ".join(cell.options.set),
+        "target": round(base, 2),
+        "begun": round(at_start, 2),
+        "written": round(accuracy, 2),
+        "finetuned": cell.full,
+        "share_begun": round(100 * (at_start - base) / gain, 1),
+        "share": round(100 * (accuracy - base) / gain, 1),
+        "scale": result.scale,
+        "port_seconds": round(port_seconds, 1),
+        "seconds": round(seconds, 1),
+        **row,
+    }
+
+
+def labelled(model: Model, head: Head, chosen: Dataset, steps: int, seed: int) -> tuple[nn.Module, float]:
+    """Few-shot fine-tuning on augmented samples, at the learning rate that suits held-out samples best."""
+    count = max(round(HELD_OUT * len(chosen)), 2)
+    held_out, taught = (chosen.subset(np.arange(len(chosen))[part]) for part in (slice(-count, None), slice(-count)))
+
+    def trained(data: Dataset, rate: float) -> nn.Module:
+        assert data.labels is not None
+        inputs = Views(data.inputs, max(steps // 4, 1), seed, wide=True)
+        views = replace(data, inputs=inputs, labels=np.tile(data.labels, inputs.copies))
+        schedule = Schedule(steps, learning_rate=rate, weight_decay=0.0, seed=seed, warmup=min(10, steps // 3))
+        *_, (_, module) = finetune(model, head, views, schedule, cache_bytes=0)
+        return module
+
+    scores = {rate: zero_shot(model.with_module(trained(taught, rate)), head, held_out).accuracy for rate in RATES}
+    best = max(scores, key=lambda rate: scores[rate])
+    return trained(chosen, best), best
+
+
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    if options.pairs == ["text"]:
+        yield from product((f"{SOURCE}:{target}" for target in TARGETS), options.tasks or TEXT_TASKS)
+        return
+    for (source, target), tasks in PAIRS.items():
+        if not options.pairs or f"{source}:{target}" in options.pairs:
+            yield from ((f"{source}:{target}", task) for task in tasks if not options.tasks or task in options.tasks)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Make the rows that are not there yet."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    done = {tuple(row[key] for key in KEY) for row in rows_in(options.out)}
+    part, parts = map(int, options.part.split("/"))
+    for setting in options.set:  # a constant of the library, for trials on development cells
+        name, value = setting.split("=")
+        place, constant = name.rsplit(".", 1)
+        setattr(importlib.import_module(f"tuneport.{place}"), constant, json.loads(value))
+    kinds = list(product(options.starts, options.teachers, options.steps))
+    wanted = [
+        (pair, task, samples, draw, *kind)
+        for (pair, task), samples, draw in product(cells(options), options.samples, options.draws)
+        for kind in kinds
+    ]
+    chunk = len(kinds)  # all rows of one port together
+    mine = [row for number, row in enumerate(wanted) if number // chunk % parts == part]
+    cell = None
+    for pair, task, *rest in mine:
+        if (pair, task, *rest, " ".join(options.set)) in done:
+            continue
+        if cell is None or (cell.pair, cell.task) != (pair, task):
+            cell = (TextCell if pair.startswith(SOURCE) else Cell)(pair, task, options)
+        row = row_of(cell, *rest)
+        print(json.dumps(row), flush=True)
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(options: argparse.Namespace) -> None:
+    """Tables of the rows: shares of the fine-tuning gain, means over cells and draws, and the worst cell."""
+    groups: dict[tuple[Any, ...], dict[tuple[str, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows_in(options.out):
+        kind = (row["samples"], row["steps"], row["teacher"], row["start"], row["set"])
+        groups[kind][row["pair"], row["task"]].append(row)
+    lines = [
+        "# Distillation: shares of the fine-tuning gain",
+        "",
+        "| samples | steps | teacher | start | set | cells | start, % | written, % | worst cell, % "
+        "| largest loss, points | seconds |",
+        "|" + "---|" * 11,
+    ]
+    for kind, found in sorted(groups.items(), key=str):
+        shares = {cell: statistics.mean(row["share"] for row in rows) for cell, rows in found.items()}
+        rows = [row for each in found.values() for row in each]
+        begun = statistics.mean(row["share_begun"] for row in rows)
+        worst = min(shares, key=lambda cell: shares[cell])
+        lost = max(0.0, *(row["begun"] - row["written"] for row in rows))
+        seconds = statistics.median(row["seconds"] for row in rows)
+        lines.append(
+            f"| {' | '.join(map(str, kind))} | {len(found)} | {begun:.1f} | {statistics.mean(shares.values()):.1f} | "
+            f"{shares[worst]:.1f} ({' '.join(worst)}) | {lost:.1f} | {seconds:.1f} |"
+        )
+    lines += ["", f"- command: python -m benchmarks.claims.distill {' '.join(sys.argv[1:])}", f"- commit: {commit()}"]
+    lines.append("- fine-tuned targets are the figures of the zoo's README (4,000 test images)")
+    if options.write is not None:
+        options.write.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/")
+    parser.add_argument("--encoders", type=Path, help="folder with the text encoders")
+    parser.add_argument("--pairs", nargs="+", default=[], help="such as a:a2; 'text' for the encoders; all of the zoo")
+    parser.add_argument("--tasks", nargs="+", default=[])
+    parser.add_argument("--samples", type=int, nargs="+", default=[100, 500])
+    parser.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, nargs="+", default=[300])
+    parser.add_argument("--starts", nargs="+", default=["port"], choices=["port", "target"])
+    parser.add_argument("--teachers", nargs="+", default=["source"], choices=["source", "labels"])
+    parser.add_argument("--method", default="bico")
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--set", nargs="+", default=[], help="constants, such as training.distill.MIXED=0")
+    parser.add_argument("--test", type=int, default=2000, help="test samples at most")
+    parser.add_argument("--tune-steps", type=int, default=400, help="of the full fine-tunes of text encoders")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth port, from the Ith")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True, help="rows, one JSON object a line")
+    parser.add_argument("--write", type=Path, help="write the tables of the rows to this file")
+    options = parser.parse_args()
+    if options.shared is None:
+        write(options)
+        return
+    if not (options.shared / "data").is_dir():
+        sys.exit(f"{options.shared} has no data/: this benchmark needs the shared models and data")
+    measure(options)
+
+
+if __name__ == "__main__":
+    main()

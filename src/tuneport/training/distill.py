@@ -1,0 +1,277 @@
+"""Distillation: a fine-tuned source teaches a target on unlabelled samples.
+
+Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
+teacher's. A tenth of the samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
+and that may be the start. A run can be saved and continued with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from statistics import median_low
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError, TuneportError
+from ..job import Drawn
+from ..measure.signals import frozen
+from ..models.base import Model
+from ..models.tokenizer import Encoded
+from ..types import Progress, Sides
+from .loop import Schedule, run_steps
+from .matching import Matching, matching_of
+from .state import StateFile
+
+STEPS = 300
+FEWEST = 8  # samples
+HELD_OUT = 0.1  # share of the samples
+MOST_HELD_OUT = 200
+RATE = 0.06  # the learning rate of a model of width one
+LORA_RATE = 10.0  # times that of all weights
+WIDE = True  # views
+MIXED = 0.5  # share of the images of a batch that are blended with another one
+VIEWS = 4  # augmented copies of each held-out sample
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is asked of a distillation. The learning rate follows from the student's width unless it is given."""
+
+    steps: int = STEPS
+    learning_rate: float | None = None
+    lora: int | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise a TuneportError for numbers that make no sense."""
+        if self.steps < 1:
+            raise TuneportError(f"a distillation needs at least one step, got {self.steps}.")
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
+            raise TuneportError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
+        if self.lora is not None and self.lora < 1:
+            raise TuneportError(f"`lora` must be a rank of at least 1, got {self.lora}.")
+
+    def schedule(self, model: Model, batch_size: int) -> Schedule:
+        """Ten steps of warm-up, no weight decay: the start is where the student shall stay near."""
+        rate = RATE / median_low(layer.in_features for layer in model.layers)
+        rate *= LORA_RATE if self.lora is not None else 1.0
+        return Schedule(
+            self.steps,
+            batch_size,
+            self.learning_rate or rate,
+            weight_decay=0.0,
+            seed=self.seed,
+            warmup=min(10, self.steps // 3),
+        )
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point of the curve: the mean training loss since the last, and loss and agreement on held-out samples."""
+
+    step: int
+    loss: float | None
+    held_out_loss: float
+    agreement: float
+
+
+@dataclass(frozen=True, eq=False)
+class Distilled:
+    """The student in its best state, and how it got there; `best` is 0 if that is the start."""
+
+    module: nn.Module
+    matching: str
+    learning_rate: float
+    samples: int
+    held_out: int
+    curve: tuple[Mark, ...]
+    best: int
+
+
+def distill(
+    samples: Drawn,
+    student: nn.Module,
+    lesson: Lesson,
+    *,
+    progress: Progress | None = None,
+    watch: Callable[[Mark], None] | None = None,
+    saved: StateFile | None = None,
+) -> Distilled:
+    """Train the student in place on the answers of the teacher, and leave it in its best state.
+
+    Args:
+        samples: with both models; the module of the source is the teacher.
+        student: a copy of the target's module; its parameters that need a gradient are trained.
+        lesson: steps and learning rate.
+        progress: called with 1 after each step.
+        watch: called with each point of the curve.
+        saved: keeps the state of the run, and gives back that of a killed one.
+    """
+    lesson.check()
+    held_out, taught = _divided(samples)
+    matching = matching_of(samples)
+    schedule = lesson.schedule(samples.models.target, matching.batch_size)
+    run = _Run(samples.models.source.module, student, matching, _autocast(samples.models.target))
+    views = taught.views(lesson.seed, lesson.steps, wide=WIDE) if matching.augmented else None
+    exam = (
+        [held_out, more]
+        if matching.augmented and (more := held_out.views(lesson.seed, VIEWS, wide=WIDE))
+        else [held_out]
+    )
+    marks = {round(lesson.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
+    stops = {mark for mark in marks if 0 < mark <= lesson.steps}
+
+    def loss_of(step: int, rows: Tensor) -> Tensor:
+        if views is None:
+            return run.loss(taught.take(rows.numpy()))
+        return run.loss(views.take(step * len(taught) + rows.numpy()))
+
+    with frozen(run.teacher):
+        student.eval()
+        first = run.begin(schedule, exam, saved)
+        if first and progress is not None:
+            progress(first)
+        for mark in run.curve if watch is not None else ():
+            watch(mark)
+        what = f"the distillation of {samples.models.target.name}"
+        for step, loss in run_steps(
+            what,
+            student,
+            run.optimizer,
+            schedule,
+            len(taught),
+            loss_of,
+            first=first,
+            stops=stops,
+            progress=progress,
+            pass_size=matching.pass_size,
+        ):
+            run.losses.append(loss)
+            if step in stops:
+                run.mark(step, exam)
+                if watch is not None:
+                    watch(run.curve[-1])
+            if saved is not None and (saved.due or step == lesson.steps):
+                run.save(step, saved)
+    with torch.no_grad():
+        for name, parameter in run.trained.items():
+            parameter.copy_(run.best[name])
+    return Distilled(
+        student, matching.name, schedule.learning_rate, len(taught), len(held_out), tuple(run.curve), run.best_step
+    )
+
+
+class _Run:
+    """What changes while a student learns: its parameters, the optimizer, the best state, and the curve."""
+
+    def __init__(
+        self, teacher: nn.Module, student: nn.Module, matching: Matching, precision: AbstractContextManager[Any]
+    ) -> None:
+        self.teacher, self.student, self.matching, self.precision = teacher, student, matching, precision
+        self.trained = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
+        self.losses: list[Tensor] = []  # since the last mark
+        self.curve: list[Mark] = []
+        self.best: Mapping[str, Tensor] = {}
+        self.best_step = 0
+
+    def begin(self, schedule: Schedule, exam: list[Drawn], saved: StateFile | None) -> int:
+        """Start, or continue at the step of a saved state; the number of steps that are done."""
+        self.optimizer = schedule.optimizer(self.student)
+        found = saved.load() if saved is not None else None
+        if found is None:
+            self.mark(0, exam)
+            return 0
+        tensors, content = found
+        with torch.no_grad():
+            for number, (name, parameter) in enumerate(self.trained.items()):
+                parameter.copy_(tensors[f"now.{name}"])
+                self.optimizer.state[parameter] = {
+                    key: tensors[f"adam.{number}.{key}"].to(parameter.device if key != "step" else "cpu")
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                }
+        self.best = {name: tensors[f"best.{name}"] for name in self.trained}
+        self.losses = list(tensors["losses"]) if "losses" in tensors else []
+        self.curve, self.best_step = [Mark(**mark) for mark in content["curve"]], content["best"]
+        return int(content["step"])
+
+    def save(self, step: int, saved: StateFile) -> None:
+        tensors = {f"now.{name}": parameter.detach() for name, parameter in self.trained.items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
+        for number, parameter in enumerate(self.trained.values()):
+            state = self.optimizer.state[parameter]
+            tensors |= {f"adam.{number}.{key}": torch.as_tensor(value) for key, value in state.items()}
+        if self.losses:
+            tensors["losses"] = torch.stack(self.losses)
+        saved.save(tensors, {"step": step, "best": self.best_step, "curve": [asdict(mark) for mark in self.curve]})
+
+    def loss(self, part: Drawn) -> Tensor:
+        """The loss of the student on some samples."""
+        return self.matching.loss(*self._answers(part, mixed=True))
+
+    def mark(self, step: int, exam: list[Drawn]) -> None:
+        """Add a point to the curve, and keep the state if it is the best so far."""
+        size, losses, agreements = self.matching.pass_size, [], []
+        with torch.no_grad():
+            for samples in exam:
+                for start in range(0, len(samples), size):
+                    part = samples.take(slice(start, start + size))
+                    answers = self._answers(part)
+                    losses.append((len(part), self.matching.loss(*answers)))
+                    agreements.append((len(part), self.matching.agreement(*answers)))
+        loss, agreement = (
+            float(sum(count * value for count, value in found) / sum(count for count, _ in found))
+            for found in (losses, agreements)
+        )
+        taught = float(torch.stack(self.losses).mean()) if self.losses else None
+        self.losses.clear()
+        if not self.curve or loss < self.curve[self._best_mark()].held_out_loss:
+            self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trained.items()}
+            self.best_step = step
+        self.curve.append(Mark(step, taught, loss, agreement))
+
+    def _best_mark(self) -> int:
+        return next(number for number, mark in enumerate(self.curve) if mark.step == self.best_step)
+
+    def _answers(self, part: Drawn, mixed: bool = False) -> tuple[Any, Any]:
+        encoded = next(replace(part, size=len(part)).encoded())
+        encoded = _blended(encoded) if mixed and self.matching.augmented else encoded
+        with self.precision:
+            with torch.no_grad():
+                wanted = self.matching.ask.source(self.teacher, encoded.source)
+            return wanted, self.matching.ask.target(self.student, encoded.target)
+
+
+def _blended(encoded: Sides[Encoded]) -> Sides[Encoded]:
+    """Some images blended with others of the batch, in the same way for both models; texts stay as they are."""
+    if any("pixel_values" not in side.inputs for side in encoded):
+        return encoded
+    count = len(encoded.source.inputs["pixel_values"])
+    order, shares = torch.randperm(count), torch.rand(count) * (torch.rand(count) < MIXED)
+
+    def blend(side: Encoded) -> Encoded:
+        pixels = side.inputs["pixel_values"]
+        return replace(
+            side, inputs={**side.inputs, "pixel_values": pixels.lerp(pixels[order], shares.view(-1, 1, 1, 1))}
+        )
+
+    return Sides(blend(encoded.source), blend(encoded.target))
+
+
+def _divided(samples: Drawn) -> tuple[Drawn, Drawn]:
+    """The samples that are held out, and those that the student learns from."""
+    if len(samples) < FEWEST:
+        raise DataError(
+            f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
+        )
+    count = min(max(round(HELD_OUT * len(samples)), 2), MOST_HELD_OUT)
+    return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
+
+
+def _autocast(model: Model) -> AbstractContextManager[Any]:
+    """Half-precision models compute in their dtype, while what is trained stays in float32."""
+    dtype = next(model.module.parameters()).dtype
+    return torch.autocast(model.device.type, dtype, enabled=dtype in (torch.float16, torch.bfloat16))

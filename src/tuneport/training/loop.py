@@ -1,0 +1,131 @@
+"""The steps of a training run: AdamW on mean losses of seeded batches, one loop for labels and for a teacher.
+
+A run depends only on its inputs and its schedule: batches are seeded permutations, and dropout follows seed and step.
+So a run that continues at a step from the state that it had there ends with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import TuneportError
+from ..io.tensors import all_finite
+from ..types import Progress
+
+BatchLoss = Callable[[int, Tensor], Tensor]  # step (0-based) and row numbers -> mean loss of these samples
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """AdamW with a linear warm-up, then cosine decay to zero.
+
+    The warm-up takes `warmup` steps, or the share `warmup_share` of all steps if `warmup` is None.
+    """
+
+    steps: int
+    batch_size: int = 128
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.1
+    warmup_share: float = 0.1
+    seed: int = 0
+    warmup: int | None = None
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step (0-based)."""
+        warmup = int(self.warmup_share * self.steps) if self.warmup is None else self.warmup
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        along = (step - warmup) / max(self.steps - warmup, 1)
+        return self.learning_rate * 0.5 * (1.0 + float(np.cos(np.pi * along)))
+
+    def optimizer(self, module: nn.Module) -> torch.optim.AdamW:
+        """An optimizer of the parameters that need a gradient."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay)
+
+
+def run_steps(
+    what: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    count: int,
+    loss: BatchLoss,
+    *,
+    first: int = 0,
+    stops: Collection[int] = (),
+    progress: Progress | None = None,
+    pass_size: int = 128,
+    check_every: int = 50,
+) -> Iterator[tuple[int, Tensor]]:
+    """Train in place; yield the number of steps done, and the loss of the last, after each step.
+
+    A run that diverges is a TuneportError, raised at the latest at the next of the `stops`.
+
+    Args:
+        what: the run in words, for the error.
+        module: its parameters that need a gradient are trained.
+        optimizer: of these parameters.
+        schedule: steps, batches and learning rates.
+        count: the number of samples.
+        loss: the mean loss of some samples at a step.
+        first: steps that an earlier run has done.
+        stops: steps at which the module must be sound.
+        progress: called with 1 after each step.
+        pass_size: samples in one forward and backward pass; gradients of a larger batch are accumulated.
+        check_every: steps between two checks of the losses, for which the device is synchronised.
+    """
+    device = next(module.parameters()).device
+    unchecked: list[Tensor] = []  # losses that are still on the device
+
+    def check(ok: bool, why: str) -> None:
+        if not ok:
+            raise TuneportError(
+                f"{what} has diverged: {why} of {schedule.steps}. Lower `learning_rate`, which is "
+                f"{schedule.learning_rate:g}."
+            )
+
+    for step, rows in islice(enumerate(_draws(count, schedule)), first, None):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        optimizer.zero_grad(set_to_none=True)
+        losses = []
+        # Dropout depends only on seed and step; the global generators are restored.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
+            for part in rows.split(pass_size):
+                share = loss(step, part) * (len(part) / len(rows))
+                share.backward()
+                losses.append(share.detach())
+        optimizer.step()
+        if progress is not None:
+            progress(1)
+        unchecked.append(torch.stack(losses).sum())
+        last = unchecked[-1]
+        if step + 1 in stops or len(unchecked) == check_every:
+            for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
+                check(finite, f"the loss is NaN or infinite at step {number}")
+            unchecked.clear()
+        if step + 1 in stops:
+            for key, parameter in module.named_parameters():
+                finite = not parameter.requires_grad or all_finite(parameter.detach())
+                check(finite, f"{key} holds NaN or infinite values after step {step + 1}")
+        yield step + 1, last
+
+
+def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:
+    """Batches of row numbers from seeded permutations; a dataset smaller than a batch is one batch."""
+    generator = torch.Generator().manual_seed(schedule.seed)
+    queue = torch.empty(0, dtype=torch.long)
+    size = min(schedule.batch_size, count)
+    for _ in range(schedule.steps):
+        if len(queue) < size:
+            queue = torch.cat([queue, torch.randperm(count, generator=generator)])
+        rows, queue = queue[:size], queue[size:]
+        yield rows

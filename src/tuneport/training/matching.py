@@ -1,0 +1,202 @@
+"""What a student learns from its teacher: how the answers of two models to the same samples are compared.
+
+A Matching asks both models and gives the loss of the student's answers, and the share of them that agree with the
+teacher's. Which one suits follows from the models: class scores where both have a head for the same classes, tokens
+where both write text, and the similarities of the samples in a batch for other encoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data.dataset import UNLABELLED
+from ..errors import DataError, TuneportError, first_of
+from ..job import Drawn
+from ..measure.objectives import batch_for, next_tokens
+from ..models.base import Model, widened
+from ..models.heads import Head
+from ..models.tokenizer import Encoded
+from ..types import Sides
+
+Ask = Callable[[nn.Module, Encoded], Any]
+
+BATCH = 128  # samples of an update
+SOFTNESS = 1.0  # the standard deviation of a sample's class scores in the soft targets
+
+
+@dataclass(frozen=True, eq=False)
+class Matching:
+    """`ask` gets the answers of each side, `loss` and `agreement` compare the teacher's with the student's.
+
+    The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
+    update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples.
+    """
+
+    name: str
+    ask: Sides[Ask]
+    loss: Callable[[Any, Any], Tensor]
+    agreement: Callable[[Any, Any], Tensor]
+    batch_size: int
+    pass_size: int
+    augmented: bool = False
+
+
+def matching_of(samples: Drawn) -> Matching:
+    """The matching that suits two models and their samples."""
+    teacher, student = samples.models
+    if samples.heads is not None:
+        return _of_classes(samples.models, samples.heads)
+    if teacher.generates is not None and teacher.generates == student.generates:
+        readers = [model.reader for model in samples.models]
+        same = readers[0] is not None and readers[1] is not None and readers[0].same_tokens(readers[1])
+        return _of_tokens(samples.models) if same else _of_spans(samples.models)
+    for model in samples.models:
+        if model.features is None:
+            raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
+    ask = Sides(*(_ask_similarities(model) for model in samples.models))
+    return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, augmented=True)
+
+
+def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
+    """Class probabilities; classes are matched by name, or by position if both have as many and share no name."""
+    teacher, student = heads.source.classes, heads.target.classes
+    unknown = [name for name in teacher if name not in student]
+    if unknown and (len(unknown) < len(teacher) or len(teacher) != len(student)):
+        raise DataError(
+            f"{len(unknown)} of {len(teacher)} classes of the teacher are unknown to {models.target.name}: "
+            f"{first_of(unknown)}. Give it a head with the teacher's classes."
+        )
+    places = list(range(len(student))) if unknown else [student.index(name) for name in teacher]
+
+    def ask(model: Model, head: Head, order: list[int] | slice) -> Ask:
+        return lambda module, encoded: head.scores(model, module, batch_for(model, encoded)[0])[:, order]
+
+    asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
+    return Matching("classes", asked, _soft_loss, _same_class, BATCH, BATCH, augmented=True)
+
+
+def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
+    """The Kullback-Leibler divergence of class probabilities (N, classes), softened by the teacher's spread.
+
+    A sharp teacher says little beyond its first class. Divided by the spread of its scores, they say how the other
+    classes compare, whatever the temperature of its head.
+    """
+    sharpness = SOFTNESS / teacher.std(-1).mean().clamp(min=1e-6)
+    wanted, found = ((sharpness * scores).log_softmax(-1) for scores in (teacher, student))
+    return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+
+
+def _same_class(teacher: Tensor, student: Tensor) -> Tensor:
+    return (teacher.argmax(-1) == student.argmax(-1)).float().mean()
+
+
+def _ask_similarities(model: Model) -> Ask:
+    """The cosines between the samples of a batch (N, N), or between the texts of its pairs."""
+
+    def ask(module: nn.Module, encoded: Encoded) -> Tensor:
+        assert model.features is not None
+        vectors = F.normalize(widened(model.features(module, batch_for(model, encoded)[0])), dim=-1)
+        return vectors @ vectors.T
+
+    return ask
+
+
+def _others(cosines: Tensor) -> Tensor:
+    """The cosines without those of a sample with itself (N, N - 1)."""
+    count = len(cosines)
+    return cosines.flatten()[1:].view(count - 1, count + 1)[:, :-1].reshape(count, count - 1)
+
+
+def _relative_error(teacher: Tensor, student: Tensor) -> Tensor:
+    """The squared error of the cosines over the teacher's variance of them."""
+    wanted, found = _others(teacher), _others(student)
+    return F.mse_loss(found, wanted) / wanted.var().clamp(min=1e-12)
+
+
+def _same_neighbour(teacher: Tensor, student: Tensor) -> Tensor:
+    return (_others(teacher).argmax(-1) == _others(student).argmax(-1)).float().mean()
+
+
+def _of_tokens(models: Sides[Model]) -> Matching:
+    """Distributions over one vocabulary, at each token to predict."""
+
+    def ask(model: Model) -> Ask:
+        return lambda module, encoded: next_tokens(model, module, batch_for(model, encoded))
+
+    return Matching("tokens", Sides(*map(ask, models)), _token_loss, _same_token, 16, 4)
+
+
+def _common(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
+    """The scores (M, vocabulary) of both where they predict the same token."""
+    length = min(teacher[1].shape[1], student[1].shape[1])
+    (one, labels), (two, others) = ((scores[:, :length], named[:, :length]) for scores, named in (teacher, student))
+    wanted = (labels == others) & (labels != UNLABELLED)
+    size = min(one.shape[-1], two.shape[-1])  # some vocabularies are padded
+    return Sides(widened(one[wanted][:, :size]), widened(two[wanted][:, :size]))
+
+
+def _token_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, found = (scores.log_softmax(-1) for scores in _common(teacher, student))
+    return F.kl_div(found, wanted, log_target=True, reduction="sum") / max(len(wanted), 1)
+
+
+def _same_token(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+    return _same_class(*_common(teacher, student))
+
+
+def _of_spans(models: Sides[Model]) -> Matching:
+    """How surprising each stretch of the text is, between places where tokens of both models end."""
+
+    def ask(model: Model) -> Ask:
+        def answer(module: nn.Module, encoded: Encoded) -> tuple[Tensor, Tensor]:
+            logits, labels = next_tokens(model, module, batch_for(model, encoded))
+            known = labels != UNLABELLED
+            surprise = F.cross_entropy(
+                widened(logits).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
+            )
+            ends = encoded.spans[-1][..., 1].to(labels.device)
+            ends = ends[:, 1:] if model.generates == "causal" else ends
+            return surprise.view(labels.shape), ends.masked_fill(~known, -1.0)
+
+        return answer
+
+    return Matching("spans", Sides(*map(ask, models)), _span_loss, _span_overlap, 16, 4)
+
+
+def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
+    """The surprise of both models at each stretch of text that ends with a token of both."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for one, ends, two, others in zip(*teacher, *student, strict=True):
+        shared = ends[(ends >= 0) & torch.isin(ends, others)].unique()  # sorted
+        if len(shared) < 2:
+            continue
+        sums = []
+        for surprise, places in ((one, ends), (two, others)):
+            # a token belongs to the first shared place at or after its end; the text before the first is left out,
+            # since models differ in the tokens that they predict there
+            number = torch.searchsorted(shared, places)
+            inside = (places > shared[0]) & (number < len(shared))
+            total = torch.zeros(len(shared), device=surprise.device, dtype=surprise.dtype)
+            sums.append(total.index_add(0, number[inside], surprise[inside])[1:])
+        found.append((sums[0], sums[1]))
+    if not found:
+        raise DataError("teacher and student share no place in these texts where a token ends: give longer texts.")
+    return Sides(*(torch.cat(side) for side in zip(*found, strict=True)))
+
+
+def _span_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+    """The generalised Kullback-Leibler divergence of the surprises: zero where they are equal."""
+    wanted, found = (side.clamp(min=1e-4) for side in _stretches(teacher, student))
+    return (wanted * (wanted / found).log() - wanted + found).mean()
+
+
+def _span_overlap(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+    """One minus the mean difference of the two probabilities of a stretch."""
+    wanted, found = _stretches(teacher, student)
+    return 1 - ((-wanted).exp() - (-found).exp()).abs().mean()

@@ -1,0 +1,125 @@
+"""The copy of a model that learns: all its linear layers and norms, or a LoRA in them that peft trains.
+
+A student begins at the model with a change added. What it has learnt comes back as a change of the model too.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TuneportError
+from ..models.base import Model
+from ..task_vectors.low_rank import Entry, LowRank, truncate
+from ..task_vectors.vector import TaskVector
+
+FIXED = ("embedding", "vocabulary head", "logit scale")  # kinds of tensors that are not trained
+
+
+@dataclass(frozen=True, eq=False)
+class Student(ABC):
+    """A module whose parameters that need a gradient are trained."""
+
+    model: Model
+    module: nn.Module
+
+    @abstractmethod
+    def change(self) -> TaskVector:
+        """The change of the model that makes it this student, in float32, on the CPU."""
+
+
+def student_of(model: Model, start: TaskVector, lora: int | None = None, seed: int = 0) -> Student:
+    """A student that begins at the model plus `start`, under live names; with `lora`, at its best fit of this rank."""
+    return _whole(model, start) if lora is None else _with_lora(model, start, lora, seed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole(Student):
+    names: tuple[str, ...]  # that differ from the model
+
+    def change(self) -> TaskVector:
+        stored = self.model.stored_parameters()
+        live = dict(self.module.named_parameters())
+        return TaskVector({name: live[name].detach().float().cpu() - stored[name].float().cpu() for name in self.names})
+
+
+def _whole(model: Model, start: TaskVector) -> Student:
+    module = copy.deepcopy(model.module).float()
+    inside = {name for layer in model.layers for name in (layer.weight, layer.bias)}
+    inside |= {part.name for part in model.loose if part.kind not in FIXED}
+    stored = model.stored_parameters()
+    names = []
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in inside)
+            if name in start:
+                parameter.copy_(start.subset([name]).apply_to(stored)[name])
+            if name in start or name in inside:
+                names.append(name)
+    return _Whole(model, module, tuple(names))
+
+
+@dataclass(frozen=True, eq=False)
+class _Lora(Student):
+    places: dict[str, str]  # weight -> path of its module
+
+    def change(self) -> TaskVector:
+        return TaskVector({name: self._entry(path) for name, path in self.places.items()})
+
+    def _entry(self, path: str) -> Entry:
+        layer = self.module.get_submodule(path)
+        A, B = (factor.detach().float().cpu().clone() for factor in _factors(layer))
+        return LowRank(A.T.contiguous(), B.T.contiguous()) if _transposed(layer) else LowRank(B, A)
+
+
+def _factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    return layer.get_parameter("lora_A.default.weight"), layer.get_parameter("lora_B.default.weight")
+
+
+def _transposed(layer: nn.Module) -> bool:
+    return type(layer.get_submodule("base_layer")).__name__ == "Conv1D"
+
+
+def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise TuneportError('training a LoRA needs peft: pip install "tuneport[adapters]".') from error
+    module = copy.deepcopy(model.module).requires_grad_(False)
+    places = {}
+    for layer in model.layers:
+        path = layer.weight.removesuffix(".weight")
+        owner = module.get_submodule(path) if path != layer.weight else None
+        if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D":
+            places[layer.weight] = path
+    if not places:
+        raise TuneportError(f"{model.name} has no linear layer that a LoRA could adapt.")
+    turned = any(type(module.get_submodule(path)).__name__ == "Conv1D" for path in places.values())
+    paths = "|".join(re.escape(path) for path in places.values())
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=paths, fan_in_fan_out=turned)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)  # of the first factors
+        module = inject_adapter_in_model(config, module)
+    with torch.no_grad():
+        for name, path in places.items():
+            if name in start:
+                _begin(module.get_submodule(path), start[name], rank)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    return _Lora(model, module, places)
+
+
+def _begin(layer: nn.Module, entry: Entry, rank: int) -> None:
+    """Give a layer's LoRA the best fit of an entry; further ranks begin at zero."""
+    low, _ = truncate(entry, rank)
+    B, A = low.out_factor, low.in_factor.flatten(1)
+    if _transposed(layer):
+        A, B = B.T, A.T
+    first, second = _factors(layer)
+    first[: len(A)] = A.to(first)
+    second[:, : len(A)] = B.to(second)

@@ -1,0 +1,218 @@
+"""Distillation: it learns, keeps the best state, changes nothing given, and continues with the same bits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from builders.folders import Zoo
+from tuneport import transfer
+from tuneport.data.formats import read_plain
+from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.pipeline.change import extract
+from tuneport.pipeline.lesson import prepare_lesson, run_lesson
+from tuneport.pipeline.prepare import SCORED, prepare
+from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import run
+from tuneport.task_vectors.low_rank import LowRank, truncate
+from tuneport.task_vectors.vector import save_task_vector
+from tuneport.training.distill import Lesson, Mark
+from tuneport.training.loop import Schedule
+from tuneport.training.state import StateFile
+
+
+@pytest.fixture(scope="module")
+def ported(zoo: Zoo) -> Result:
+    return transfer(*zoo.trio("clip_vision"), zoo.data, samples=30, labels="source")
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def curve(result: Result) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = result.record["distilled"]["curve"]
+    return found
+
+
+def same(one: Result, other: Result) -> bool:
+    pairs = ((one.task_vector.dense(name), other.task_vector.dense(name)) for name in one.task_vector)
+    return list(one.task_vector) == list(other.task_vector) and all(torch.equal(*pair) for pair in pairs)
+
+
+def test_the_student_comes_nearer_to_its_teacher(ported: Result) -> None:
+    seen: list[Mark] = []
+    steps: list[int] = []
+    found = ported.distill(12, progress=steps.append, watch=seen.append)
+    entry = found.record["distilled"]
+    assert (entry["matching"], entry["samples"], entry["held_out"], sum(steps)) == ("classes", 27, 3, 12)
+    assert [mark.step for mark in seen] == [mark["step"] for mark in entry["curve"]]
+    best = next(mark for mark in entry["curve"] if mark["step"] == entry["best"])
+    assert best["held_out_loss"] == min(mark["held_out_loss"] for mark in entry["curve"])
+    # the teacher differs from the target by noise that 27 images show well: half the distance is a loose bound
+    assert best["held_out_loss"] < 0.5 * entry["curve"][0]["held_out_loss"]
+    assert found.scale == 1.0
+    assert "distilled" not in ported.record
+
+
+def test_models_come_back_as_they_were_also_after_an_error(ported: Result) -> None:
+    assert ported.job is not None
+    before = [state(model.module) for model in ported.job.models]
+
+    def stop(_: Mark) -> None:
+        raise RuntimeError("stop")
+
+    ported.distill(3)
+    with pytest.raises(RuntimeError, match="stop"):
+        ported.distill(3, watch=stop)
+    for model, old in zip(ported.job.models, before, strict=True):
+        assert all(torch.equal(tensor, old[name]) for name, tensor in model.module.state_dict().items())
+
+
+def test_a_run_that_does_not_help_leaves_the_start(zoo: Zoo) -> None:
+    """A port of a model to itself is the teacher: every step leads away from it."""
+    base, tuned, _ = zoo.trio("clip_vision")
+    itself = run(prepare(base, tuned, base, zoo.data, signals=SCORED, samples=30), "naive")
+    found = itself.distill(4, learning_rate=1e-2)
+    assert found.record["distilled"]["best"] == 0
+    assert found.record["distilled"]["curve"][0]["agreement"] == 1.0
+    assert found.task_vector is itself.task_vector
+    assert found.scale == itself.scale
+
+
+def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> None:
+    found = ported.distill(6)
+    again = transfer(ported.target, found.save(tmp_path / "out"), ported.target, method="naive")
+    for name, change in again.task_vector.items():
+        # base + change is rounded once to float32: half an ulp of weights below 4
+        assert torch.allclose(change, found.task_vector.dense(name), atol=2.4e-7), name
+
+
+class TestResume:
+    def conditions(self, path: Path, every: float = 0.0) -> StateFile:
+        return StateFile(path / "state.safetensors", "these", every)
+
+    @pytest.mark.parametrize("lora", [None, 2])
+    @pytest.mark.parametrize("after", [1, 4, 7])
+    def test_a_killed_run_continues_with_the_same_bits(
+        self, ported: Result, tmp_path: Path, after: int, lora: int | None
+    ) -> None:
+        whole = ported.distill(8, lora=lora)
+        steps = 0
+
+        def kill(count: int) -> None:
+            nonlocal steps
+            steps += count
+            if steps > after:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ported.distill(8, lora=lora, progress=kill, saved=self.conditions(tmp_path))
+        done: list[int] = []
+        found = ported.distill(8, lora=lora, progress=done.append, saved=self.conditions(tmp_path))
+        assert done[0] == after
+        assert sum(done) == 8
+        assert same(found, whole)
+        assert curve(found) == curve(whole)
+
+    def test_saving_changes_nothing(self, ported: Result, tmp_path: Path) -> None:
+        assert same(ported.distill(5), ported.distill(5, saved=self.conditions(tmp_path)))
+        assert same(ported.distill(5), ported.distill(5, saved=self.conditions(tmp_path))), "a finished run, again"
+
+    def test_damage_and_other_conditions_are_errors(self, ported: Result, tmp_path: Path) -> None:
+        saved = self.conditions(tmp_path)
+        ported.distill(2, saved=saved)
+        with pytest.raises(CheckpointError, match="of a training run with other inputs or options"):
+            ported.distill(2, saved=replace(saved, conditions="those"))
+        content = bytearray(saved.path.read_bytes())
+        content[-3] ^= 1
+        saved.path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is damaged: its checksum does not fit"):
+            ported.distill(2, saved=saved)
+
+
+class TestLora:
+    def test_it_starts_at_the_best_fit_of_the_port(self, ported: Result) -> None:
+        found = ported.distill(1, lora=3, learning_rate=1e-30)
+        for name, entry in found.task_vector.items():
+            assert isinstance(entry, LowRank)
+            assert entry.rank == 3
+            if name in ported.task_vector:
+                expected, _ = truncate(ported.task_vector[name] * ported.scale, 3)
+                assert torch.allclose(entry.dense(), expected.dense(), atol=1e-6), name
+
+    def test_peft_loads_what_was_trained(self, ported: Result, tmp_path: Path) -> None:
+        peft = pytest.importorskip("peft")
+        found = ported.distill(4, lora=2)
+        assert found.record["distilled"]["best"] > 0
+        out = found.save(tmp_path / "adapter", kind="adapter")
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(ported.target.module), out).merge_and_unload()
+        pixels = torch.randn(2, 3, 24, 24)
+        one, two = (module(pixel_values=pixels).image_embeds for module in (loaded, found.apply()))
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+class TestRefusals:
+    def test_too_few_samples(self, zoo: Zoo) -> None:
+        few = transfer(*zoo.trio("clip_vision"), zoo.data, samples=7, labels="source")
+        with pytest.raises(DataError, match="needs at least 8 samples, of which some are held out; got 7"):
+            few.distill(2)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"steps": 0}, "at least one step, got 0"),
+            ({"learning_rate": 0.0}, "`learning_rate` must be a number above 0"),
+            ({"lora": 0}, "`lora` must be a rank of at least 1, got 0"),
+        ],
+    )
+    def test_numbers_that_make_no_sense(self, ported: Result, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(TuneportError, match=words):
+            ported.distill(**{"steps": 2, **options})
+
+    def test_a_result_without_its_samples(self, ported: Result) -> None:
+        with pytest.raises(TuneportError, match="does not know the models and samples"):
+            replace(ported, job=None).distill(2)
+
+
+class TestAlone:
+    def test_labels_are_not_looked_at(self, zoo: Zoo, tmp_path: Path) -> None:
+        """The same images with other labels, and without any, give the same student."""
+        data = read_plain(zoo.data, "train")
+        assert data.labels is not None
+        found = []
+        for number, labels in enumerate((data.labels, np.roll(data.labels, 1), None)):
+            given = replace(data, labels=labels)
+            prepared = prepare_lesson(zoo["clip_vision-tuned"], zoo["clip_vision-target"], given, Lesson(3), samples=12)
+            run_lesson(prepared, tmp_path / str(number))
+            found.append((tmp_path / str(number) / "model.safetensors").read_bytes())
+        assert found[0] == found[1] == found[2]
+
+    def test_a_base_with_a_task_vector_teaches_as_the_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
+        base, tuned, target = zoo.trio("clip_vision")
+        save_task_vector(tmp_path / "tau.safetensors", extract(base, tuned), {})
+        whole = prepare_lesson(tuned, target, zoo.data, Lesson(3), samples=12)
+        parts = prepare_lesson(tmp_path / "tau.safetensors", target, zoo.data, Lesson(3), source=base, samples=12)
+        one, two = (run_lesson(each, tmp_path / name) for name, each in (("one", whole), ("two", parts)))
+        for mark, other in zip(one["distilled"]["curve"], two["distilled"]["curve"], strict=True):
+            # base + (tuned - base) is rounded in the last place of float32
+            assert mark["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-3)
+        with pytest.raises(TuneportError, match="teaches together with its base: pass `source`"):
+            prepare_lesson(tmp_path / "tau.safetensors", target, zoo.data, Lesson(3))
+
+
+def test_the_learning_rate_follows_the_width(ported: Result) -> None:
+    width = 24  # of the target's layers, most of which read the residual stream
+    assert ported.distill(1).record["distilled"]["learning_rate"] == pytest.approx(0.06 / width)
+    assert ported.distill(1, lora=1).record["distilled"]["learning_rate"] == pytest.approx(0.6 / width)
+
+
+def test_the_warm_up_is_part_of_the_schedule() -> None:
+    assert Schedule(300, warmup=10).rate(9) == Schedule(300).learning_rate

@@ -1,0 +1,151 @@
+"""What a student learns from its teacher: losses and agreements against SciPy and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import rel_entr, softmax
+from torch import Tensor
+
+from builders.folders import Zoo
+from builders.samples import raises
+from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, write
+from tuneport.data.dataset import Dataset
+from tuneport.data.formats import read_plain
+from tuneport.errors import DataError
+from tuneport.job import Drawn
+from tuneport.measure.objectives import choose_objective
+from tuneport.models.heads import Head, choose_head
+from tuneport.models.open import open_model
+from tuneport.training import matching
+from tuneport.training.matching import matching_of
+from tuneport.types import Sides
+
+OTHER = Size(width=24, depth=3, heads=4, head_width=6, hidden=40, seed=3)
+
+
+def drawn(source: Path, target: Path, data: Dataset, heads: Sides[Head] | None = None) -> Drawn:
+    models = Sides(open_model(source), open_model(target))
+    return Drawn(models, data, np.arange(len(data)), heads, len(data), choose_objective(data, models))
+
+
+def answers(samples: Drawn) -> tuple[Any, Any]:
+    """Both models' answers to all samples."""
+    found, encoded = matching_of(samples), next(samples.encoded())
+    with torch.no_grad():
+        return tuple(
+            ask(model.module, side) for ask, model, side in zip(found.ask, samples.models, encoded, strict=True)
+        )  # type: ignore[return-value]
+
+
+class TestClasses:
+    def test_the_loss_is_the_divergence_of_softened_probabilities(self) -> None:
+        teacher, student = torch.randn(2, 7, 5, dtype=torch.float64)
+        sharpness = matching.SOFTNESS / teacher.numpy().std(-1, ddof=1).mean()
+        wanted, found = (softmax(sharpness * scores.numpy(), axis=-1) for scores in (teacher, student))
+        expected = rel_entr(wanted, found).sum(-1).mean()
+        assert float(matching._soft_loss(teacher, student)) == pytest.approx(expected, rel=1e-12)
+
+    def test_the_temperature_of_the_head_does_not_matter(self) -> None:
+        teacher, student = torch.randn(2, 7, 5, dtype=torch.float64)
+        one, other = (float(matching._soft_loss(scale * teacher, scale * student)) for scale in (1.0, 19.0))
+        assert one == pytest.approx(other, rel=1e-12)
+
+    def test_classes_are_matched_by_name(self, zoo: Zoo) -> None:
+        data = read_plain(zoo.data, "train").subset(range(6))
+        source, target = zoo["clip_vision-base"], zoo["clip_vision-target"]
+        heads = [choose_head(open_model(path), None, data) for path in (source, target)]
+        assert heads[1].class_embeds is not None
+        turned = Head("turned", heads[1].classes[::-1], heads[1].class_embeds.flip(0), heads[1].logit_scale)
+        plain = answers(drawn(source, target, data, Sides(*heads)))
+        other = answers(drawn(source, target, data, Sides(heads[0], turned)))
+        assert torch.equal(plain[1], other[1])
+        unknown = Head("unknown", ("eagle", *heads[1].classes[1:]), heads[1].class_embeds)
+        with raises("1 of 4 classes of the teacher are unknown", "owl"):
+            matching_of(drawn(source, target, data, Sides(heads[0], unknown)))
+
+
+class TestSimilarities:
+    def test_the_loss_is_the_error_over_the_variance(self) -> None:
+        teacher, student = torch.randn(2, 4, 4, dtype=torch.float64)
+        off = ~np.eye(4, dtype=bool)
+        wanted, found = teacher.numpy()[off], student.numpy()[off]
+        expected = ((wanted - found) ** 2).mean() / wanted.var(ddof=1)
+        assert float(matching._relative_error(teacher, student)) == pytest.approx(expected, rel=1e-12)
+
+    def test_a_sample_is_not_its_own_neighbour(self) -> None:
+        teacher = torch.tensor([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]])
+        student = torch.tensor([[1.0, 0.1, 0.9], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]])
+        assert float(matching._same_neighbour(teacher, teacher)) == 1.0
+        assert float(matching._same_neighbour(teacher, student)) == pytest.approx(2 / 3)
+
+    def test_encoders_without_classes_are_matched_by_them(self, tmp_path: Path) -> None:
+        words = bert_tokenizer()
+        source = write(tmp_path / "source", make("bert"), words)
+        target = write(tmp_path / "target", make("bert", OTHER), words)
+        data = Dataset(inputs=list(SENTENCES[:5]), labels=None, classes=())
+        samples = drawn(source, target, data)
+        assert matching_of(samples).name == "similarities"
+        for cosines in answers(samples):
+            assert cosines.shape == (5, 5)
+            # a unit vector with itself, in float32
+            assert torch.allclose(cosines.diagonal(), torch.ones(5), atol=1e-6)
+
+
+class TestTokens:
+    @pytest.fixture
+    def writers(self, tmp_path: Path) -> Drawn:
+        source = write(tmp_path / "source", make("gpt2", vocab_size=320), gpt_tokenizer())
+        target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer())
+        return drawn(source, target, Dataset(inputs=list(SENTENCES[:4]), labels=None, classes=()))
+
+    def test_one_tokenizer_compares_distributions(self, writers: Drawn) -> None:
+        found = matching_of(writers)
+        assert found.name == "tokens"
+        (one, labels), (two, _) = answers(writers)
+        known = labels != -100
+        wanted, seen = (softmax(scores[known].double().numpy(), axis=-1) for scores in (one, two))
+        expected = rel_entr(wanted, seen).sum(-1).mean()
+        # float32 probabilities of some hundred tokens against float64
+        assert float(found.loss((one, labels), (two, labels))) == pytest.approx(expected, rel=1e-4)
+        assert float(found.loss((one, labels), (one, labels))) == 0.0
+        assert float(found.agreement((one, labels), (one, labels))) == 1.0
+
+    def test_two_tokenizers_compare_the_surprise_of_stretches(self, tmp_path: Path) -> None:
+        source = write(tmp_path / "source", make("gpt2", vocab_size=300), gpt_tokenizer(300))
+        target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer(320))
+        samples = drawn(source, target, Dataset(inputs=list(SENTENCES[:4]), labels=None, classes=()))
+        found = matching_of(samples)
+        assert found.name == "spans"
+        one, two = answers(samples)
+        assert float(found.loss(one, one)) == pytest.approx(0.0, abs=1e-6)
+        assert float(found.agreement(one, one)) == pytest.approx(1.0)
+        assert float(found.loss(one, two)) > 0
+
+    def test_stretches_by_hand(self) -> None:
+        """Tokens end at 2 3 5 9 and 2 5 7 9: after 2, the stretches end at 5 and at 9."""
+        teacher = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), torch.tensor([[2.0, 3.0, 5.0, 9.0]])
+        student = torch.tensor([[8.0, 0.5, 0.25, 0.125]]), torch.tensor([[2.0, 5.0, 7.0, 9.0]])
+        wanted, found = matching._stretches(teacher, student)
+        assert wanted.tolist() == [3.0, 4.0]
+        assert found.tolist() == [0.5, 0.375]
+
+        def distance(a: float, b: float) -> float:
+            return float(a * np.log(a / b) - a + b)
+
+        expected = (distance(3.0, 0.5) + distance(4.0, 0.375)) / 2
+        assert float(matching._span_loss(teacher, student)) == pytest.approx(expected, rel=1e-6)
+
+    def test_padding_belongs_to_no_stretch(self) -> None:
+        padded = torch.tensor([[1.0, 2.0, 5.0]]), torch.tensor([[2.0, 4.0, -1.0]])
+        whole = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 4.0]])
+        assert [side.tolist() for side in matching._stretches(padded, whole)] == [[2.0], [2.0]]
+
+    def test_texts_without_a_common_place_are_an_error(self) -> None:
+        one: tuple[Tensor, Tensor] = torch.tensor([[1.0]]), torch.tensor([[2.0]])
+        with pytest.raises(DataError, match="share no place in these texts where a token ends: give longer texts"):
+            matching._stretches(one, one)
