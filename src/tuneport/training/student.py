@@ -90,7 +90,9 @@ def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise TuneportError('training a LoRA needs peft: pip install "tuneport[adapters]".') from error
-    module = copy.deepcopy(model.module).requires_grad_(False)
+    # the frozen weights are shared with the model, under parameters of their own
+    shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.module.parameters()}
+    module = copy.deepcopy(model.module, shared)
     places = {}
     for layer in model.layers:
         path = layer.weight.removesuffix(".weight")
