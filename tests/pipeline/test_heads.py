@@ -248,6 +248,16 @@ class TestOtherBases:
         assert not headed.fresh
 
 
+def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
+    """The source itself as the target: its own head is far better than what eight samples can tell."""
+    job = measurable(prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], zoo.data, samples=8))
+    own = load_file(zoo["vit-base"] / "model.safetensors")["classifier.weight"]
+    trained = load_file(zoo["vit-tuned"] / "model.safetensors")["classifier.weight"]
+    fitted = job.target.module.get_parameter("classifier.weight").detach()
+    distances = [float((centred(one.T) - centred(trained.T)).norm()) for one in (fitted, own, torch.zeros_like(own))]
+    assert distances[0] <= distances[1] * 1.05 < distances[2]
+
+
 class TestLabels:
     def test_data_fits_the_head_to_the_labels(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
         source, tuned, target, _ = folders()

@@ -46,7 +46,8 @@ def ridge(inputs: Tensor, outputs: Tensor, *, intercept: bool = True) -> Ridge:
         fitted = mean + U @ (shrink[:, None] * Z)
         leverage = share / len(X) + U.square() @ shrink
         free = (1 - leverage).clamp(min=1e-12)  # a lone sample, or one that no other helps to predict
-        return Y - (Y - fitted) / free[:, None]
+        left_out: Tensor = Y - (Y - fitted) / free[:, None]
+        return left_out
 
     penalties = PENALTIES.to(X.device) * typical
     errors = torch.stack([(Y - predicted(each)).square().sum() for each in penalties])

@@ -71,6 +71,7 @@ class Model:
         task: what that layer labels, if it can be made anew: "image", "sequence" or "token".
         problem: transformers' `problem_type` of that layer, if it is stated.
         classifier: the path of that layer, the last one of the head.
+        own_head: the parameters of that layer in the files, if the layer was made anew for classes that it knows.
         fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
         encode: raw samples -> the module's inputs.
         features: runs the module and returns one vector per sample, of size `width`.
@@ -102,6 +103,7 @@ class Model:
     task: str = ""
     problem: str = ""
     classifier: str | None = None
+    own_head: Mapping[str, Tensor] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()
     encode: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
     features: Forward | None = None

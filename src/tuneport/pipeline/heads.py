@@ -74,14 +74,15 @@ def take_head(source: Model, finetuned: Finetuned, exclude: Sequence[str]) -> Ta
 
 
 def with_scores(samples: Drawn, scores: NDArray[np.float64]) -> Drawn:
-    """The samples with class scores, without their mean over the classes: no softmax sees it.
-
-    Scores of independent classes stay as they are.
-    """
-    if samples.models.source.problem != "multi_label_classification":
-        scores = scores - scores.mean(-1, keepdims=True)
-    chosen = replace(samples.chosen, scores=scores)
+    """The samples with class scores."""
+    centred = _centred(torch.as_tensor(scores).T, samples.models.source).T
+    chosen = replace(samples.chosen, scores=centred.numpy())
     return replace(samples, dataset=chosen, indices=np.arange(len(chosen)))
+
+
+def _centred(scores: Tensor, model: Model) -> Tensor:
+    """Scores (classes, ...) without their mean over the classes, which no softmax sees; independent ones stay."""
+    return scores if model.problem == "multi_label_classification" else scores - scores.mean(0)
 
 
 def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.float64]:
@@ -91,16 +92,31 @@ def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.floa
 
 
 def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Tensor]:
-    """The classification layer that a ridge regression finds on these samples, by live names."""
+    """The classification layer that a ridge regression finds on these samples, by live names.
+
+    Where the model has its own layer for the classes, the regression also starts from there and fits the difference;
+    the start with the smaller leave-one-out error wins.
+    """
     assert isinstance(samples, Drawn)
     assert model.classifier is not None
-    data = samples.chosen
+    data, path = samples.chosen, model.classifier
     assert data.scores is not None
-    layer = module.get_submodule(model.classifier)
-    biased = getattr(layer, "bias", None) is not None
-    found = ridge(_inputs(model, module, data, samples.size), torch.as_tensor(data.scores), intercept=biased)
-    fitted = {"weight": found.weight, "bias": found.bias} if biased else {"weight": found.weight}
-    return {f"{model.classifier}.{name}": tensor for name, tensor in fitted.items()}
+    X, Y = _inputs(model, module, data, samples.size).double(), torch.as_tensor(data.scores)
+    biased = getattr(module.get_submodule(path), "bias", None) is not None
+    starts = [(torch.zeros(Y.shape[1], X.shape[1]).double(), torch.zeros(Y.shape[1]).double())]
+    if f"{path}.weight" in model.own_head:
+        own = (
+            model.own_head.get(f"{path}.{name}", zero) for name, zero in zip(("weight", "bias"), starts[0], strict=True)
+        )
+        weight, bias = (tensor.double().cpu() for tensor in own)
+        starts.append((_centred(weight, model), _centred(bias, model)))
+    found = []
+    for weight, bias in starts:
+        left = Y - X @ weight.T - bias
+        fit = ridge(X, left, intercept=biased)
+        found.append((float((left - fit.left_out).square().sum()), weight + fit.weight, bias + fit.bias))
+    _, weight, bias = min(found, key=lambda item: item[0])
+    return {f"{path}.weight": weight, **({f"{path}.bias": bias} if biased else {})}
 
 
 @contextmanager

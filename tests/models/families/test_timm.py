@@ -245,7 +245,7 @@ class TestTransfer:
         self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path
     ) -> None:
         write_head(trio[2] / "heads" / "spare.safetensors", 24)
-        result = tuneport.transfer(*map(str, trio), data, samples=24)
+        result = tuneport.transfer(*map(str, trio), data, samples=24, head_fit="none")
         out = result.save(tmp_path / "out")
         assert {path.name for path in out.glob("*.safetensors")} == {"model.safetensors"}
         assert (out / "heads" / "spare.safetensors").is_file()
@@ -270,7 +270,8 @@ class TestTransfer:
         model = open_model(trio[2], dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
         coarse, exact = (
-            tuneport.transfer(*map(str, trio), data, samples=24, dtype=dtype) for dtype in ("bfloat16", "float32")
+            tuneport.transfer(*map(str, trio), data, samples=24, dtype=dtype, head_fit="none")
+            for dtype in ("bfloat16", "float32")
         )
         assert set(coarse.task_vector) == set(exact.task_vector)
         state = load_file(coarse.save(tmp_path / "out") / "model.safetensors")
@@ -281,7 +282,7 @@ class TestTransfer:
             assert torch.equal(tensor, before[name] + change), name
 
     def test_classes_are_reordered_for_the_target(self, trio: tuple[Path, Path, Path], data: Path) -> None:
-        result = tuneport.transfer(*map(str, trio), data, samples=24)
+        result = tuneport.transfer(*map(str, trio), data, samples=24, head_fit="none")
         change = (
             load_file(trio[1] / "model.safetensors")["head.bias"]
             - load_file(trio[0] / "model.safetensors")["head.bias"]
@@ -311,7 +312,9 @@ class TestTransfer:
     def test_from_transformers_to_timm(self, zoo: Zoo, tmp_path: Path) -> None:
         target = save(build("registers", 1), tmp_path / "new", "registers")
         result = tuneport.transfer(zoo["vit-base"], zoo["vit-tuned"], target, zoo.data, samples=12)
-        assert {record.target for record in result.records} == {layer.name for layer in result.target.layers}
+        moved = {record.target for record in result.records}
+        assert moved == {layer.name for layer in result.target.layers} - {"head.weight"}
+        assert reload(result.save(tmp_path / "out")).pretrained_cfg["label_names"] == list(CLASSES)
 
     def test_extract_and_apply(self, trio: tuple[Path, Path, Path], tmp_path: Path) -> None:
         out = apply(extract(trio[0], trio[1]), trio[0], tmp_path / "out")
@@ -332,10 +335,8 @@ class TestTransfer:
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ["plain", "registers"])
-def test_a_twin_answers_like_the_finetuned_source(variant: str) -> None:
-    width, heads = VARIANTS[variant]["embed_dim"], VARIANTS[variant]["num_heads"]
-    source = scatter(timm.create_model(ARCHITECTURE, **{**VARIANTS[variant], "num_classes": 40}), 0)
+def moves_of(width: int, heads: int) -> Callable[[Any], None]:
+    """The moves of a twin."""
     permuted = Permuted(width, heads)
 
     def move(other: Any) -> None:
@@ -350,9 +351,39 @@ def test_a_twin_answers_like_the_finetuned_source(variant: str) -> None:
             for scale in (block.ls1, block.ls2):
                 if hasattr(scale, "gamma"):
                     permuted.last(scale.gamma)
-        permuted.last(other.head.weight)
+        if other.num_classes:
+            permuted.last(other.head.weight)
 
-    target = twin(source, move)
+    return move
+
+
+def test_a_bare_twin_gets_the_head_of_a_finetuned_classifier(tmp_path: Path, data: Path) -> None:
+    """Source and target without a head, and a trained classifier: the ported one computes what it does."""
+    bare = scatter(timm.create_model(ARCHITECTURE, **{**SMALL, "num_classes": 0}), 0)
+    moved = tuned(bare, linear_names(describe_module(bare)))
+    classifier = scatter(timm.create_model(ARCHITECTURE, **SMALL), 3)
+    classifier.load_state_dict(moved.state_dict(), strict=False)
+    target = twin(bare, moves_of(SMALL["embed_dim"], SMALL["num_heads"]))
+    folders = [
+        save(module.float(), tmp_path / name, "plain")
+        for name, module in (("source", bare), ("tuned", classifier), ("target", target))
+    ]
+    result = tuneport.transfer(*folders, data, samples=60)
+    again = reload(result.save(tmp_path / "out"))
+    assert (again.num_classes, again.pretrained_cfg["label_names"]) == (3, list(CLASSES))
+    transform = create_transform(**resolve_model_data_config(again))
+    images = tuneport.read_data(data, "test").inputs
+    pixels = torch.stack([transform(image) for image in images])
+    found, wanted = (answers(module, pixels) for module in (again, reload(folders[1])))
+    centred = [scores - scores.mean(-1, keepdim=True) for scores in (found, wanted)]
+    torch.testing.assert_close(*centred, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["plain", "registers"])
+def test_a_twin_answers_like_the_finetuned_source(variant: str) -> None:
+    width, heads = VARIANTS[variant]["embed_dim"], VARIANTS[variant]["num_heads"]
+    source = scatter(timm.create_model(ARCHITECTURE, **{**VARIANTS[variant], "num_classes": 40}), 0)
+    target = twin(source, moves_of(width, heads))
     moved = tuned(source, linear_names(describe_module(source)))
     generator = torch.Generator().manual_seed(9)
     size = source.patch_embed.img_size

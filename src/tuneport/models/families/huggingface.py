@@ -77,7 +77,8 @@ class HuggingFace(Family):
         head = {names[name]: parameter for name, parameter in live.items() if id(parameter) not in known}
         tensors = HeadedTensors(model.tensors, files, head)
         new = _model(module, model.name, tensors, names, model.folder, trust_remote_code)
-        return replace(new, write=writer_with_config(module), fresh=fresh)
+        own = {name: live[name].detach().clone() for name in new.classifier_parameters - fresh}
+        return replace(new, write=writer_with_config(module), fresh=fresh, own_head=own)
 
     def knows(self, module: nn.Module) -> bool:
         name, config = type(module).__name__, getattr(module, "config", None)

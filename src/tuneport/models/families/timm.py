@@ -62,7 +62,9 @@ class Timm(Family):
         names = {name: name for name in model.tensors if name not in ("head.weight", "head.bias")}
         new = _model(module, model.name, HeadedTensors(model.tensors, names, head), model.folder)
         write = partial(_write_classes, module=module)
-        return replace(new, write=write, fresh=frozenset() if own else frozenset(head))
+        if not own:
+            return replace(new, write=write, fresh=frozenset(head))
+        return replace(new, write=write, own_head={name: tensor.detach().clone() for name, tensor in head.items()})
 
     def knows(self, module: nn.Module) -> bool:
         own = any(
