@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from builders.classifiers import CLASSES, WIDER, bert, classifier_of, grow, write_classifier
 from builders.folders import Zoo, edit_json, images, write_data, write_processor
-from builders.texts import SENTENCES, SMALL, Size, _plain, bert_tokenizer, write, write_rows
+from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
@@ -27,55 +29,10 @@ from tuneport.pipeline.labels import measurable
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import run
 
-CLASSES = {0: "place", 1: "person", 2: "number"}
-WIDER = Size(width=20, depth=3, heads=5, hidden=32, seed=1)
-
-
-def bert(kind: str, size: Size, **more: Any) -> Any:
-    """A tiny BERT with weights of ordinary size, so that its classes differ from sample to sample."""
-    config = transformers.BertConfig(**{**_plain(size), "num_labels": 3, **more})
-    torch.manual_seed(size.seed)
-    options = {"add_pooling_layer": False} if kind == "BertModel" and size is WIDER else {}
-    module = getattr(transformers, kind)(config, **options).eval()
-    return grow(module, size.seed)
-
-
-def grow(module: nn.Module, seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            scaled = parameter.ndim > 1 and "embeddings" not in name
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.25 if scaled else 0.05))
-    return module
-
-
-def classifier_of(base: Any, seed: int = 3, **more: Any) -> Any:
-    """A full fine-tune of a bare encoder: every layer moved, and a trained head."""
-    config = transformers.BertConfig(**{**base.config.to_dict(), "id2label": CLASSES, **more})
-    config.label2id = {name: index for index, name in config.id2label.items()}
-    module = grow(transformers.BertForSequenceClassification(config), seed)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in base.named_parameters():
-            change = torch.randn(parameter.shape, generator=generator) * 0.02
-            module.get_parameter(f"bert.{name}").copy_(parameter + change)
-    return module.eval()
-
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Callable[..., tuple[Path, Path, Path, Path]]:
-    """The folders of a bare source, its fine-tuned classifier and a bare target, and unlabelled sentences."""
-
-    def build(target: Any = None) -> tuple[Path, Path, Path, Path]:
-        tokenizer = bert_tokenizer()
-        base = bert("BertModel", SMALL)
-        write(tmp_path / "source", base, tokenizer)
-        write(tmp_path / "tuned", classifier_of(base), tokenizer)
-        write(tmp_path / "target", target or bert("BertModel", WIDER), tokenizer)
-        rows = [{"text": f"{one}, {two}"} for one in SENTENCES for two in SENTENCES[:4]]
-        return tmp_path / "source", tmp_path / "tuned", tmp_path / "target", write_rows(tmp_path / "rows.jsonl", rows)
-
-    return build
+    return partial(write_classifier, tmp_path)
 
 
 def centred(logits: Tensor) -> Tensor:
@@ -299,8 +256,6 @@ class TestNone:
         assert torch.equal(result.apply().classifier.weight, kept["classifier.weight"])
 
     def test_a_head_for_other_classes_is_not_moved(self, zoo: Zoo, tmp_path: Path) -> None:
-        import shutil
-
         folder = Path(shutil.copytree(zoo["vit-target"], tmp_path / "other"))
         edit_json(folder / "config.json", id2label={"0": "sun", "1": "moon", "2": "star"})
         job = prepare(zoo["vit-base"], zoo["vit-tuned"], folder, signals="naive", head_fit="none")

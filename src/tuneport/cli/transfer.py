@@ -132,9 +132,10 @@ def _check_job(
     """Refuse, before a model runs, a job whose result could not be written or scored."""
     from ..measure.accuracy import check_test_split
     from ..methods import get_method
-    from ..pipeline.result import check_adapter
+    from ..pipeline.result import check_adapter, check_vector
 
     get_method(method).check(job.plan)
+    check_vector(kind, job.fits_head)
     print_notes(job)
     if kind == "adapter":
         check_adapter(job, get_method(method), rank, energy)

@@ -359,9 +359,9 @@ def moves_of(width: int, heads: int) -> Callable[[Any], None]:
 
 def test_a_bare_twin_gets_the_head_of_a_finetuned_classifier(tmp_path: Path, data: Path) -> None:
     """Source and target without a head, and a trained classifier: the ported one computes what it does."""
-    bare = scatter(timm.create_model(ARCHITECTURE, **{**SMALL, "num_classes": 0}), 0)
+    bare = build("no classifier")
     moved = tuned(bare, linear_names(describe_module(bare)))
-    classifier = scatter(timm.create_model(ARCHITECTURE, **SMALL), 3)
+    classifier = build("plain", 3)
     classifier.load_state_dict(moved.state_dict(), strict=False)
     target = twin(bare, moves_of(SMALL["embed_dim"], SMALL["num_heads"]))
     folders = [
