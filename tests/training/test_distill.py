@@ -210,7 +210,7 @@ class TestAlone:
 
 def test_the_learning_rate_follows_the_width(ported: Result) -> None:
     width = 24  # of the target's layers, most of which read the residual stream
-    assert ported.distill(1).record["distilled"]["learning_rate"] == pytest.approx(0.06 / width)
+    assert ported.distill(1).record["distilled"]["learning_rate"] == pytest.approx(0.12 / width)
     assert ported.distill(1, lora=1).record["distilled"]["learning_rate"] == pytest.approx(0.6 / width)
 
 

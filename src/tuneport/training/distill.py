@@ -30,10 +30,10 @@ STEPS = 300
 FEWEST = 8  # samples
 HELD_OUT = 0.1  # share of the samples
 MOST_HELD_OUT = 200
-RATE = 0.06  # the learning rate of a model of width one
-LORA_RATE = 10.0  # times that of all weights
+RATE = 0.12  # the learning rate of a model of width one
+LORA_RATE = 5.0  # times that of all weights
 WIDE = True  # views
-MIXED = 0.5  # share of the images of a batch that are blended with another one
+MIXED = 1.0  # share of the images of a batch that are blended with another one
 VIEWS = 4  # augmented copies of each held-out sample
 
 

@@ -27,7 +27,7 @@ from ..types import Sides
 Ask = Callable[[nn.Module, Encoded], Any]
 
 BATCH = 128  # samples of an update
-SOFTNESS = 1.0  # the standard deviation of a sample's class scores in the soft targets
+SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
 
 
 @dataclass(frozen=True, eq=False)
