@@ -34,8 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tuneport.data.dataset import Dataset
 from tuneport.job import Job
 from tuneport.maps.statistics import Statistics
-from tuneport.measure.accuracy import perplexity
-from tuneport.measure.objectives import OBJECTIVES, batch_for, token_loss
+from tuneport.measure.language import perplexity
+from tuneport.measure.objectives import OBJECTIVES, TokenLoss, batch_for
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
@@ -186,7 +186,7 @@ def tuned_lora(target: Model, chosen: Dataset, seed: int) -> Model:
     best: tuple[float, Model | None] = (math.inf, None)
     for rate in (2e-4, 5e-4, 1e-3):
         student = student_of(target, TaskVector({}), 16, seed).module
-        loss = token_loss(target)
+        loss = TokenLoss(target)
 
         def mean_loss(_: int, rows: Tensor, student: Any = student, loss: Any = loss) -> Tensor:
             batch = batch_for(target, objective.encode(target, taught.subset(rows.numpy())))

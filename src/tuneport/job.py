@@ -138,7 +138,11 @@ class Drawn(Samples):
         """The coverage over all samples; None if a model reads no text."""
         if any(model.reader is None for model in self.models):
             return None
-        return sum((coverage(source.spans, target.spans) for source, target in self.encoded()), Coverage())
+        total = Coverage()
+        for source, target in self.encoded():
+            cut = Coverage(source_cut=sum(source.cut), target_cut=sum(target.cut))
+            total += coverage(source.spans, target.spans) + cut
+        return total
 
     def encoded(self) -> Iterator[Sides[Encoded]]:
         """The batches as each model reads them, not yet on its device."""

@@ -161,7 +161,12 @@ def pair_layers(
     loose = [LoosePair(loose_at[place(part)], part) for part in target_loose if place(part) in loose_at]
     kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in target_loose]
     used = {pair.source.name for pair in pairs}
-    dropped = [Kept(layer.name, _why_dropped(layer, stacks)) for layer in source if layer.name not in used]
+    there = {layer.role for layer in target}
+    dropped = [
+        Kept(layer.name, _why_dropped(layer, stacks, roles.get(layer.role, layer.role) in there))
+        for layer in source
+        if layer.name not in used
+    ]
     dropped += [
         Kept(pair.source.bias, "the target layer has no bias")
         for pair in pairs
@@ -263,7 +268,7 @@ def _check_maps(pairs: Iterable[LayerPair]) -> None:
                 )
 
 
-def _why_dropped(layer: Layer, stacks: Mapping[str, str]) -> str:
-    if layer.block is not None and layer.stack in stacks.values():
+def _why_dropped(layer: Layer, stacks: Mapping[str, str], there: bool) -> str:
+    if there and layer.block is not None and layer.stack in stacks.values():
         return "no target block takes this source block"
     return f"the target has no layer with the role {layer.role}"

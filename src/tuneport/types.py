@@ -16,6 +16,7 @@ ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on 
 OutputKind = Literal["model", "adapter", "task-vector"]
 Split = Literal["train", "test"]
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
+Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
 Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps done and all its steps
 

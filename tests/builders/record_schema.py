@@ -65,8 +65,11 @@ class Evaluation(TypedDict):
     data: str
     samples: Count
     protocol: str
+    metric: NotRequired[Literal["accuracy", "bits per character", "fidelity"]]
     before: float
     after: float
+    source: NotRequired[float]
+    scores: NotRequired[dict[str, dict[str, float | None]]]
 
 
 class MarkEntry(TypedDict):
@@ -98,6 +101,7 @@ class TrialEntry(TypedDict):
     accuracy_after: NotRequired[Measured]
     turned_right: NotRequired[int | None]
     turned_wrong: NotRequired[int | None]
+    loss_error: NotRequired[Measured]
 
 
 class VerdictEntry(TypedDict):

@@ -23,9 +23,9 @@ from tuneport.measure.accuracy import (
     compute_features,
     encode_batches,
     linear_probe,
-    perplexity,
     zero_shot,
 )
+from tuneport.measure.language import perplexity
 from tuneport.models.base import Model, describe_any
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model

@@ -294,8 +294,21 @@ def test_the_report_of_a_transfer_states_the_coverage(tmp_path: Path) -> None:
         "target_tokens": wanted.target_tokens,
         "source_matched": wanted.source_matched,
         "target_matched": wanted.target_matched,
+        "source_cut": 0,
+        "target_cut": 0,
         "share": round(wanted.share, 4),
     }
+    assert "notes" not in job.record
+    short = prepare(*paths, ROWS, samples=16, max_length=12)
+    lengths = [side.inputs["attention_mask"].sum(1) for side in (source, target)]
+    cut = [int((length > 12).sum()) for length in lengths]
+    assert [short.record["tokens"][name] for name in ("source_cut", "target_cut")] == cut
+    assert short.record["notes"] == [
+        f"{count} of 16 texts are cut at 12 tokens of {path}: raise `max_length`"
+        for count, path in zip(cut, (paths[0], paths[2]), strict=True)
+        if count
+    ]
+    assert max(short.samples.typical().target[0]["input_ids"].shape) <= 16
 
 
 def test_one_tokenizer_for_both_models_gives_the_sums_without_spans(tmp_path: Path) -> None:

@@ -326,22 +326,6 @@ def test_a_t5_whose_head_is_not_tied_keeps_its_two_matrices(tmp_path: Path) -> N
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("kind", "config", "number"),
-        [
-            ("MixtralForCausalLM", "MixtralConfig", "num_local_experts"),
-            ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", "num_experts"),
-        ],
-    )
-    def test_mixtures_of_experts(self, kind: str, config: str, number: str, tmp_path: Path) -> None:
-        sizes = {**FAMILIES["llama"].arguments(SMALL), number: 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
-        module = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
-        write(tmp_path / "moe", module)
-        with pytest.raises(CheckpointError, match=r"is a mixture of 4 experts \(model\.layers\.0\.") as caught:
-            open_model(tmp_path / "moe")
-        assert "\n" not in str(caught.value)
-        assert "experts." in str(caught.value)
-
     def test_unknown_architectures(self, tmp_path: Path) -> None:
         config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=60)
         write(tmp_path / "bloom", transformers.BloomForCausalLM(config))

@@ -174,3 +174,14 @@ class TestPair:
         assert isinstance(job.samples, Drawn)
         with pytest.raises(DataError, match="draws its own samples"):
             compare(replace(job, samples=Given(list(job.samples))))
+
+
+@pytest.mark.parametrize(
+    ("after", "error", "word"),
+    [(180.0, 9.0, LIKELY), (180.0, 11.0, UNCERTAIN), (200.0, 1.0, UNLIKELY), (math.nan, 1.0, UNLIKELY)],
+)
+def test_a_language_model_is_judged_by_its_loss(after: float, error: float, word: str) -> None:
+    """Two standard errors are evidence; a loss that does not fall is none, however many samples gain."""
+    found = judge(Trial(40, 200.0, after, 0.9, loss_error=error))
+    assert found.verdict == word
+    assert f"their mean loss in nats a text is 200.0 before, {after:.1f} after" in found.reasons[1]

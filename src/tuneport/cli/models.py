@@ -13,11 +13,13 @@ import typer
 
 from ..errors import TuneportError
 from .options import (
+    Columns,
     Device,
     DtypeName,
     Exclude,
     HeadName,
     Json,
+    MaxLength,
     Overwrite,
     Resume,
     SamplerName,
@@ -25,6 +27,7 @@ from .options import (
     SaveEvery,
     Seed,
     TrustRemoteCode,
+    parse_columns,
 )
 from .terminal import emit_json, note, progress, say, watched
 
@@ -81,51 +84,69 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A model folder.")],
     data: Annotated[str, typer.Option(help="Labelled data; the test split is scored.")],
     head: HeadName = None,
-    protocol: Annotated[str, typer.Option(help="zero-shot, linear-probe or perplexity.")] = "zero-shot",
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="zero-shot, linear-probe, perplexity or likelihood; else by the model and the data."),
+    ] = None,
     samples: Annotated[int | None, typer.Option(help="Linear probe: training samples (all unless given).")] = None,
     seed: Seed = 0,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples per pass through the model (128; 16 for perplexity).", min=1)
+        int | None, typer.Option(help="Samples per pass through the model (128; 16 for language models).", min=1)
     ] = None,
+    columns: Columns = None,
+    max_length: MaxLength = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Accuracy of a model: with its zero-shot head, or of a linear probe on its features."""
+    """Score a model: with its head or by a linear probe; a language model by its loss or its likeliest answers."""
     from ..data.dataset import align_labels
     from ..data.samplers import select
     from ..data.tasks import read_data
     from ..measure import accuracy as evaluation
+    from ..measure import language
     from ..models.heads import choose_head
     from ..models.open import open_model, pick_device
 
-    chosen = evaluation.check_protocol(protocol)
+    chosen = None if protocol is None else evaluation.check_protocol(protocol)
     if samples is not None and chosen != "linear-probe":
-        raise TuneportError(f"--samples goes with --protocol linear-probe; {chosen} scores the whole test split.")
-    test = read_data(data, "test", labelled=chosen != "perplexity")
-    opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code)
+        words = f"{chosen} scores" if chosen else "the others score"
+        raise TuneportError(f"--samples goes with --protocol linear-probe; {words} the whole test split.")
+    named = parse_columns(columns)
+    test = read_data(data, "test", labelled=False, columns=named)
+    opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code).cut_at(max_length)
+    chosen = chosen or language.usual_protocol(opened, test, head)
+    if chosen != "perplexity" and test.labels is None:
+        read_data(data, "test", columns=named)  # the error says what is missing
     total = len(test)
     if chosen == "zero-shot":
         scorer = choose_head(opened, head, test)
         align_labels(test, scorer.classes)
         score = partial(evaluation.zero_shot, opened, scorer, test)
     elif chosen == "perplexity":
-        score = partial(evaluation.perplexity, opened, test)
+        score = partial(language.perplexity, opened, test)
+    elif chosen == "likelihood":
+        score = partial(language.likelihood, opened, test)
     else:
-        train = read_data(data, "train")
+        train = read_data(data, "train", columns=named)
         if samples is not None:
             train = train.subset(select(train, samples=samples, seed=seed))
         score = partial(evaluation.linear_probe, opened, train, test)
         total += len(train)
     with progress("evaluating", total) as advance:
-        result = score(batch_size=batch_size or (16 if chosen == "perplexity" else 128), progress=advance)
+        size = batch_size or (16 if chosen in ("perplexity", "likelihood") else 128)
+        result = score(batch_size=size, progress=advance)
     if json:
         found = {key: value for key, value in asdict(result).items() if value is not None}
         emit_json({"model": model, "data": data, "head": head, **found})
-    elif result.perplexity is not None:
-        say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples")
-    else:
+        return
+    if result.cut:
+        note(f"{result.cut} of {result.samples} texts are cut; --max-length sets where")
+    if result.protocol != "perplexity":
         say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
+    if result.perplexity is not None:
+        bits = "" if result.bits_per_character is None else f", {result.bits_per_character:.4g} bits per character"
+        say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples{bits}")
 
 
 def finetune(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ..errors import TuneportError
 from ..types import Completion, OutputKind
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ LossName = Annotated[
 CompletionName = Annotated[Completion, typer.Option(help='How to complete a rank-deficient map: "svd" or "none".')]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
+Columns = Annotated[
+    str | None, typer.Option(help="Columns of a table that have other names, such as text=sentence,label=y.")
+]
+MaxLength = Annotated[int | None, typer.Option(help="Most tokens of a text; longer ones are cut (512).", min=2)]
 MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens of all samples together that maps are made from.", min=1)
 ]
@@ -101,4 +106,20 @@ def prepare_options(given: Mapping[str, Any]) -> Options:
     found = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
     if "memory_budget" in found:
         found["memory_budget"] = parse_bytes(found["memory_budget"])
+    if "columns" in found:
+        found["columns"] = parse_columns(found["columns"])
     return cast("Options", found)
+
+
+def parse_columns(given: str | None) -> dict[str, str] | None:
+    """The columns of a table by tuneport's names.
+
+    >>> parse_columns("text=sentence,label=y")
+    {'text': 'sentence', 'label': 'y'}
+    """
+    if given is None:
+        return None
+    pairs = [part.partition("=") for part in given.split(",")]
+    if not all(name and own for name, _, own in pairs):
+        raise TuneportError(f"--columns is {given!r}; expected NAME=COLUMN, such as text=sentence,label=y.")
+    return {name.strip(): own.strip() for name, _, own in pairs}

@@ -44,6 +44,8 @@ def transfer(
     distill: options.Distill = None,
     completion: options.CompletionName = "svd",
     exclude: options.Exclude = None,
+    columns: options.Columns = None,
+    max_length: options.MaxLength = None,
     max_tokens: options.MaxTokens = None,
     memory_budget: options.MemoryBudget = None,
     batch_size: options.BatchSize = 32,
@@ -60,7 +62,7 @@ def transfer(
     """Write the new base with the old base's fine-tuned skill."""
     given = options.prepare_options(locals())
     from ..io.output import claimed
-    from ..measure.accuracy import read_test_split
+    from ..pipeline.evaluation import read_test
     from ..pipeline.port import port
     from ..pipeline.prepare import prepare
     from ..pipeline.transfer import check_scale, run
@@ -77,7 +79,7 @@ def transfer(
             return
         with claimed(out):
             _check_output(out, as_, rank, energy, overwrite or resume, source, finetuned, target, data, head)
-            test, job = read_test_split(data) if evaluate else None, prepared()
+            test, job = read_test(data, given.get("columns")) if evaluate else None, prepared()
             _check_job(job, method, as_, rank, energy, test)
             verdict = compare_models(job, method).record() if compare else None
             with _measuring(job, method, distill or 0) as callbacks:
@@ -130,8 +132,8 @@ def _check_job(
     job: Job, method: str, kind: OutputKind, rank: int | None, energy: float | None, test: Dataset | None
 ) -> None:
     """Refuse, before a model runs, a job whose result could not be written or scored."""
-    from ..measure.accuracy import check_test_split
     from ..methods import get_method
+    from ..pipeline.evaluation import check_test
     from ..pipeline.result import check_adapter, check_vector
 
     get_method(method).check(job.plan)
@@ -140,7 +142,7 @@ def _check_job(
     if kind == "adapter":
         check_adapter(job, get_method(method), rank, energy)
     if test is not None:
-        check_test_split(test, job.heads.target if job.heads is not None else None)
+        check_test(job, test)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ Kind = Literal["image", "text"]
 
 UNLABELLED = -100  # the label of an unlabelled sample, which torch's cross_entropy ignores
 
-TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".jsonl.gz", ".csv.gz", ".tsv.gz", ".parquet")
+TABLE_SUFFIXES = (*(f"{name}{gz}" for name in (".jsonl", ".json", ".csv", ".tsv") for gz in ("", ".gz")), ".parquet")
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -55,10 +55,10 @@ class LazySequence(Sequence[Any]):
 class Dataset:
     """Samples with labels, with text targets, or with neither.
 
-    `inputs` are RGB `PIL.Image`s (read from disk on access), texts, or pairs of texts. `labels` index `classes`, which
-    `label_texts` describe; `prompts` are the templates of a known task. `split` is the split's name in the source, or
-    "all" if it has none. `files` are the files that were read, without the image files of single samples. `scores` (N,
-    classes) are the class scores that a teacher gives to the samples.
+    `inputs` are RGB `PIL.Image`s (read from disk on access), texts, pairs of texts, or chats. `labels` index `classes`,
+    which `label_texts` describe, or the `choices` of each sample; `prompts` are the templates of a known task. `split`
+    is the split's name in the source, or "all" if it has none. `files` are the files that were read, without the image
+    files of single samples. `scores` (N, classes) are the class scores that a teacher gives to the samples.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -76,6 +76,7 @@ class Dataset:
     label_texts: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     scores: NDArray[np.float64] | None = None
+    choices: Sequence[Sequence[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -85,6 +86,11 @@ class Dataset:
 
     def __str__(self) -> str:
         return self.name if self.split == "all" else f"{self.split} split of {self.name}"
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the samples are chats, which hold their answers."""
+        return self.kind == "text" and len(self) > 0 and isinstance(self.inputs[0], list)
 
     def subset(self, indices: ArrayLike) -> Dataset:
         """The samples at `indices`, in that order; copies no sample and opens no file."""
@@ -96,6 +102,7 @@ class Dataset:
             labels=None if self.labels is None else self.labels[picked],
             targets=None if self.targets is None else _pick(self.targets, picked),
             scores=None if self.scores is None else self.scores[picked],
+            choices=None if self.choices is None else _pick(self.choices, picked),
         )
 
 

@@ -21,13 +21,15 @@ from .dataset import SPLIT_NAMES, Dataset, LazySequence, choose_split, dataset_n
 from .images import IMAGE_SUFFIXES, check_images, open_array, open_file
 from .tables import is_table, read_table
 
-_FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .csv, .tsv, .parquet) or saved HF dataset"
+_FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .json, .csv, .tsv, .parquet) or saved HF dataset"
 _ANY_SPLIT = {name for names in SPLIT_NAMES.values() for name in names}
 _LARGEST_ARCHIVE = 16 * 2**30
 _MOST_CLASSES = 10**6
 
 
-def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
+def read_plain(
+    path: str | Path, split: Split, *, labelled: bool = True, columns: Mapping[str, str] | None = None
+) -> Dataset:
     """Read one split of an image folder, an `.npz`, a table or a saved HF dataset, as `read_data` describes."""
     path = Path(path)
     if split not in SPLIT_NAMES:
@@ -36,14 +38,16 @@ def read_plain(path: str | Path, split: Split, *, labelled: bool = True) -> Data
         raise DataError(f"no data at {path}: no such file or folder. Pass {_FORMATS}.")
     with reading(path):
         if is_table(path):
-            data = read_table(path, split, labelled)
+            data = read_table(path, split, labelled, columns)
+        elif columns:
+            raise DataError(f"`columns` names the columns of a table, and {path} is none.")
         elif path.is_dir():
             data = _read_folder(path, split)
         elif path.name.lower().endswith(".npz"):
             data = _read_npz(path, split)
         else:
             raise DataError(f"the format of {path} is unknown by its name. Pass {_FORMATS}.")
-    if labelled and data.labels is None and data.targets is None:
+    if labelled and data.labels is None and data.targets is None and not data.has_chats:
         expected = "one sub-folder of images per class" if path.is_dir() else "an array y, or y_train and y_test"
         raise DataError(f"{path} has no labels; expected {expected}.")
     return data

@@ -1,7 +1,7 @@
-"""Tables of samples: JSONL, CSV, TSV and Parquet files and saved HF datasets.
+"""Tables of samples: JSONL, JSON, CSV, TSV and Parquet files and saved HF datasets.
 
 A table is held in memory, up to a size limit; its images are decoded on access. Class names come from the whole table,
-so its splits agree on them. JSONL, CSV and TSV need no further package.
+so its splits agree on them. JSONL, JSON, CSV and TSV need no further package.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from numpy.typing import NDArray
 from ..errors import DataError, brief, first_of
 from ..io.sizes import format_bytes
 from ..types import Split
+from .chat import CHAT_COLUMNS, MORE_COLUMNS, read_chats
+from .choices import read_choices
 from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, dataset_name, reading
 from .images import open_cell, open_file
 
-_INPUT_COLUMNS = (("image",), ("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))  # the first complete
-_PLAIN_COLUMNS = {"text", "text_pair", "text1", "text2", "prompt", "label", "target", "split"}
-_COLUMNS = "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target"
+_TEXT_COLUMNS = (("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))
+_INPUT_COLUMNS = (("image",), *CHAT_COLUMNS, *_TEXT_COLUMNS)  # the first complete
+_PLAIN_COLUMNS = {name for names in (*CHAT_COLUMNS, MORE_COLUMNS, *_TEXT_COLUMNS) for name in names}
+_PLAIN_COLUMNS |= {"label", "target", "choices", "split"}
+_COLUMNS = (
+    "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target. Chats have messages, "
+    "conversations, instruction and output, or prompt and completion. Map other names with `columns`"
+)
 _LARGEST_TABLE = 4 * 2**30  # uncompressed bytes, since a table is held in memory
 
 
@@ -40,16 +47,30 @@ def is_table(path: Path) -> bool:
     return path.name.lower().endswith(TABLE_SUFFIXES)
 
 
-def read_table(path: Path, split: Split, labelled: bool) -> Dataset:
-    """Read one split of a table or a saved HF dataset; `labelled` refuses one with neither labels nor targets."""
-    table = _columns(path)
+def read_table(path: Path, split: Split, labelled: bool, columns: Mapping[str, str] | None = None) -> Dataset:
+    """Read one split of a table or a saved HF dataset.
+
+    `labelled` refuses one with neither labels nor answers. `columns` maps names such as text and label to its own.
+    """
+    table = _renamed(_columns(path), columns or {}, path)
     data = _from_table(table, path, split)
-    if labelled and data.labels is None and data.targets is None:
+    if labelled and data.labels is None and data.targets is None and not data.has_chats:
         if "label" not in table.columns:
             raise DataError(f"{path} has no labels; expected a column label or target.")
         empty = f'the column label is empty (null, NaN, -1 or "") in every row of the split {data.split}'
         raise DataError(f"{path} has no labels: {empty}. Fill it.")
     return data
+
+
+def _renamed(table: _Table, columns: Mapping[str, str], path: Path) -> _Table:
+    known = {"image", *_PLAIN_COLUMNS}
+    if unknown := sorted(set(columns) - known):
+        raise DataError(f"`columns` names {first_of(unknown)}; expected some of {first_of(sorted(known), 30)}.")
+    if missing := [name for name in columns.values() if name not in table.columns]:
+        raise DataError(f"{path} has no column {first_of(missing)} of `columns`; it has {first_of(table.columns)}.")
+    kept = {key: column for key, column in table.columns.items() if key not in (*columns, *columns.values())}
+    named = {name: table.columns[own] for name, own in columns.items()}
+    return _Table({**kept, **named}, table.classes if columns.get("label", "label") == "label" else None)
 
 
 def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
@@ -94,7 +115,10 @@ def _columns(path: Path) -> _Table:
             raise DataError(f"{path} is refused: a table may have {most} uncompressed. Split it.")
         file = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
         delimiter = "\t" if name.endswith(".tsv") else ","
-        rows = list(_json_rows(file, path) if name.endswith(".jsonl") else _delimited_rows(file, path, delimiter))
+        if name.endswith(".json"):
+            rows = _json_array(file, path)
+        else:
+            rows = list(_json_rows(file, path) if name.endswith(".jsonl") else _delimited_rows(file, path, delimiter))
     keys = dict.fromkeys(key for row in rows for key in row)
     return _Table({key: [row.get(key) for row in rows] for key in keys})
 
@@ -110,6 +134,16 @@ def _json_rows(file: TextIO, path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise DataError(f"line {number} of {path} is a JSON {type(row).__name__}; expected an object.")
         yield row
+
+
+def _json_array(file: TextIO, path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {brief(error)}.") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} is no list of JSON objects; expected one object for each sample.")
+    return rows
 
 
 def _delimited_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
@@ -140,7 +174,7 @@ def _read_arrow(path: Path) -> _Table:
         if path.is_dir():
             loaded = (module.concatenate_datasets(list(parts.values())) if parts else loaded).with_format("arrow")[:]
         for name in loaded.column_names:
-            plain = name in _PLAIN_COLUMNS or (name == "image" and str(loaded[name].type).endswith("string"))
+            plain = name in _PLAIN_COLUMNS or str(loaded[name].type).endswith("string")
             lazy = LazySequence(np.arange(len(loaded)), partial(_cell, loaded[name]))
             columns[name] = loaded[name].to_pylist() if plain else lazy
     except Exception as error:  # errors of pyarrow, fsspec and json share no base class
@@ -170,12 +204,22 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     splits = [str(name or "").lower() for name in columns.get("split", [""] * size)]
     found = choose_split(sorted(set(splits)), split, path, also)
     rows = np.array([row for row, name in enumerate(splits) if found in (None, name)], dtype=np.int64)
-    labels, classes = _read_labels(columns.get("label", [None] * size), table.classes, rows, path)
-    images = keys == ("image",)
-    inputs: Any = _images(columns["image"], rows, path) if images else _texts(columns, keys, rows, path)
-    if not images and len(rows) and not any("".join(texts).strip() for texts in inputs):
+    values = columns.get("label", [None] * size)
+    choices: list[list[str]] | None = None
+    if "choices" in columns:
+        choices, labels = read_choices(columns["choices"], values, rows, path)
+        classes = tuple(map(str, range(max(map(len, choices), default=0))))
+    else:
+        labels, classes = _read_labels(values, table.classes, rows, path)
+    images, chats = keys == ("image",), keys in CHAT_COLUMNS
+    inputs: Any
+    if images:
+        inputs = _images(columns["image"], rows, path)
+    else:
+        inputs = read_chats(columns, keys, rows, path) if chats else _texts(columns, keys, rows, path)
+    if not (images or chats) and len(rows) and not any("".join(texts).strip() for texts in inputs):
         raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
-    targets = _texts(columns, ("target",), rows, path) if "target" in columns else None
+    targets = _texts(columns, ("target",), rows, path) if "target" in columns and not chats else None
     return Dataset(
         inputs=inputs,
         labels=labels,
@@ -184,6 +228,7 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
         kind="image" if images else "text",
         split=found or "all",
         targets=targets if targets and any(map(str.strip, targets)) else None,
+        choices=choices,
         files=tuple(sorted(filter(Path.is_file, path.rglob("*")))) if path.is_dir() else (path,),
     )
 

@@ -1,10 +1,9 @@
-"""Accuracy and perplexity of a model on labelled data."""
+"""Accuracy of a model on labelled data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,27 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
-from ..data.tasks import read_data
 from ..errors import DataError, TuneportError, unknown_name
 from ..models.base import Model
 from ..models.heads import Head
 from ..types import Progress
-from .objectives import batch_for, choose_objective, next_tokens, token_cross_entropy
 
-Protocol = Literal["zero-shot", "linear-probe", "perplexity"]
+Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-_NO_HEAD = "an accuracy needs labelled data and a head for it: pass `data`."
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy in percent over `samples` test samples; of next tokens, with the perplexity, for language models."""
+    """Accuracy in percent over `samples` test samples.
+
+    For language models it is that of next tokens (perplexity) or of answers (likelihood). Perplexities compare only
+    under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
+    """
 
     accuracy: float
     samples: int
     protocol: str
     perplexity: float | None = None
     tokens: int | None = None
+    bits_per_character: float | None = None
+    cut: int | None = None
 
 
 def zero_shot(
@@ -55,20 +57,6 @@ def evaluate_change(model: Model, changed: nn.Module, head: Head, test: Dataset)
     return {**described, "before": before.accuracy, "after": after.accuracy}
 
 
-def read_test_split(data: str | Path | None) -> Dataset:
-    """Read the test split, which must have labels. `check_test_split` compares them with a head."""
-    if data is None:
-        raise DataError(_NO_HEAD)
-    return read_data(data, "test")
-
-
-def check_test_split(test: Dataset, head: Head | None) -> None:
-    """Refuse a test split that the head cannot score."""
-    if head is None:
-        raise DataError(_NO_HEAD)
-    align_labels(test, head.classes)
-
-
 def linear_probe(
     model: Model, train: Dataset, test: Dataset, *, batch_size: int = 128, progress: Progress | None = None
 ) -> Evaluation:
@@ -80,7 +68,7 @@ def linear_probe(
     for data in (train, test):
         if data.labels is None:
             raise DataError(f"a linear probe needs labels: {data} has none.")
-        _check_samples(data)
+        check_samples(data)
     test = align_labels(test, train.classes)
     if len(np.unique(np.asarray(train.labels))) < 2:
         raise DataError(f"a linear probe needs samples of at least two classes; {train} shows one.")
@@ -91,33 +79,6 @@ def linear_probe(
     probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000, tol=1e-6)).fit(seen, train.labels)
     right = probe.predict(unseen) == test.labels
     return Evaluation(100.0 * float(right.mean()), len(test), "linear-probe")
-
-
-def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
-    """Exp of the mean loss per predicted token of the texts, or of their targets.
-
-    Perplexities of models with different tokenizers do not compare.
-    """
-    if model.token_logits is None:
-        raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
-    model.check_kind(data)
-    _check_samples(data)
-    objective = choose_objective(data, [model])
-    loss, right, tokens = 0.0, 0, 0
-    for start in range(0, len(data), batch_size):
-        samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
-        batch = batch_for(model, objective.encode(model, with_prompts(samples)))
-        with torch.inference_mode():
-            logits, labels = next_tokens(model, model.module, batch)
-            loss += float(token_cross_entropy(logits, labels))
-            wanted = labels != UNLABELLED
-            right += int((logits.argmax(-1) == labels)[wanted].sum())
-            tokens += int(wanted.sum())
-        if progress is not None:
-            progress(len(samples))
-    if tokens == 0:
-        raise DataError(f"{data} has no token to predict: its texts are empty, or of one token each.")
-    return Evaluation(100.0 * right / tokens, len(data), "perplexity", float(np.exp(loss / tokens)), tokens)
 
 
 def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:
@@ -140,7 +101,7 @@ def encode_batches(
     """
     if batch_size <= 0:
         raise DataError(f"asked for batches of {batch_size}; expected at least 1.")
-    _check_samples(data)
+    check_samples(data)
     if model.encode is None:
         raise TuneportError(model.unreadable)
     model.check_kind(data)
@@ -155,7 +116,8 @@ def encode_batches(
             progress(len(batch[1]))
 
 
-def _check_samples(data: Dataset) -> None:
+def check_samples(data: Dataset) -> None:
+    """Refuse data without a sample."""
     if not len(data):
         raise DataError(f"{data} has no samples: give data with some.")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..data.chat import last_answer
 from ..data.dataset import UNLABELLED, Dataset
 from ..errors import DataError, TuneportError, unknown_name
 from ..models.base import Model, widened
@@ -46,7 +47,7 @@ def choose_objective(dataset: Dataset, models: Sequence[Model], wanted: str | No
             raise TuneportError(f"the {name} loss needs a model that predicts tokens that way; {model.name} {can}.")
     if name == "contrastive" and not _has_pairs(dataset):
         raise DataError(f"the contrastive loss needs pairs of texts; {dataset} has none: columns text and text_pair.")
-    if name == "seq2seq" and read_answers(dataset) is None:
+    if name == "seq2seq" and read_answers(dataset) is None and not dataset.has_chats:
         raise DataError(f"the seq2seq loss needs what is to be written; {dataset} has no column target or label.")
     return OBJECTIVES[name]
 
@@ -69,13 +70,18 @@ def _choose_default(dataset: Dataset, models: Sequence[Model]) -> str:
 
 
 def _has_pairs(dataset: Dataset) -> bool:
-    return dataset.kind == "text" and len(dataset) > 0 and not isinstance(dataset.inputs[0], str)
+    return dataset.kind == "text" and len(dataset) > 0 and isinstance(dataset.inputs[0], tuple)
 
 
 def read_answers(dataset: Dataset) -> Sequence[str] | None:
-    """The text to write for each sample: its target, or the words for its label."""
-    if dataset.targets is not None or dataset.labels is None:
+    """The text to write for each sample: its target, the right one of its choices, or the words for its label.
+
+    A chat holds its answers.
+    """
+    if dataset.targets is not None or dataset.labels is None or dataset.has_chats:
         return dataset.targets
+    if dataset.choices is not None:
+        return [choices[label] for choices, label in zip(dataset.choices, dataset.labels, strict=True)]
     words = dataset.label_texts or dataset.classes
     return [words[label] for label in dataset.labels]
 
@@ -109,15 +115,31 @@ def forward_only(model: Model) -> Loss:
     return lambda module, batch: forward(module, batch[0]).sum()
 
 
-def token_loss(model: Model, _head: Head | None = None) -> Loss:
-    """The sum of the cross-entropies of the tokens to predict."""
-    return lambda module, batch: token_cross_entropy(*next_tokens(model, module, batch))
+@dataclass(frozen=True, eq=False)
+class TokenLoss:
+    """The cross-entropy of the tokens to predict: their sum, or that of `each` sample."""
+
+    model: Model
+    head: Head | None = None  # has no say
+
+    def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        return token_cross_entropy(*next_tokens(self.model, module, batch))
+
+    def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        """The sums of the samples (N,), in float64 on the CPU."""
+        return sample_losses(*next_tokens(self.model, module, batch)).cpu()
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum for scores (N, T, vocabulary) and labels (N, T), without the labels to ignore."""
     scores = widened(logits.flatten(0, 1))
     return F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
+
+
+def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of each sample (N,), the sum over its tokens in float64."""
+    losses = F.cross_entropy(widened(logits).transpose(1, 2), labels, ignore_index=UNLABELLED, reduction="none")
+    return losses.double().sum(1)
 
 
 def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -168,12 +190,15 @@ def _encode_continuations(model: Model, samples: Dataset) -> Encoded:
 
 
 def _encode_answers(model: Model, samples: Dataset) -> Encoded:
+    if samples.has_chats:
+        questions, answers = zip(*map(last_answer, samples.inputs), strict=True)
+        return _reader(model).answers(["\n".join(part["content"] for part in chat) for chat in questions], answers)
     return _reader(model).answers(list(samples.inputs), list(read_answers(samples) or ()))
 
 
 OBJECTIVES: Mapping[str, Objective] = {
     "classification": Objective("classification", _encode_classes, _class_loss),
     "contrastive": Objective("contrastive", _encode_pairs, _contrastive_loss, by_sample=False),
-    "causal": Objective("causal", _encode_continuations, token_loss),
-    "seq2seq": Objective("seq2seq", _encode_answers, token_loss),
+    "causal": Objective("causal", _encode_continuations, TokenLoss),
+    "seq2seq": Objective("seq2seq", _encode_answers, TokenLoss),
 }

@@ -109,12 +109,14 @@ def overlap(source: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Tokens of both tokenisations, and those of them with a partner, without padding."""
+    """Tokens of both tokenisations, those of them with a partner, without padding, and samples that were cut."""
 
     source_tokens: int = 0
     target_tokens: int = 0
     source_matched: int = 0
     target_matched: int = 0
+    source_cut: int = 0
+    target_cut: int = 0
 
     def __add__(self, other: Coverage) -> Coverage:
         return Coverage(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))

@@ -22,6 +22,7 @@ from ..io.tensors import LazyTensors, TensorSpec, describe, renamed
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .tokenizer import Reader
 
+MIXTURE = "part of a mixture of experts, which have no common order in two models: the target keeps its own"
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Write = Callable[[Path, Mapping[str, Tensor]], object]
@@ -193,6 +194,13 @@ class Model:
         live = {self.file_names[name]: module.get_parameter(name) for name in head}
         names = {name: name for name in self.tensors if name not in live}
         return replace(self, module=module, tensors=HeadedTensors(self.tensors, names, live))
+
+    def cut_at(self, max_length: int | None) -> Model:
+        """The same model reading texts up to `max_length` tokens, or up to its own limit."""
+        if self.reader is None or max_length is None:
+            return self
+        reader = replace(self.reader, max_length=max_length)
+        return replace(self, reader=reader, encode=lambda texts: reader.texts(texts).inputs)
 
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights, in memory."""

@@ -10,51 +10,104 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DataError, reraised
+from ..types import Chat
+from .chat import Place, marks_answers, render_chat
 
 IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
 PADDING = -1.0  # begin and end of a padding token
 Text = str | tuple[str, str]
+Pieces = str | tuple[str, ...]  # a text, or the contents of a chat
+MAX_LENGTH = 512  # tokens of a text, unless asked for more
 Spans = Sequence[Tensor]  # for each stream of tokens (encoder, decoder): begin and end of each token, (N, T, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A batch of texts: the module's inputs, the labels of its tokens if any, and the spans of each stream."""
+    """A batch of texts: the module's inputs, the labels of its tokens if any, and the spans of each stream.
+
+    Of each sample, `cut` says whether its text was longer than the limit, and `characters` is the length of the text
+    that its labels spell, without the marks of a chat template.
+    """
 
     inputs: dict[str, Tensor]
     labels: Tensor | None
     spans: tuple[Tensor, ...]
+    cut: tuple[bool, ...] = ()
+    characters: tuple[int, ...] = ()
 
     def part(self, start: int, stop: int) -> Encoded:
         """The samples from `start` to `stop`, one row each."""
         inputs = {name: rows[start:stop] for name, rows in self.inputs.items()}
         labels = self.labels[start:stop] if self.labels is not None else None
-        return Encoded(inputs, labels, tuple(rows[start:stop] for rows in self.spans))
+        spans = tuple(rows[start:stop] for rows in self.spans)
+        return Encoded(inputs, labels, spans, self.cut[start:stop], self.characters[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """Tokenized texts: the tokenizer's result, the texts as it read them, and each token's begin and end in them."""
+
+    found: Any
+    texts: Sequence[str]
+    offsets: Tensor  # (N, T, 2)
+
+    def labels(self, answers: Sequence[Sequence[Place]] | None) -> Tensor:
+        """The tokens to predict: those that touch an answer, or all."""
+        labels: Tensor = self.found["input_ids"].masked_fill(self.found["attention_mask"] == 0, IGNORED)
+        if answers is None:
+            return labels
+        inside = torch.zeros_like(labels, dtype=torch.bool)
+        for row, places in enumerate(answers):
+            for begin, end in places:
+                inside[row] |= (self.offsets[row, :, 1] > begin) & (self.offsets[row, :, 0] < end)
+        return labels.masked_fill(~inside, IGNORED)
+
+    def characters(self, labels: Tensor, contents: Sequence[Sequence[Place]]) -> tuple[int, ...]:
+        """The length of the contents that the labels spell, of each sample; the first token is never predicted."""
+        counts = []
+        for row, places in enumerate(contents):
+            wanted = self.offsets[row, 1:][labels[row, 1:] != IGNORED]
+            count = 0
+            for begin, end in places:
+                inside = wanted[(wanted[:, 1] > begin) & (wanted[:, 0] < end)]
+                if len(inside):
+                    covered = self.texts[row][max(begin, int(inside[:, 0].min())) : min(end, int(inside[:, 1].max()))]
+                    count += len(covered.strip())  # tokenizers disagree about the blanks around a text
+            counts.append(count)
+        return tuple(counts)
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """A tokenizer with the limits of its model."""
+    """A tokenizer with the limits of its model; texts are cut at `max_length` tokens, or at the model's `limit`."""
 
     tokenizer: Any
-    longest: int
+    limit: int
     names: tuple[str, ...] = ("input_ids", "attention_mask")
     vocabulary: int | None = None
+    max_length: int = MAX_LENGTH
+
+    @property
+    def longest(self) -> int:
+        return min(self.limit, self.max_length)
 
     def same_tokens(self, other: Reader) -> bool:
         """True if both vocabularies give every token the same id."""
         return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
-    def texts(self, texts: Sequence[Text]) -> Encoded:
-        """Encode texts, or pairs of texts as one sequence, padded on the right and truncated to `longest`."""
-        return self._encode(texts)[0]
+    def texts(self, texts: Sequence[Text | Chat]) -> Encoded:
+        """Encode texts, pairs of texts as one sequence, or chats, padded on the right and cut at `longest`."""
+        if texts and isinstance(texts[0], list):
+            return self.chats(cast(Sequence[Chat], texts))
+        plain = cast(Sequence[Text], texts)
+        return self._encoded(self._tokenize(plain), plain)
 
     def pairs(self, pairs: Sequence[Text]) -> Encoded:
         """Encode pairs as two sequences each: rows 2i and 2i+1 belong to sample i."""
@@ -62,26 +115,55 @@ class Reader:
             raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
         return self.texts([text for pair in pairs for text in pair])
 
-    def continuations(self, texts: Sequence[Text], targets: Sequence[str] | None) -> Encoded:
-        """Encode for a causal model, which predicts each whole text, or only the target appended to it."""
-        starts = [_joined(text) for text in texts]
+    def continuations(self, texts: Sequence[Text | Chat], targets: Sequence[str] | None) -> Encoded:
+        """Encode for a causal model, which predicts each whole text, only the target, or a chat's answers."""
+        if texts and isinstance(texts[0], list):
+            return self.chats(cast(Sequence[Chat], texts))
+        starts = [_joined(cast(Text, text)) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
         whole = [
             f"{start} {end}" if end and start and not start[-1].isspace() else start + end
             for start, end in zip(starts, ends, strict=True)
         ]
-        found, token_ends = self._encode(whole)
-        labels = found.inputs["input_ids"].masked_fill(found.inputs["attention_mask"] == 0, IGNORED)
+        tokens = self._tokenize(whole)
+        places = [
+            [(0 if targets is None else len(start), len(text))] for start, text in zip(starts, whole, strict=True)
+        ]
+        labels = tokens.labels(None if targets is None else places)
         if targets is not None:
-            labels = labels.masked_fill(token_ends <= torch.tensor([[len(start)] for start in starts]), IGNORED)
-            lost = next((text for text, row in zip(whole, labels, strict=True) if (row[1:] == IGNORED).all()), None)
-            if lost is not None:
-                raise DataError(
-                    f"no token of the target of a sample is left to predict: its text is longer than {self.longest} "
-                    f"tokens: {lost[:60]!r}. Shorten or drop it."
-                )
-        return replace(found, labels=labels)
+            self._check_answers(whole, labels)
+        found = self._encoded(tokens, whole)
+        return replace(found, labels=labels, characters=tokens.characters(labels, places))
+
+    def chats(self, chats: Sequence[Chat]) -> Encoded:
+        """Encode chats by the tokenizer's template; a causal model predicts what the assistant writes.
+
+        A template with a generation block says itself what that is.
+        """
+        rendered = [render_chat(self.tokenizer, chat) for chat in chats]
+        texts = [chat.text for chat in rendered]
+        tokens = self._tokenize(texts, special=not self.tokenizer.chat_template)
+        labels = tokens.labels(None if marks_answers(self.tokenizer) else [chat.answers for chat in rendered])
+        if marks_answers(self.tokenizer):
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            marked = self.tokenizer.apply_chat_template(chats, truncation=True, max_length=self.longest, **options)
+            for row, mask in enumerate(marked["assistant_masks"]):
+                labels[row, : len(mask)].masked_fill_(torch.tensor(mask) == 0, IGNORED)
+        self._check_answers(texts, labels)
+        contents = [chat.contents for chat in rendered]
+        pieces = [tuple(chat.text[begin:end] for begin, end in chat.contents) for chat in rendered]
+        inside = [_inside(offsets.tolist(), places) for offsets, places in zip(tokens.offsets, contents, strict=True)]
+        found = self._encoded(tokens, pieces, inside)
+        return replace(found, labels=labels, characters=tokens.characters(labels, contents))
+
+    def _check_answers(self, texts: Sequence[str], labels: Tensor) -> None:
+        lost = next((text for text, row in zip(texts, labels, strict=True) if (row[1:] == IGNORED).all()), None)
+        if lost is not None:
+            raise DataError(
+                f"no token of the target of a sample is left to predict: its text is longer than {self.longest} "
+                f"tokens: {lost[:60]!r}. Raise `max_length`, or shorten or drop it."
+            )
 
     def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
         """Encode for an encoder-decoder model, which predicts the target from the text."""
@@ -92,16 +174,18 @@ class Reader:
         if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams must differ in length to be distinguished
             labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)
             spans = torch.nn.functional.pad(spans, (0, 0, 0, 1), value=PADDING)
-        return Encoded(found.inputs, labels, (*found.spans, spans))
+        characters = tuple(len(target.strip()) for target in targets)
+        cut = tuple(map(max, found.cut, wanted.cut))
+        return Encoded(found.inputs, labels, (*found.spans, spans), cut, characters)
 
-    def _encode(self, texts: Sequence[Text]) -> tuple[Encoded, Tensor]:
-        """The encoded texts, and the end of each token in characters."""
+    def _tokenize(self, texts: Sequence[Text], special: bool = True) -> _Tokens:
         firsts = [text if isinstance(text, str) else text[0] for text in texts]
         seconds = None if all(isinstance(text, str) for text in texts) else [text[1] for text in texts]
         with reraised("the tokenizer cannot read the texts"):
             found = self.tokenizer(
                 firsts,
                 seconds,
+                add_special_tokens=special,
                 padding=True,
                 padding_side="right",
                 truncation=True,
@@ -119,12 +203,32 @@ class Reader:
                 f"the tokenizer gives token {highest}, but the model has embeddings for {self.vocabulary}: they do not "
                 "belong together. Copy the tokenizer's files from the original model."
             )
+        return _Tokens(found, firsts, found["offset_mapping"])
+
+    def _encoded(self, tokens: _Tokens, pieces: Sequence[Pieces], inside: Sequence[_Inside] | None = None) -> Encoded:
+        """The inputs and spans of tokenized texts, by the pieces of each and the place of each token in a piece."""
+        found = tokens.found
         inputs = {name: found[name] for name in self.names if name in found}
-        rows = [
-            _spans(text, found["offset_mapping"][row].tolist(), found.sequence_ids(row), found["attention_mask"][row])
-            for row, text in enumerate(texts)
-        ]
-        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),)), found["offset_mapping"][..., 1]
+        if inside is None:
+            inside = [(tokens.offsets[row].tolist(), found.sequence_ids(row)) for row in range(len(pieces))]
+        rows = [_spans(piece, *inside[row], found["attention_mask"][row]) for row, piece in enumerate(pieces)]
+        cut = tuple(bool(encoding.overflowing) for encoding in found.encodings)
+        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), cut)
+
+
+_Inside = tuple[list[list[int]], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece
+
+
+def _inside(offsets: list[list[int]], places: Sequence[Place]) -> _Inside:
+    """Tokens of a rendered chat by the contents that they stand in; a token of the template stands in none."""
+    found: list[list[int]] = []
+    parts: list[int | None] = []
+    for begin, end in offsets:
+        part = next((index for index, (start, stop) in enumerate(places) if begin < stop and end > start), None)
+        start, stop = (0, 0) if part is None else places[part]
+        found.append([max(begin, start) - start, min(end, stop) - start])
+        parts.append(part)
+    return found, parts
 
 
 def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
@@ -137,7 +241,9 @@ def _joined(text: Text) -> str:
     return text if isinstance(text, str) else "\n".join(text)
 
 
-def _spans(text: Text, offsets: list[list[int]], parts: Sequence[int | None], mask: Tensor) -> list[list[float]]:
+def _spans(
+    text: str | tuple[str, ...], offsets: list[list[int]], parts: Sequence[int | None], mask: Tensor
+) -> list[list[float]]:
     """Begin and end of each token of one sample. Special tokens share one unit before, between or after the texts."""
     starts: list[float] = []
     measures: list[list[float]] = []

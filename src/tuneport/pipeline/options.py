@@ -19,6 +19,7 @@ class Options(TypedDict, total=False):
 
     samples: int | None  # number of calibration samples, drawn from the training split: 100 unless given
     shots: int | None  # or samples per class
+    columns: Mapping[str, str] | None  # the columns of a table by tuneport's names: {"text": "sentence"}
     sampler: str  # how they are drawn: "random", or another name of `tuneport samplers`
     seed: int  # of the draw
     head: str | None  # the zero-shot head: a name in the models' heads/ folder, or a file
@@ -31,6 +32,7 @@ class Options(TypedDict, total=False):
     depth_rule: DepthRule  # which source block a target block takes
     exclude: Sequence[str]  # name patterns of tensors to leave alone
     completion: Completion  # how to complete a rank-deficient map
+    max_length: int | None  # most tokens of a text, which is cut there; 512 unless given
     max_tokens: int | None  # most tokens of all samples together that enter the maps
     memory_budget: int | None  # most bytes on the device; models that do not fit stay in RAM or in their files
     batch_size: int  # samples per pass through the models
@@ -42,6 +44,7 @@ class Options(TypedDict, total=False):
 DEFAULTS: Options = {
     "samples": None,
     "shots": None,
+    "columns": None,
     "sampler": "random",
     "seed": 0,
     "head": None,
@@ -54,6 +57,7 @@ DEFAULTS: Options = {
     "depth_rule": nearest_block,
     "exclude": (),
     "completion": "svd",
+    "max_length": None,
     "max_tokens": None,
     "memory_budget": None,
     "batch_size": 32,

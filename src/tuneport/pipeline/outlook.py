@@ -14,7 +14,7 @@ import torch
 
 from ..errors import TuneportError
 from ..job import Given, Job
-from ..measure.objectives import forward_only, token_loss
+from ..measure.objectives import TokenLoss, forward_only
 from ..methods import Method, get_method, name_of
 from ..models.open import outline_model, pick_dtype
 from ..pairing import Kept, Plan
@@ -132,7 +132,7 @@ def prepare_shapes(
     ids = torch.zeros(batch_size, length, dtype=torch.int64)
     mask = torch.ones_like(ids)
     texts = [({"input_ids": ids[:size], "attention_mask": mask[:size]}, ids[:size]) for size in sizes]
-    losses = Sides(*(token_loss(m) if m.generates == "causal" else forward_only(m) for m in models))
+    losses = Sides(*(TokenLoss(m) if m.generates == "causal" else forward_only(m) for m in models))
     options = {"samples": samples, "length": length, "batch_size": batch_size, "max_tokens": max_tokens, "dtype": dtype}
     return Job(
         models,

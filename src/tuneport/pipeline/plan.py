@@ -16,7 +16,7 @@ from ..errors import PairingError, first_of
 from ..job import Job
 from ..layers import Layer, LooseTensor
 from ..methods import Method
-from ..models.base import Model
+from ..models.base import MIXTURE, Model
 from ..pairing import (
     KEPT_BY_KIND,
     DepthRule,
@@ -64,6 +64,9 @@ def plan_of(
     if pairs is None:
         source_layers, source_loose = _included(source, exclude, vector)
         target_layers, target_loose = _included(target, exclude)
+        if MIXTURE in target.outside.values():  # no layer takes what a dense source changed in place of the experts
+            there = {layer.role for layer in target.layers}
+            roles = {layer.role: None for layer in source_layers if layer.role not in there} | dict(roles or {})
         plan = pair_layers(
             source_layers,
             target_layers,

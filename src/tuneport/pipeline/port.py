@@ -23,6 +23,7 @@ from ..runtime.resume import SAVE_EVERY, Work, fingerprint
 from ..training.distill import Mark
 from ..training.state import StateFile
 from ..types import OutputKind, Progress, ScaleRule
+from .evaluation import evaluate_texts
 from .result import Result, check_output, check_vector
 from .transfer import check_scale, conditions_of, run
 
@@ -61,7 +62,7 @@ def port(
         resume: continue what a killed run has measured; the files are the same as without the interruption.
         save_every: seconds between two saves of what is measured.
         note: called with a line about what is resumed or dropped.
-        test: data on which the accuracy before and after goes into the record.
+        test: data on which the scores before and after go into the record.
         verdict: of a pre-flight, for the record.
     """
     out, say, method = Path(out), note or (lambda _: None), get_method(method)
@@ -120,7 +121,8 @@ def _check_memory(job: Job, test: Dataset | None, distill: int | None) -> None:
 def _evaluation(job: Job, result: Result, test: Dataset | None) -> dict[str, Any]:
     if test is None:
         return {}
-    assert job.heads is not None
+    if job.heads is None:
+        return {"evaluation": evaluate_texts(job, result.apply(), test)}
     return {"evaluation": evaluate_change(job.target, result.apply(), job.heads.target, test)}
 
 

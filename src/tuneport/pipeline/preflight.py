@@ -25,6 +25,7 @@ from ..errors import DataError
 from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.likeness import LayerSimilarity, compare_layers
+from ..measure.objectives import TokenLoss
 from ..measure.signals import frozen
 from ..methods import Method, get_method
 from ..report.summary import number_text
@@ -60,7 +61,8 @@ class Trial:
     """The target with and without the update, on calibration samples that the maps have not seen, at scale 1.
 
     `loss_falls` is the share of samples whose loss falls. `turned_right` and `turned_wrong` count samples whose class
-    becomes right or wrong; they and the accuracies (percent) are None if there are no classes.
+    becomes right or wrong; they and the accuracies (percent) are None if there are no classes. `loss_error` is the
+    standard error of the change of the mean loss, for language models, whose loss is their quality.
     """
 
     samples: int
@@ -71,6 +73,7 @@ class Trial:
     accuracy_after: float | None = None
     turned_right: int | None = None
     turned_wrong: int | None = None
+    loss_error: float | None = None
 
     @property
     def gain(self) -> float | None:
@@ -143,13 +146,16 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
     method = get_method(method)
     job = job.for_(method)
     folds = _folds(job)
+    assert job.losses is not None
+    loss = job.losses.target
     job = measurable(job)
     sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
     before: list[Score] = []
     after: list[Score] = []
     for number, fold in enumerate(folds):
         samples = job.samples.take(fold)
-        size = samples.size if job.heads is not None else 1  # a loss is a sum: one sample, one number
+        single = job.heads is None and not isinstance(loss, TokenLoss)  # a loss is a sum: one sample, one number
+        size = 1 if single else samples.size
         batches = [batch.target for batch in replace(samples, size=size)]
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         moved = method.transfer(problem_of(job, rest))
@@ -160,7 +166,7 @@ def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress 
             scaled.set(1.0)
             with fitted(job, scaled.module, others):
                 after += _scores(job, scaled.module, batches)
-    return _compared(before, after)
+    return _compared(before, after, isinstance(loss, TokenLoss))
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:
@@ -183,6 +189,8 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
         return Verdict(UNCERTAIN, (reason, *means))
     falls = f"the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
     if trial.gain is None or trial.lean is None:
+        if trial.loss_error is not None:
+            return _judge_loss(trial, falls, means)
         word = UNLIKELY if trial.loss_falls < 0.5 else UNCERTAIN
         return Verdict(word, (falls, "there are no classes to count, and a falling loss alone proves little", *means))
     counted = (
@@ -195,6 +203,20 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
     elif trial.gain > 0 and trial.loss_falls >= LOSS_FALLS:
         word = LIKELY
     return Verdict(word, (falls, counted, *means))
+
+
+def _judge_loss(trial: Trial, falls: str, means: Sequence[str]) -> Verdict:
+    """The verdict on a language model: two standard errors of the mean loss are evidence."""
+    assert trial.loss_error is not None
+    change = trial.loss_after - trial.loss_before
+    word = UNCERTAIN
+    if not change < 0:
+        word = UNLIKELY
+    elif change < -2 * trial.loss_error:
+        word = LIKELY
+    rates = f"{trial.loss_before:.1f} before, {trial.loss_after:.1f} after"
+    error = f"the standard error of the change is {trial.loss_error:.2g}"
+    return Verdict(word, (falls, f"their mean loss in nats a text is {rates}; {error}", *means))
 
 
 def summary(similarity: Iterable[LayerSimilarity]) -> dict[str, dict[str, float]]:
@@ -242,6 +264,9 @@ def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Score]:
     found: list[Score] = []
     with frozen(module), torch.no_grad():
         for batch in batches:
+            if isinstance(job.losses.target, TokenLoss):
+                found += [(loss, None) for loss in job.losses.target.each(module, batch).tolist()]
+                continue
             if job.heads is None:
                 found.append((float(job.losses.target(module, batch)), None))
                 continue
@@ -252,13 +277,16 @@ def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Score]:
     return found
 
 
-def _compared(before: list[Score], after: list[Score]) -> Trial:
+def _compared(before: list[Score], after: list[Score], tokens: bool) -> Trial:
     losses = [[loss for loss, _ in side] for side in (before, after)]
     falls = [new < old for old, new in zip(*losses, strict=True)]
     found = Trial(len(before), statistics.fmean(losses[0]), statistics.fmean(losses[1]), statistics.fmean(falls))
     right = [[right for _, right in side if right is not None] for side in (before, after)]
+    if tokens:
+        changes = [new - old for old, new in zip(*losses, strict=True)]
+        return replace(found, loss_error=statistics.stdev(changes) / math.sqrt(len(changes)))
     if not right[0]:
         return found
-    changes = Counter(new - old for old, new in zip(*right, strict=True))
+    turned = Counter(new - old for old, new in zip(*right, strict=True))
     old, new = (100 * statistics.fmean(side) for side in right)
-    return replace(found, accuracy_before=old, accuracy_after=new, turned_right=changes[1], turned_wrong=changes[-1])
+    return replace(found, accuracy_before=old, accuracy_after=new, turned_right=turned[1], turned_wrong=turned[-1])

@@ -5,7 +5,7 @@ Every error in the input is found here, before the first forward pass, and repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -74,6 +74,7 @@ def prepare(
         memory_budget=given["memory_budget"],
         trust_remote_code=given["trust_remote_code"],
     )
+    models = Sides(*(model.cut_at(given["max_length"]) for model in models))
     headed = None
     if finetuned is None:
         vector = every_layer(models.source)
@@ -169,7 +170,8 @@ def _ask(
     question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name, fits=fits)
     gradients = bool(NEEDS_BACKWARD & signals)
     if (signals or fits) and isinstance(data, (str, Path, Dataset)):
-        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
+        columns = given["columns"]
+        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=columns)
         for model in models:
             if model.encode is None:
                 raise TuneportError(model.unreadable)
@@ -180,7 +182,7 @@ def _ask(
             _check_same_kind(models, dataset, given["head"])
             needed = given["labels"] == "data" or (given["labels"] is None and not fits)
             if needed and dataset.labels is None and not isinstance(data, Dataset):
-                question = replace(question, dataset=read_data(data, "train"))  # the error names what is missing
+                read_data(data, "train", columns=columns)  # the error names what is missing
             question = _with_heads(question, models, given, device)
         if loss is None and gradients:
             question = replace(question, loss_name=name or objective.name)
@@ -306,6 +308,18 @@ def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
         raise CheckpointError(f"{reason}: {error}") from error
 
 
+def _text_notes(models: Sides[Model], samples: Drawn, cut: Sides[int]) -> Iterator[str]:
+    """What the models do not read as the data have it: texts that are cut, chats without a template."""
+    for model, count in zip(models, cut, strict=True):
+        assert model.reader is not None
+        if count:
+            length = model.reader.longest
+            more = ": raise `max_length`" if length < model.reader.limit else ""
+            yield f"{count} of {len(samples)} texts are cut at {length} tokens of {model.name}{more}"
+        if samples.dataset.has_chats and not model.reader.tokenizer.chat_template:
+            yield f"{model.name} has no chat template: it reads the messages one after the other"
+
+
 def _record(
     job: Job, question: _Question, given: Options, dtype_note: str, finetuned: Finetuned, data: records.Data
 ) -> records.PreparedRecord:
@@ -318,6 +332,7 @@ def _record(
         "samples": (len(job.samples) if isinstance(job.samples, Drawn) else 0) or given["samples"],
         "labels": given["labels"],
         "loss": question.loss_name,
+        "columns": dict(given["columns"] or {}),
         "exclude": list(given["exclude"]),
         "roles": dict(given["roles"] or {}),
         "python": [name for name, was_given in own.items() if was_given],
@@ -335,11 +350,12 @@ def _record(
         "versions": versions(),
         "blocks": {"source": dict(job.plan.source_blocks), "target": dict(job.plan.target_blocks)},
     }
-    if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
-        record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
     offloads = given["memory_budget"] is not None and not given["device"].startswith("cpu")  # also live modules
     notes = [dtype_note, None if offloads else slow_note(*job.models)]
     notes.append(base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None)
+    if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
+        record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
+        notes += _text_notes(job.models, job.samples, Sides(found.source_cut, found.target_cut))
     if given["exclude"]:
         names = [names for model in job.models for names in (model.file_names, model.tensors)]
         notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))

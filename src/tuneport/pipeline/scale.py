@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from ..io.tensors import describe
 from ..job import Job
 from ..measure.batches import PairedBatch
+from ..measure.objectives import TokenLoss
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..task_vectors.low_rank import LowRank
@@ -195,10 +196,11 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
-    return choose_scale(lambda scale: _score(answers[scale]), samples=samples, held_out=held_out, rule=rule)
+    each = sides[0].losses is not None and isinstance(sides[0].losses.target, TokenLoss)
+    return choose_scale(lambda scale: _score(answers[scale], each), samples=samples, held_out=held_out, rule=rule)
 
 
-Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or its mean loss for each sample
+Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or the loss of each sample
 
 
 def _answers(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answers]:
@@ -209,14 +211,18 @@ def _answers(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answer
         for batch in batches:
             if job.heads is not None:
                 found.append((job.heads.target.scores(job.target, module, batch[0]).cpu(), batch[1].cpu()))
-            else:
+            elif isinstance(job.losses.target, TokenLoss):
+                found.append((job.losses.target.each(module, batch), None))
+            else:  # the mean of the batch for each of its samples
                 size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
                 loss = float(job.losses.target(module, batch)) / size
                 found.append((torch.full((size,), loss, dtype=torch.float64), None))
     return found
 
 
-def _score(answers: Sequence[Answers]) -> Score:
+def _score(answers: Sequence[Answers], each: bool) -> Score:
     values = torch.cat([value for value, _ in answers])
     labels = [label for _, label in answers if label is not None]
-    return score_of_classes(values, torch.cat(labels)) if labels else Score(float(values.mean()))
+    if labels:
+        return score_of_classes(values, torch.cat(labels))
+    return Score(float(values.mean()), losses=values if each else None)

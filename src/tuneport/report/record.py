@@ -85,6 +85,8 @@ class Options(TypedDict):
     labels: NotRequired[Literal["data", "source"] | None]
     loss: NotRequired[str | None]
     completion: Literal["svd", "none"]
+    columns: NotRequired[Mapping[str, str]]
+    max_length: NotRequired[Positive | None]
     max_tokens: Positive | None
     memory_budget: Positive | None
     batch_size: Positive

@@ -12,6 +12,8 @@ from typing import Any
 
 from .record import Record
 
+SCORE_FORMS = {"accuracy": (".2f", " %"), "bits per character": (".4f", ""), "fidelity": (".3f", "")}
+
 
 def number_text(value: float | None, form: str = "") -> str:
     """A number for a table: a dash if it is missing, NaN or infinite. By default four digits, and integers in full."""
@@ -48,7 +50,11 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
     if found := record.get("evaluation"):
-        rows.append(("accuracy", "{before:.2f} % before, {after:.2f} % after ({data}, test)".format(**found)))
+        form, unit = SCORE_FORMS[metric := found.get("metric", "accuracy")]
+        text = f"{found['before']:{form}}{unit} before, {found['after']:{form}}{unit} after"
+        if "source" in found:
+            text += f", {found['source']:{form}}{unit} of the fine-tuned source"
+        rows.append((metric, f"{text} ({found['data']}, test)"))
     return [*rows, ("time", f"{record['seconds']:.1f} s")]
 
 

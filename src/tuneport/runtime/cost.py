@@ -23,6 +23,7 @@ from ..maps.covariance import CrossCovariance
 from ..measure.batches import PairedBatch, count_samples, move_batch
 from ..measure.signals import NEEDS_BACKWARD, WEIGHT_GRADIENT, watch
 from ..measure.tokens import match_tokens
+from ..models.base import MIXTURE
 from ..pairing import LayerPair
 from ..report.record import Cost, CountedCost, PaperCost
 from ..types import Loss, Sides
@@ -164,7 +165,8 @@ def _transport(job: Job, pair: LayerPair) -> int:
 def batch_cost(job: Job) -> BatchCost | None:
     """Count one batch; None if nothing is measured, or if the models need data to run."""
     batch = job.samples.typical() if job.signals else None
-    if batch is None or job.losses is None:
+    mixture = any(MIXTURE in model.outside.values() for model in job.models)  # values choose the experts
+    if batch is None or job.losses is None or mixture:
         return None
     with suppress(NeedsValuesError), meta_errors():
         return _count(job, batch, job.losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,19 @@ def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
     return get_task(name), Path(place).expanduser()
 
 
-def read_data(reference: str | Path, split: Split, *, labelled: bool = True) -> Dataset:
+def read_data(
+    reference: str | Path, split: Split, *, labelled: bool = True, columns: Mapping[str, str] | None = None
+) -> Dataset:
     """Read one split of an image folder, an `.npz`, a table, a saved HF dataset, or of `TASK:PATH`.
 
     A source without splits serves as both, and its `Dataset.split` is "all"; with a task, the splits are disjoint.
     Without a test split, the validation split (dev, validation, val) replaces it.
-    `labelled=False` also accepts data with neither labels nor text targets.
+    `labelled=False` also accepts data with neither labels nor text targets. `columns` maps names such as text and
+    label to those of a table.
     """
     task, place = split_reference(reference)
     if task is None:
-        return read_plain(place, split, labelled=labelled)
+        return read_plain(place, split, labelled=labelled, columns=columns)
+    if columns:
+        raise DataError(f"the task {task.name} knows its columns: leave out `columns`, or the name of the task.")
     return task.read(place, split, labelled=labelled)

@@ -23,7 +23,7 @@ from ..base import Family, HeadedTensors, Labelling, Model, Stored, live_tensors
 from ..outline import check_config, count_weights, outline_of, unread
 from . import not_imported, quiet
 from .huggingface_heads import classifier_around, labelling_of
-from .huggingface_text import HEADS, TEXT_KINDS, complete_text, refuse_experts, text_class
+from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
 Built = tuple[nn.Module, list[str], list[str]]  # a module, its tensors missing in the files, those of another shape
@@ -41,7 +41,7 @@ class HuggingFace(Family):
         module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
         names = _file_names(module, stored)
         model = _model(module, reference, stored, names, folder, trust_remote_code)
-        lost = [name for name in names.values() if name not in stored]
+        lost = [name for name in names.values() if name not in stored and not EXPERTS.search(name)]
         if lost:
             raise CheckpointError(
                 f"{len(lost)} tensors of {type(module).__name__} cannot be traced to the files of {folder}: "
@@ -99,6 +99,8 @@ def _model(
     folder: Path | None = None,
     trust_remote_code: bool = False,
 ) -> Model:
+    experts = {file: file for file in stored if EXPERTS.search(file) and file not in names.values()}
+    names = {**names, **experts}  # transformers joins them
     write = write_checkpoint if folder is not None else writer_with_config(module)
     model = Model(name, module, stored, names, layers=(), loose=(), folder=folder, write=write, library="transformers")
     complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
@@ -114,7 +116,6 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
     check_config(config, path, stored)
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    refuse_experts(config, stored or (), str(folder))
     if name is None:
         raise CheckpointError(
             f"{path} does not say which class the model is: architectures is missing or empty. Add "
@@ -169,6 +170,11 @@ def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype, kind: 
     for name, file in _file_names(module, stored).items():
         shape = tuple(module.get_parameter(name).shape)
         if file not in stored:
+            if EXPERTS.search(name):
+                raise CheckpointError(
+                    f"{folder} holds the experts of a mixture one by one, which tuneport cannot load block by block: "
+                    "leave out `memory_budget`."
+                )
             missing.append(name)
         elif stored.shape(file) != shape:
             misshapen.append(f"{name} {stored.shape(file)} vs {shape}")

@@ -1,15 +1,15 @@
 """transformers' text classes: encoders, decoders, encoder-decoders, and their heads.
 
 A class is recognised by its model type and the end of its name (BertModel, BertForSequenceClassification, ...),
-fused projections by the name of their module. Embeddings and heads over the vocabulary are loose tensors. Mixtures of
-experts are refused, since the experts of two models have no common order.
+fused projections by the name of their module. Embeddings and heads over the vocabulary are loose tensors. Of a mixture
+of experts, attention and shared experts can be moved; the other experts and their router stay.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_object
-from ...layers import LooseTensor, RowRanges, find_layers, find_loose
-from ..base import Batch, Model, outside_of
+from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
+from ..base import MIXTURE, Batch, Model, outside_of
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
 from .huggingface_heads import head_fields
@@ -32,17 +32,18 @@ TEXT_KINDS: Mapping[str, str] = {
     **dict.fromkeys(("t5", "mt5"), SEQ2SEQ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), DECODER),
     **dict.fromkeys(("phi3", "gpt2", "gpt_neox"), DECODER),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"), DECODER),
 }
 CLASSIFIER = "ForSequenceClassification"
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
-LONGEST = 512  # tokens, even if the model accepts more
 POOLING = {  # the keys of sentence-transformers
     **dict.fromkeys(("pooling_mode_mean_tokens", "pooling_mode_mean"), "mean"),
     **dict.fromkeys(("pooling_mode_cls_token", "pooling_mode_cls"), "first"),
     "pooling_mode_lasttoken": "last",
 }
+EXPERTS = re.compile(r"\.experts\.|\.router\.|(mlp|block_sparse_moe)\.gate\.weight$")  # and what chooses among them
 SENTENCE_SCALE = 20.0  # factor of cosines in the training of sentence encoders
 
 
@@ -52,20 +53,6 @@ def text_class(name: str, model_type: str) -> tuple[str, str] | None:
     if kind is None or head is None or (head in WRITERS and kind == ENCODER):
         return None
     return kind, head
-
-
-def refuse_experts(config: Mapping[str, Any], tensors: Iterable[str], where: str) -> None:
-    """Raise for a mixture of experts, naming some of its tensors."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    number = next((config[key] for key in counts if isinstance(config.get(key), int) and config[key] > 1), None)
-    if number is None:
-        return
-    experts = [name for name in tensors if re.search(r"\.experts\.|\.router\.|mlp\.gate\.weight$", name)]
-    raise CheckpointError(
-        f"{where} is a mixture of {number} experts ({first_of(experts, 3) or 'none of them found in its files'}): "
-        "experts of two models have no common order and cannot be paired. Port a dense model, or pass live modules and "
-        "pairs=."
-    )
 
 
 def complete_text(model: Model, trust_remote_code: bool) -> Model:
@@ -83,7 +70,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     found_layers = find_layers(module, fused=_fused(module, heads, groups), within=within, heads=heads)
     layers = tuple(replace(layer, heads=groups) if layer.role in ("k", "v") else layer for layer in found_layers)
-    loose = find_loose(module, layers, within=within)
+    loose = tuple(part for part in find_loose(module, layers, within=within) if not EXPERTS.search(part.name))
     reader = None
     if model.folder is not None and any((model.folder / name).is_file() for name in TOKENIZER_FILES):
         reader = _reader(open_tokenizer(model.folder, trust_remote_code, "a text model"), module, config)
@@ -121,8 +108,15 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         embed_texts=embed if text_kind == ENCODER and not classifies and reader is not None else None,
         logit_scale=SENTENCE_SCALE,
         width=int(config.hidden_size),
-        outside=outside_of(module, layers, loose, "head over the vocabulary: the target keeps its own"),
+        outside=_outside(model, layers, loose),
     )
+
+
+def _outside(model: Model, layers: Sequence[Layer], loose: Sequence[LooseTensor]) -> dict[str, str]:
+    """Heads over the vocabulary, and experts by their live names or, if the files hold them one by one, by those."""
+    heads = outside_of(model.module, layers, loose, "head over the vocabulary: the target keeps its own")
+    kept = {name: reason for name, reason in heads.items() if not EXPERTS.search(name)}
+    return kept | {n: MIXTURE for n, file in model.file_names.items() if EXPERTS.search(n) and file in model.tensors}
 
 
 def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:
@@ -167,18 +161,19 @@ def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if config.pad_token_id is None:  # classifiers look for the last token before the padding
         config.pad_token_id = tokenizer.pad_token_id
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or LONGEST
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    positions = positions or tokenizer.model_max_length  # relative positions have no end
     limits = {"max_position_embeddings": positions, "model_max_length of the tokenizer": tokenizer.model_max_length}
     for name, limit in limits.items():
         if not isinstance(limit, (int, float)) or not limit >= 1:
             raise CheckpointError(f"{name} is {limit!r}; expected the number of tokens that a text may have.")
     if config.model_type in OFFSET_POSITIONS:
         positions -= int(config.pad_token_id or 0) + 1
-    longest = int(min(positions, tokenizer.model_max_length, LONGEST))
+    limit = int(min(positions, tokenizer.model_max_length))
     accepted = inspect.signature(type(module).forward).parameters
     names = [name for name in tokenizer.model_input_names if name in accepted]
     wanted = tuple(dict.fromkeys((*names, "input_ids", "attention_mask")))
-    return Reader(tokenizer, longest, wanted, int(config.vocab_size))
+    return Reader(tokenizer, limit, wanted, int(config.vocab_size))
 
 
 def _pooling(folder: Path | None, default: str) -> str:

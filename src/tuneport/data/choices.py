@@ -1,0 +1,64 @@
+"""Questions with answers to choose from: choices of their own, or the words for their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError, first_of
+from .chat import last_answer
+from .dataset import Dataset
+
+
+def read_choices(
+    column: Sequence[Any], labels: Sequence[Any], rows: Iterable[int], path: Path
+) -> tuple[list[list[str]], NDArray[np.int64]]:
+    """The choices of some rows and the place of the right one.
+
+    Choices are a list of texts, with their place from 0, their letter or their text as label; or, as in ARC,
+    {"text": [...], "label": [...]} with one of its own labels.
+    """
+    choices, right = [], []
+    for row in rows:
+        cell, label = column[row], labels[row]
+        texts = cell.get("text") if isinstance(cell, Mapping) else cell
+        names = cell.get("label") if isinstance(cell, Mapping) else None
+        if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"choices of row {row + 1} of {path} is {cell!r:.50}; expected a list of two texts or more."
+            )
+        numbers, letters = list(map(str, range(len(texts)))), list(ascii_uppercase[: len(texts)])
+        ways = [list(names)] if names else [numbers, letters, list(texts)]
+        places = [way.index(str(label)) for way in ways if str(label) in way]
+        if not places:
+            known = " or ".join(map(first_of, ways))
+            raise DataError(f"label of row {row + 1} of {path} is {label!r}; expected {known}.")
+        choices.append(list(texts))
+        right.append(places[0])
+    return choices, np.array(right, dtype=np.int64)
+
+
+def candidates_of(data: Dataset) -> list[Sequence[str]]:
+    """The answers that each sample may have: its choices, or the words for the classes."""
+    if data.choices is not None:
+        return list(data.choices)
+    if data.labels is None:
+        raise DataError(f"{data} has no answers to choose from; expected a column label, or choices and label.")
+    return [data.label_texts or data.classes] * len(data)
+
+
+def with_answers(data: Dataset, answers: Sequence[str]) -> Dataset:
+    """The samples with these answers to predict; the last answer of a chat is replaced."""
+    if not data.has_chats:
+        return replace(data, targets=answers, labels=None, choices=None)
+    chats = [
+        [*last_answer(chat)[0], {"role": "assistant", "content": answer}]
+        for chat, answer in zip(data.inputs, answers, strict=True)
+    ]
+    return replace(data, inputs=chats, labels=None, choices=None)

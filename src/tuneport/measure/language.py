@@ -1,0 +1,107 @@
+"""How well a language model predicts texts: perplexity, bits per character, and answers chosen by their likelihood."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..data.choices import candidates_of, with_answers
+from ..data.dataset import UNLABELLED, Dataset, with_prompts
+from ..errors import DataError, TuneportError
+from ..models.base import Model
+from ..types import Progress
+from .accuracy import Evaluation, Protocol, check_samples
+from .objectives import batch_for, choose_objective, next_tokens, sample_losses
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Of each sample: its loss in nats, the tokens to predict, those that are the likeliest, characters, and cuts."""
+
+    losses: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    right: NDArray[np.int64]
+    characters: NDArray[np.int64]
+    cut: NDArray[np.int64]
+
+    def evaluation(self, accuracy: float, samples: int, protocol: str) -> Evaluation:
+        """Perplexity and bits per character over all samples."""
+        nats, tokens, characters = self.losses.sum(), int(self.tokens.sum()), int(self.characters.sum())
+        bits = float(nats / math.log(2) / characters) if characters else None
+        return Evaluation(accuracy, samples, protocol, float(np.exp(nats / tokens)), tokens, bits, int(self.cut.sum()))
+
+
+def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
+    """The loss of the texts, of their targets, or of the answers in chats, per token and per character.
+
+    Perplexity is the exponential of the mean loss of a token. Bits per character divide the sum of all losses by the
+    length of what is predicted, so that models with different tokenizers compare.
+    """
+    _check(model, data)
+    found = _score(model, data, batch_size, progress)
+    if not found.tokens.sum():
+        raise DataError(f"{data} has no token to predict: its texts are empty, or of one token each.")
+    return found.evaluation(100.0 * float(found.right.sum() / found.tokens.sum()), len(data), "perplexity")
+
+
+def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
+    """Accuracy of the likeliest answer among the choices of each sample, or among the words for the classes.
+
+    The likelihood is that of the whole answer, not divided by its length. Perplexity and bits per character are those
+    of the right answers.
+    """
+    _check(model, data)
+    answers = candidates_of(data)
+    assert data.labels is not None
+    parts, right = [], 0
+    for start in range(0, len(data), batch_size):
+        rows = range(start, min(start + batch_size, len(data)))
+        repeated = data.subset(np.repeat(rows, [len(answers[row]) for row in rows]))
+        found = _score(model, with_answers(repeated, [word for row in rows for word in answers[row]]), batch_size)
+        begin = 0
+        for row in rows:
+            losses = found.losses[begin : begin + len(answers[row])]
+            label = int(data.labels[row])
+            right += int(losses.argmin()) == label
+            parts.append([values[begin + label] for values in vars(found).values()])
+            begin += len(losses)
+        if progress is not None:
+            progress(len(rows))
+    chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
+    return chosen.evaluation(100.0 * right / len(data), len(data), "likelihood")
+
+
+def usual_protocol(model: Model, data: Dataset, head: str | None = None) -> Protocol:
+    """The protocol of a model and its data: by a head, by the likeliest answer, or by the loss of the texts."""
+    if model.token_logits is None or head is not None:
+        return "zero-shot"
+    return "perplexity" if data.labels is None else "likelihood"
+
+
+def _check(model: Model, data: Dataset) -> None:
+    if model.token_logits is None:
+        raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
+    model.check_kind(data)
+    check_samples(data)
+
+
+def _score(model: Model, data: Dataset, batch_size: int, progress: Progress | None = None) -> _Scores:
+    objective = choose_objective(data, [model])
+    parts = []
+    for start in range(0, len(data), batch_size):
+        samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
+        encoded = objective.encode(model, with_prompts(samples))
+        with torch.inference_mode():
+            logits, labels = next_tokens(model, model.module, batch_for(model, encoded))
+            wanted = labels != UNLABELLED
+            right = (logits.argmax(-1) == labels) & wanted
+            counts = [each.sum(1).cpu().numpy() for each in (wanted, right)]
+            losses = sample_losses(logits, labels).cpu().numpy()
+        parts.append([losses, *counts, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)])
+        if progress is not None:
+            progress(len(samples))
+    return _Scores(*(np.concatenate(values) for values in zip(*parts, strict=True)))

@@ -1,0 +1,184 @@
+"""Perplexity, bits per character and likelihoods of answers, against loops in plain transformers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from builders.chats import CHATS, chat_tokenizer
+from builders.samples import jsonl, raises
+from builders.texts import SENTENCES, gpt_tokenizer, make, roberta_tokenizer, write
+from tuneport.data.dataset import Dataset
+from tuneport.data.formats import read_plain
+from tuneport.measure.language import likelihood, perplexity
+from tuneport.models.base import Model
+from tuneport.models.open import open_model
+
+TEXTS = [*SENTENCES, "  two blanks around  ", "brève, naïve … 🙂 and done"]
+
+
+def texts(inputs: list[Any], **more: Any) -> Dataset:
+    return Dataset(inputs, more.pop("labels", None), more.pop("classes", ()), **more)
+
+
+@pytest.fixture(scope="module", params=["gpt", "framed"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A model without any token before the text, and one with tokens before and after it."""
+    tokenizer = gpt_tokenizer() if request.param == "gpt" else roberta_tokenizer()
+    tokenizer.model_max_length = 200
+    module = make("llama", vocab_size=len(tokenizer), max_position_embeddings=200)
+    return open_model(write(tmp_path_factory.mktemp(request.param), module, tokenizer))
+
+
+def nats(model: Model, text: str, start: str = "") -> tuple[float, int, int]:
+    """The loss of a text after `start`, its tokens, and the characters that they spell, by plain transformers."""
+    assert model.folder is not None
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    plain = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+    found = tokenizer(start + text, return_tensors="pt", return_offsets_mapping=True)
+    with torch.no_grad():
+        shares = plain(input_ids=found["input_ids"]).logits.double().log_softmax(-1)[0]
+    loss, tokens, first = 0.0, 0, None
+    for place in range(1, found["input_ids"].shape[1]):
+        begin, end = found["offset_mapping"][0, place].tolist()
+        if start and end <= len(start):
+            continue
+        loss -= float(shares[place - 1, found["input_ids"][0, place]])
+        tokens += 1
+        first = begin if first is None and end > begin else first
+    return loss, tokens, len((start + text)[max(first or 0, len(start)) :].strip())
+
+
+def test_bits_per_character_are_those_of_a_loop_in_transformers(model: Model) -> None:
+    found = perplexity(model, texts(TEXTS), batch_size=5)
+    losses, tokens, characters = (sum(column) for column in zip(*(nats(model, text) for text in TEXTS), strict=True))
+    assert found.bits_per_character == pytest.approx(losses / math.log(2) / characters, abs=1e-6)
+    assert (found.tokens, found.cut) == (tokens, 0)
+    assert found.perplexity == pytest.approx(math.exp(losses / tokens), rel=1e-6)
+
+
+def test_bits_of_a_model_that_knows_nothing(model: Model) -> None:
+    """Without an opinion each token costs the logarithm of the vocabulary, whatever the characters."""
+    assert model.reader is not None
+    head = model.module.get_output_embeddings().weight
+    before = head.detach().clone()
+    with torch.no_grad():
+        head.zero_()
+    try:
+        found = perplexity(model, texts(["the cat sat"]))
+    finally:
+        with torch.no_grad():
+            head.copy_(before)
+    ids = model.reader.tokenizer("the cat sat")["input_ids"]
+    first = model.reader.tokenizer.decode(ids[:1], skip_special_tokens=True)  # is never predicted
+    spelled = "the cat sat".removeprefix(first).strip()
+    assert found.bits_per_character == pytest.approx((len(ids) - 1) * math.log2(len(head)) / len(spelled))
+
+
+def test_a_target_alone_is_counted(model: Model) -> None:
+    found = perplexity(model, texts(["the cat sat on the"], targets=["mat"]))
+    loss, tokens, characters = nats(model, " mat", start="the cat sat on the")
+    assert characters == 3
+    assert found.tokens == tokens
+    assert found.bits_per_character == pytest.approx(loss / math.log(2) / 3, abs=1e-6)
+
+
+def test_texts_that_are_cut_are_counted(model: Model) -> None:
+    found = perplexity(model.cut_at(10), texts(TEXTS[:4]))
+    assert (found.cut, found.tokens) == (4, 4 * 9)
+
+
+def test_chats_count_the_answers(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    module = make("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    opened = open_model(write(tmp_path, module, tokenizer))
+    with torch.no_grad():
+        opened.module.get_output_embeddings().weight.zero_()
+    found = perplexity(opened, texts(list(CHATS)))
+    marked = chat_tokenizer("chatml", marked=True)
+    masks = marked.apply_chat_template(CHATS, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    answers = [m["content"] for chat in CHATS for m in chat if m["role"] == "assistant"]
+    assert found.tokens == sum(map(sum, masks))
+    wanted = found.tokens * math.log2(len(tokenizer)) / sum(map(len, answers))
+    assert found.bits_per_character == pytest.approx(wanted)
+
+
+WORDS = ("cat", "small dog", "river")
+
+
+def best(model: Model, text: str, words: tuple[str, ...]) -> int:
+    return int(np.argmin([nats(model, f" {word}", start=text)[0] for word in words]))
+
+
+def test_the_likeliest_word_of_a_class_is_the_answer(model: Model) -> None:
+    chosen = [best(model, text, WORDS) for text in SENTENCES]
+    for shift in (0, 1):
+        labels = (np.array(chosen) + shift * (np.arange(len(chosen)) % 2)) % 3
+        found = likelihood(model, texts(list(SENTENCES), labels=labels, classes=WORDS), batch_size=3)
+        assert found.accuracy == pytest.approx(100 * np.mean(labels == chosen))
+        assert (found.samples, found.protocol) == (len(SENTENCES), "likelihood")
+    described = texts(list(SENTENCES), labels=np.array(chosen), classes=("a", "b", "c"), label_texts=WORDS)
+    assert likelihood(model, described).accuracy == 100.0
+
+
+def test_multiple_choices_of_a_table(model: Model, tmp_path: Path) -> None:
+    """Three ways to write the right choice; each row has choices of its own."""
+    choices = [list(WORDS), list(WORDS[::-1]), list(WORDS[1:])]
+    right = [best(model, text, tuple(words)) for text, words in zip(SENTENCES, choices, strict=False)]
+    ways = [right[0], "ABC"[right[1]], choices[2][right[2]]]
+    rows = [
+        {"question": text, "choices": words, "answer": way}
+        for text, words, way in zip(SENTENCES, choices, ways, strict=False)
+    ]
+    path = jsonl(tmp_path / "t.jsonl", rows)
+    data = read_plain(path, "test", columns={"text": "question", "label": "answer"})
+    assert likelihood(model, data).accuracy == 100.0
+    found = likelihood(model, data.subset([0, 1]))
+    loss, tokens = np.sum([nats(model, f" {choices[i][right[i]]}", start=SENTENCES[i])[:2] for i in (0, 1)], axis=0)
+    assert found.perplexity == pytest.approx(math.exp(loss / tokens), rel=1e-6)
+    named = {"text": list(WORDS), "label": ["1", "2", "3"]}
+    arc = jsonl(tmp_path / "arc.jsonl", [{"text": SENTENCES[0], "choices": named, "label": str(right[0] + 1)}])
+    assert likelihood(model, read_plain(arc, "test")).accuracy == 100.0
+
+
+def test_answers_in_chats(tmp_path: Path) -> None:
+    """The last answer is replaced by each word; everything before it stays."""
+    tokenizer = chat_tokenizer("gemma")
+    module = make("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    opened = open_model(write(tmp_path, module, tokenizer))
+    asked = [{"role": "user", "content": SENTENCES[0]}, {"role": "assistant", "content": "cat"}]
+    losses = []
+    for word in WORDS:
+        said = [asked[0], {"role": "assistant", "content": word}]
+        alone = perplexity(opened, texts([said]))
+        assert alone.perplexity is not None
+        assert alone.tokens is not None
+        losses.append(math.log(alone.perplexity) * alone.tokens)
+    for label in range(3):
+        data = texts([asked], labels=np.array([label]), classes=WORDS)
+        assert likelihood(opened, data).accuracy == 100.0 * (label == np.argmin(losses))
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ({"choices": ["a"], "label": 0}, ["choices of row 1 of", "expected a list of two texts or more."]),
+        ({"choices": ["a", "b"], "label": 2}, ["label of row 1 of", "is 2; expected 0, 1 or A, B or a, b."]),
+        ({"choices": ["a", "b"]}, ["is None; expected 0, 1 or A, B"]),
+    ],
+)
+def test_wrong_choices(row: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", [{"text": "why?", **row}])
+    with raises(*parts):
+        read_plain(path, "train")
+
+
+def test_data_without_answers_have_no_likelihood(model: Model) -> None:
+    with raises("has no answers to choose from; expected a column label, or choices and label."):
+        likelihood(model, texts(TEXTS))
