@@ -208,7 +208,7 @@ def _remove(path: Path) -> None:
 
 
 def _swap(temporary: Path, place: Path) -> None:
-    """Rename `temporary` to `place`; an old folder is renamed first, and renamed back on failure."""
+    """Rename `temporary` to `place`; an old folder is renamed first, renamed back on failure, and then removed."""
     if not place.is_dir():
         os.replace(temporary, place)
         sync(place.parent)
@@ -217,19 +217,17 @@ def _swap(temporary: Path, place: Path) -> None:
     try:
         os.rename(place, old)
         os.rename(temporary, place)
-    except BaseException:
-        if not os.path.lexists(place):
-            os.rename(old, place)
-        raise
-    try:
         sync(place.parent)
         shutil.rmtree(old)
-    except OSError as error:
-        raise CheckpointError(
-            f"{place} is written, but the folder that it replaced could not be removed ({error}). Remove {old}."
-        ) from error
-    except BaseException:  # an interrupt
-        _remove(old)
+    except BaseException as error:
+        if not os.path.lexists(place):
+            os.rename(old, place)
+        elif os.path.lexists(temporary) or not isinstance(error, OSError):
+            _remove(old)
+        else:
+            raise CheckpointError(
+                f"{place} is written, but the folder that it replaced could not be removed ({error}). Remove {old}."
+            ) from error
         raise
 
 
