@@ -172,13 +172,14 @@ class TestBadInput:
         assert (tmp_path / "models" / "target" / "model.safetensors").is_file()
 
     @pytest.mark.parametrize("command", ["transfer", "finetune"])
-    def test_an_output_that_is_part_of_an_input(self, run: Run, zoo: Zoo, tmp_path: Path, command: str) -> None:
+    def test_an_output_inside_an_input(self, run: Run, zoo: Zoo, tmp_path: Path, command: str) -> None:
         data = tmp_path / "animals"
         (data / "train" / "cat").mkdir(parents=True)
         text_file(data / "train" / "cat" / "x.png", "")
         given = options(zoo, data=data) if command == "transfer" else [zoo["clip_vision-base"], "--data", data]
-        done = run(command, *given, "--out", data / "train", "--overwrite")
-        assert_refused(done, 1, "cannot be overwritten: it is part of the input")
+        for out in (data / "train", data / "new"):
+            done = run(command, *given, "--out", out, "--overwrite")
+            assert_refused(done, 1, "cannot be written: it is inside the input")
         assert (data / "train" / "cat" / "x.png").is_file()
 
     def test_a_folder_that_is_no_output(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:

@@ -69,7 +69,7 @@ class TestExtractAndApply:
         before = (base / "model.safetensors").read_bytes()
         for target in (base / "model.safetensors", tmp_path / "base" / "config.json"):
             done = run("extract", base, zoo["vit-tuned"], "-o", target, "--overwrite")
-            assert_refused(done, 1, "cannot be overwritten: it is part of the input")
+            assert_refused(done, 1, "cannot be written: it is inside the input")
         assert (base / "model.safetensors").read_bytes() == before
 
     def test_apply_does_not_replace_an_input(self, run: Run, zoo: Zoo, place: Path) -> None:

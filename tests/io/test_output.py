@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from tuneport.errors import CheckpointError
 from tuneport.io.checkpoint import write_checkpoint
-from tuneport.io.output import RECORD, check_new_folder, claimed, new_file, new_folder
+from tuneport.io.output import RECORD, check_new_file, check_new_folder, claimed, new_file, new_folder
 
 HAS_DEV_FULL = Path("/dev/full").is_char_device()
 
@@ -291,6 +291,8 @@ def test_free_space_and_inputs_are_checked_first(tmp_path: Path, monkeypatch: py
         patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
         text = error_of(lambda: check_new_folder(out, needed_bytes=2048))
     assert f"{out} needs about 2.00 KiB, but only 1.00 KiB are free in {tmp_path}." in text
+    text = error_of(lambda: check_new_file(tmp_path / "tau.safetensors", needed_bytes=10**18))
+    assert text.startswith(f"{tmp_path / 'tau.safetensors'} needs about 931322574.62 GiB, but only ")
     (out / "model").mkdir(parents=True)
     (out / RECORD).write_text("old")
     check_new_folder(out, overwrite=True, inputs=[tmp_path / "other"])
@@ -323,15 +325,32 @@ def test_overwrite_replaces_outputs_only(tmp_path: Path) -> None:
     assert (out / "thesis.txt").read_text() == "mine"
 
 
-def test_part_of_an_input_is_not_overwritten(tmp_path: Path) -> None:
-    """A new folder in an input is no harm, one that is there already may be what the input is made of."""
+def test_nothing_is_written_into_an_input(tmp_path: Path) -> None:
     given, link = tmp_path / "images", tmp_path / "link"
     (given / "train" / "cat").mkdir(parents=True)
     link.symlink_to(given)
-    check_new_folder(given / "new", overwrite=True, inputs=[given])
-    for out in (given / "train", given / "train" / "cat", link / "train"):
-        assert error_of(lambda out=out: check_new_folder(out, overwrite=True, inputs=[given])) == (
-            f"{out} cannot be overwritten: it is part of the input {given}. Choose another name."
+    for out in (given / "new", given / "train", given / "train" / "cat", link / "train"):
+        for check in (check_new_folder, check_new_file) if not out.exists() else (check_new_folder,):
+            assert error_of(lambda out=out, check=check: check(out, overwrite=True, inputs=[given])) == (
+                f"{out} cannot be written: it is inside the input {given}. Choose another place."
+            )
+
+
+def test_a_file_behind_a_link_in_an_input_is_not_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "shared.safetensors"
+    out.write_text("weights")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to(out)
+    text = error_of(lambda: check_new_file(out, overwrite=True, inputs=[tmp_path / "model"]))
+    assert text.startswith(f"{out} cannot be overwritten: it holds the input ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are Unicode")
+def test_a_name_that_is_not_unicode_is_refused_first(tmp_path: Path) -> None:
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.safetensors"))
+    for check in (check_new_folder, check_new_file):
+        assert error_of(lambda check=check: check(out)) == (
+            f"{tmp_path}/caf\\xe9.safetensors has a byte that is not UTF-8, as a run record needs. Choose another name."
         )
 
 

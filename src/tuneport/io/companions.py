@@ -27,6 +27,11 @@ def copy_companions(source: Path | None, folder: Path) -> None:
         shutil.copy(_inside(file, source), place)
 
 
+def companion_bytes(source: Path | None) -> int:
+    """The size of the companions; a CheckpointError if `copy_companions` would refuse one of them."""
+    return sum(_inside(file, source).stat().st_size for file in companions(source)) if source is not None else 0
+
+
 def companions(folder: Path, *more: str) -> list[Path]:
     """The companion files in a model's folder, and those of tuneport's own files that `more` names."""
     found = [

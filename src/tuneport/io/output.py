@@ -46,26 +46,34 @@ def check_new_folder(
 
     `out` must not exist; with `overwrite` it may be a real folder that is empty or holds all `marks`, the files that
     mark an output of the command. Its parent must exist, be writable and have `needed_bytes` free. `out` must neither
-    contain one of the `inputs` nor, if it exists, be part of one.
+    contain one of the `inputs` nor lie in one.
     """
     out = Path(out)
     _check_path(out, overwrite, folder=True)
     _check_inputs_survive(out, inputs)
     _check_marks(out, marks)
+    _check_space(out, needed_bytes)
+
+
+def check_new_file(
+    out: PathLike, overwrite: bool = False, *, needed_bytes: int = 0, inputs: Iterable[PathLike] = ()
+) -> None:
+    """As `check_new_folder`, for a weight file, which must not be the file that a link in an input leads to either."""
+    _check_path(Path(out), overwrite, folder=False)
+    inputs = list(inputs)
+    linked = [file for given in inputs for file in Path(given).rglob("*")] if os.path.lexists(out) else []
+    _check_inputs_survive(Path(out), [*inputs, *linked])
+    check_file_name(out)
+    _check_space(Path(out), needed_bytes)
+
+
+def _check_space(out: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed_bytes > free:
         raise CheckpointError(
             f"{out} needs about {format_bytes(needed_bytes)}, but only {format_bytes(free)} are free in {out.parent}. "
             "Free some space or choose another place."
         )
-
-
-def check_new_file(out: PathLike, overwrite: bool = False, *, inputs: Iterable[PathLike] = ()) -> None:
-    """As `check_new_folder`, for a weight file, which must not replace a file inside an input folder either."""
-    _check_path(Path(out), overwrite, folder=False)
-    if os.path.lexists(out):
-        _check_inputs_survive(Path(out), [file for given in inputs for file in (given, *Path(given).rglob("*"))])
-    check_file_name(out)
 
 
 def check_file_name(out: PathLike) -> None:
@@ -75,14 +83,14 @@ def check_file_name(out: PathLike) -> None:
 
 
 def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy an input or a part of it."""
+    """Raise a CheckpointError if writing `out` would destroy or change an input."""
     place = Path(os.path.realpath(out))
     for given in inputs:
         real = Path(os.path.realpath(given))
         if place in (real, *real.parents):
             raise CheckpointError(f"{out} cannot be overwritten: it holds the input {given}. Choose another name.")
-        if real in place.parents and os.path.lexists(out):
-            raise CheckpointError(f"{out} cannot be overwritten: it is part of the input {given}. Choose another name.")
+        if real in place.parents:
+            raise CheckpointError(f"{out} cannot be written: it is inside the input {given}. Choose another place.")
 
 
 def _check_marks(out: Path, marks: Sequence[str]) -> None:
@@ -99,6 +107,11 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
     kind = "folder" if folder else "file"
     if out.name in ("", ".."):
         raise CheckpointError(f"{str(out)!r} does not name a new {kind}. Give its name, as in out/{kind}.")
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        name = os.fsencode(out).decode(errors="backslashreplace")
+        raise CheckpointError(f"{name} has a byte that is not UTF-8, as a run record needs. Choose another name.") from None
     if os.path.lexists(out):
         if not overwrite:
             raise CheckpointError(f"{out} exists already. Choose another name or pass `overwrite=True`.")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..io.checkpoint import open_checkpoint
-from ..io.companions import copy_companions
+from ..io.companions import companion_bytes, copy_companions
 from ..io.hub import local
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe, renamed
@@ -181,7 +181,7 @@ def apply(
     stored = open_stored(base)
     check_unquantised(stored.tensors, vector)
     tensors = vector.apply_to(stored.tensors, scale)
-    size = sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
+    size = companion_bytes(stored.folder) + sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
     check_new_folder(out, overwrite, needed_bytes=size, inputs=[path_of(base)])
     with new_folder(out, overwrite=overwrite) as folder:
         copy_companions(stored.folder, folder)
