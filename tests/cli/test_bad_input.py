@@ -68,7 +68,7 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a file as source": (lambda s: {"source": text_file(s.tmp / "x.txt", "")}, ("is not a model",)),
     "other shapes": (
         lambda s: {"finetuned": other_shapes(s.zoo, s.tmp)},
-        ("visual_projection.weight (5, 16) vs (12, 16)", '--exclude "visual_projection.*"'),
+        ("visual_projection.weight (5, 16) vs (12, 16)", "--exclude 'visual_projection.*'"),
     ),
     "another family": (lambda s: {"finetuned": s.zoo["vit-tuned"]}, ("Check that", "was fine-tuned from")),
     "nothing changed": (lambda s: {"finetuned": s.zoo["clip_vision-base"]}, ("equals its base in every tensor",)),

@@ -44,7 +44,7 @@ class TestExtractAndApply:
         base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
         assert_refused(run("extract", base, base, "-o", tau), 1, "equals its base", "there is nothing to extract")
         done = run("extract", base, tuned, "-o", tau, "--exclude", "*")
-        assert_refused(done, 1, '--exclude "*" leaves no tensor', "there is nothing to extract. Exclude less")
+        assert_refused(done, 1, "--exclude '*' leaves no tensor", "there is nothing to extract. Exclude less")
         assert list(place.iterdir()) == []
 
     def test_patterns_that_match_nothing_are_told(self, run: Run, zoo: Zoo, place: Path) -> None:
@@ -62,7 +62,7 @@ class TestExtractAndApply:
         assert (done.code, done.err) == (0, "")
         for finetuned in (tuned, tau):
             done = run("plan", *options(zoo, "vit", finetuned=finetuned), "--exclude", "*")
-            assert_refused(done, 1, '--exclude "*" leaves no tensor', "there is nothing to transfer")
+            assert_refused(done, 1, "--exclude '*' leaves no tensor", "there is nothing to transfer")
 
     def test_extract_does_not_replace_an_input(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
         base = Path(shutil.copytree(zoo["vit-base"], tmp_path / "base"))

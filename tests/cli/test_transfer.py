@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import shlex
+import shutil
+import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,6 +129,69 @@ class TestTransfer:
         assert run("transfer", *options(zoo, "vit"), "--out", place / "two").code == 0
         one, two = ((place / name / "model.safetensors").read_bytes() for name in ("one", "two"))
         assert one == two
+
+
+def test_the_next_line_can_be_pasted(run: Run, zoo: Zoo, place: Path) -> None:
+    data = Path(shutil.copy(zoo.data, place / "x; touch INJECTED #$(touch TOO).npz"))
+    done = run("transfer", *options(zoo, data=data), "--out", place / "it's out")
+    assert done.code == 0, done.err
+    line = done.out.splitlines()[-1].removeprefix("next: ")
+    assert shlex.split(line) == ["tuneport", "evaluate", str(place / "it's out"), "--data", str(data)]
+    words = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True, cwd=place
+    )
+    assert words.stdout.splitlines() == shlex.split(line)
+    assert not list(place.glob("*INJECTED")) + list(place.glob("TOO"))
+
+
+def test_an_adapter_can_be_loaded_by_the_next_line(run: Run, zoo: Zoo, place: Path) -> None:
+    done = run("transfer", *options(zoo, rank=2), "--as", "adapter", "--out", place / 'a"b')
+    assert done.code == 0, done.err
+    assert ast.literal_eval(done.out.splitlines()[-1].partition("(model, ")[2][:-1]) == str(place / 'a"b')
+
+
+class TestSpace:
+    """Too little space on the disk is noticed before anything is measured."""
+
+    @pytest.mark.parametrize(
+        ("more", "least"),
+        [
+            (["--as", "model"], 31_000),
+            (["--as", "adapter", "--rank", "2"], 2**20),
+            (["--as", "task-vector"], 10_000),
+        ],
+    )
+    @pytest.mark.usefixtures("no_forward")
+    def test_of_a_transfer(
+        self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], least: int
+    ) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=least))
+        out = place / ("tau.safetensors" if "task-vector" in more else "out")
+        assert_refused(run("transfer", *options(zoo), *more, "--out", out), 1, "needs about", "are free in")
+        assert list(place.iterdir()) == []
+
+    def test_of_companions(self, run: Run, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = shutil.copytree(zoo["clip_vision-target"], tmp_path / "target")
+        with (target / "big.txt").open("wb") as file:
+            file.truncate(50 * 2**20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 * 2**20))
+        done = run("transfer", *options(zoo, target=target), "--out", tmp_path / "out")
+        assert_refused(done, 1, "needs about 51.", "but only 40.00 MiB are free")
+
+    def test_of_extract(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        done = run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / "tau.safetensors")
+        assert_refused(done, 1, "needs about", "are free in")
+        assert list(place.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_a_companion_that_links_elsewhere_is_refused_first(run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
+    target = shutil.copytree(zoo["clip_vision-target"], tmp_path / "target")
+    (tmp_path / "secret").write_text("private")
+    (target / "notes.txt").symlink_to(tmp_path / "secret")
+    assert_refused(run("transfer", *options(zoo, target=target), "--out", place / "out"), 1, "outside its folder")
+    assert list(place.iterdir()) == []
 
 
 class TestResume:

@@ -63,7 +63,7 @@ class TestMessages:
             ("pass `memory_budget=8GiB`.", "pass --memory-budget 8GiB."),
             ("pass `overwrite=True`.", "pass --overwrite."),
             ('use `kind="task-vector"`.', "use --as task-vector."),
-            ("""leave out `exclude=['*', "head.*"]`.""", 'leave out --exclude "*" --exclude "head.*".'),
+            ("""leave out `exclude=['*', "head.*"]`.""", "leave out --exclude '*' --exclude 'head.*'."),
             ("pass `roles={'fc1': 'wi'}`.", "pass roles={'fc1': 'wi'}."),
             ("a file called `samples", "a file called `samples"),
         ],

@@ -172,7 +172,9 @@ class TestSaved:
                 with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):
                     result.save(folder, kind=kind, rank=2, overwrite=True)
         for file in (trio[2] / "model.safetensors", data):
-            with pytest.raises(CheckpointError, match=r"cannot be (overwritten: it holds|written: it is inside) the input"):
+            with pytest.raises(
+                CheckpointError, match=r"cannot be (overwritten: it holds|written: it is inside) the input"
+            ):
                 result.save(file, kind="task-vector", overwrite=True)
         bare = replace(result, record={**result.record, "target": {"name": "moved"}})
         with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):

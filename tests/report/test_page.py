@@ -186,6 +186,16 @@ class TestContent:
         assert [tag for tag, _ in tree.seen].count("script") == 1
         assert not [tag for tag, _ in tree.seen if tag == "img"]
 
+    def test_control_characters_are_replaced(self, record: dict[str, Any]) -> None:
+        changed = json.loads(json.dumps(record))
+        for key in ("source", "finetuned", "target", "data"):
+            changed[key]["name"] = changed[key]["path"] = "a\x9b2J\u202egpj.exe\x1b[2J\x85\udcff"
+        page = report_page(changed)
+        assert "gpj.exe" in page
+        assert "gpj.exe" in repeat_command(changed)
+        assert [mark for mark in set(page) if not mark.isprintable()] == ["\n"]
+        page.encode()
+
     def test_two_hundred_layers_stay_small(self, record: dict[str, Any]) -> None:
         assert len(report_page(many_layers(record, 200)).encode()) < 5e6 / 10
 

@@ -160,6 +160,17 @@ def record(zoo: Zoo) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.parametrize(
+    "mark", ["\x7f", "\x80", "\x9b", "\u200f", "\u202e", "\u2028", "\u2066", "\ufeff", "\udcff", "\U000e0001"]
+)
+def test_json_escapes_control_characters(mark: str) -> None:
+    text = to_json({f"key{mark}": [f"caf\u00e9 \U0001f697{mark}"]})
+    assert json.loads(text) == {f"key{mark}": [f"caf\u00e9 \U0001f697{mark}"]}
+    assert mark not in text
+    assert "caf\u00e9 \U0001f697" in text, "what can be read stays as it is"
+    text.encode()
+
+
 class TestCard:
     @staticmethod
     def front(card: str) -> dict[str, Any]:
@@ -248,6 +259,7 @@ class TestCard:
         assert "[a](javascript" not in outside_code
         assert "\x1b" not in card
         assert "\u2028" not in card
+        assert not {"\x1b", "\u2028"} & set(page)
         assert page.count("<script>") == 1, "the page's"
         assert "alert(1)</script>" not in page
         assert "&lt;script&gt;alert(1)" in page

@@ -131,11 +131,14 @@ class TestResume:
         ported.distill(2, saved=saved)
         with pytest.raises(CheckpointError, match="of a training run with other inputs or options"):
             ported.distill(2, saved=replace(saved, conditions="those"))
-        content = bytearray(saved.path.read_bytes())
-        content[-3] ^= 1
-        saved.path.write_bytes(content)
-        with pytest.raises(CheckpointError, match="is damaged: its checksum does not fit"):
-            ported.distill(2, saved=saved)
+        sound = saved.path.read_bytes()
+        flipped = sound[:-3] + bytes([sound[-3] ^ 1]) + sound[-2:]
+        raised = sound.replace(b'\\"step\\": 2', b'\\"step\\": 1')
+        for content in (flipped, raised):
+            assert content != sound
+            saved.path.write_bytes(content)
+            with pytest.raises(CheckpointError, match="is damaged: its checksum does not fit"):
+                ported.distill(2, saved=saved)
 
 
 class TestLora:

@@ -29,7 +29,7 @@ from .options import (
     TrustRemoteCode,
     parse_columns,
 )
-from .terminal import emit_json, note, progress, say, watched
+from .terminal import emit_json, next_evaluation, note, progress, say, watched
 
 
 def extract(
@@ -222,7 +222,7 @@ def distill(
     from ..training.distill import Lesson
 
     inputs = [path_of(path) for path in (finetuned, target, data, source, head) if path]
-    check_new_folder(out, overwrite, inputs=inputs)
+    check_new_folder(out, overwrite or resume, inputs=inputs)
     prepared = prepare_lesson(
         finetuned,
         target,
@@ -245,6 +245,6 @@ def distill(
     say(f"{distilled_words(record['distilled'])}, in {record['seconds']:.1f} s")
     say(f"written to {out}, report in report.html")
     if lora is not None:
-        say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
+        say(f"next: peft.PeftModel.from_pretrained(model, {out!r})")
     else:
-        say(f"next: tuneport evaluate {out} --data {data}" + (f" --head {head}" if head else ""))
+        next_evaluation(out, data, head)

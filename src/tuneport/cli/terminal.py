@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,12 @@ def note(text: str) -> None:
     tell(f"note: {as_options(text)}")
 
 
+def next_evaluation(out: str, data: str, head: str | None) -> None:
+    """The line that says how to evaluate an output."""
+    words = ["tuneport", "evaluate", out, "--data", data, *(["--head", head] if head else [])]
+    say(f"next: {shlex.join(words)}")
+
+
 def fail(kind: str, text: str) -> None:
     """One line on stderr that says what went wrong, with options for parameters; exit code 1."""
     err_console.print(f"[red]{kind}:[/red] ", end="")
@@ -74,7 +81,7 @@ def as_options(text: str) -> str:
     A parameter that no command has keeps its Python spelling, without the quotes.
 
     >>> as_options('lower `samples`, or pass `overwrite=True` or `exclude=["*.bias", "head"]`.')
-    'lower --samples, or pass --overwrite or --exclude "*.bias" --exclude head.'
+    "lower --samples, or pass --overwrite or --exclude '*.bias' --exclude head."
     """
     from . import parameter_names
 
@@ -99,7 +106,7 @@ def _words(value: str) -> list[str]:
     if found is True:
         return [""]
     each = found if isinstance(found, (list, tuple)) else [found]
-    return [str(word) if re.fullmatch(r"[\w./:+-]+", str(word)) else f'"{word}"' for word in each]
+    return [shlex.quote(str(word)) for word in each]
 
 
 def _harmless(text: str) -> str:

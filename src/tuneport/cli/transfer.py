@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import TuneportError
 from ..types import OutputKind, Signal
 from . import options
-from .terminal import emit_json, note, progress, say, show_list, watched
+from .terminal import emit_json, next_evaluation, note, progress, say, show_list, watched
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
@@ -187,9 +187,9 @@ def _print_result(record: dict[str, Any], data: str | None, head: str | None) ->
     out, kind = record["out"], record["as"]
     say(f"written to {out}" + ("" if kind == "task-vector" else ", report in report.html"))
     if kind == "adapter":
-        say(f'next: peft.PeftModel.from_pretrained(model, "{out}")')
+        say(f"next: peft.PeftModel.from_pretrained(model, {out!r})")
     if kind == "model" and data is not None:
-        say(f"next: tuneport evaluate {out} --data {data}" + (f" --head {head}" if head else ""))
+        next_evaluation(out, data, head)
 
 
 def print_kept(record: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ compares with what else could be done. It downloads nothing and takes about a mi
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         "out": str(ported_at),
         "report": str(ported_at / "report.html"),
         "table": table,
-        "next": f"tuneport evaluate {ported_at} --data {out / data.name} --head digits",
+        "next": shlex.join(
+            ["tuneport", "evaluate", str(ported_at), "--data", str(out / data.name), "--head", "digits"]
+        ),
     }
 
 

@@ -5,6 +5,7 @@ Opening reads headers only; an index cannot point outside its folder. Every fail
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -200,3 +201,13 @@ def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     return digests
+
+
+def digest_of(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of a text and of tensors with their names, shapes and dtypes, read one at a time."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

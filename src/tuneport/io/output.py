@@ -52,7 +52,7 @@ def check_new_folder(
     _check_path(out, overwrite, folder=True)
     _check_inputs_survive(out, inputs)
     _check_marks(out, marks)
-    _check_space(out, needed_bytes)
+    check_space(out, needed_bytes)
 
 
 def check_new_file(
@@ -64,10 +64,11 @@ def check_new_file(
     linked = [file for given in inputs for file in Path(given).rglob("*")] if os.path.lexists(out) else []
     _check_inputs_survive(Path(out), [*inputs, *linked])
     check_file_name(out)
-    _check_space(Path(out), needed_bytes)
+    check_space(Path(out), needed_bytes)
 
 
-def _check_space(out: Path, needed_bytes: int) -> None:
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Raise a CheckpointError unless as many bytes are free on the disk of `out`."""
     free = shutil.disk_usage(out.parent).free
     if needed_bytes > free:
         raise CheckpointError(
@@ -111,7 +112,9 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
         str(out).encode()
     except UnicodeEncodeError:
         name = os.fsencode(out).decode(errors="backslashreplace")
-        raise CheckpointError(f"{name} has a byte that is not UTF-8, as a run record needs. Choose another name.") from None
+        raise CheckpointError(
+            f"{name} has a byte that is not UTF-8, as a run record needs. Choose another name."
+        ) from None
     if os.path.lexists(out):
         if not overwrite:
             raise CheckpointError(f"{out} exists already. Choose another name or pass `overwrite=True`.")

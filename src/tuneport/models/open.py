@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -199,8 +200,8 @@ def _require(reference: str | Path) -> tuple[Family, str]:
     if is_adapter(found):
         raise CheckpointError(
             f"{found} is a LoRA adapter, not a model. To port it, give it as `finetuned`, with its base as "
-            f"`source`; to merge it into its base, run tuneport extract BASE {found} -o change.safetensors, then "
-            "tuneport apply change.safetensors BASE -o MODEL."
+            f"`source`; to merge it into its base, run tuneport extract BASE {shlex.quote(str(found))} "
+            "-o change.safetensors, then tuneport apply change.safetensors BASE -o MODEL."
         )
     raise CheckpointError(f"{found} is not a model: no config.json in it. Give {ACCEPTED}.")
 

@@ -26,8 +26,8 @@ from ..training.distill import Lesson, Mark
 from ..types import OutputKind, Progress, Sides
 from .change import Finetuned, change_of, opened
 from .distill import teach
-from .port import state_file
-from .result import Result, check_output
+from .port import finished, state_file
+from .result import Result, check_output, output_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,12 @@ def run_lesson(
     conditions |= {"steps": lesson.steps, "learning_rate": lesson.learning_rate, "lora": lesson.lora}
     work = Work(out, conditions, save_every)
     with claimed(out):
-        check_output(out, kind, overwrite)
+        done = finished(out, kind) if resume else None
+        if done is not None and done.get("fingerprint") == fingerprint(conditions):
+            work.remove()
+            return done
+        layers = [((layer.out_features, layer.in_features), lesson.lora) for layer in target.layers]
+        check_output(out, kind, overwrite, needed_bytes=output_bytes(target, kind, layers))
         if not resume:
             work.remove()
         vector, entry = teach(

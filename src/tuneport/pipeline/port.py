@@ -12,7 +12,6 @@ from ..data.dataset import Dataset
 from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.output import claimed
-from ..io.tensors import describe
 from ..job import Job
 from ..measure.accuracy import evaluate_change
 from ..methods import Method, get_method
@@ -24,7 +23,7 @@ from ..training.distill import Mark
 from ..training.state import StateFile
 from ..types import OutputKind, Progress, ScaleRule
 from .evaluation import evaluate_texts
-from .result import Result, check_output, check_vector
+from .result import Result, check_output, check_vector, output_bytes, updates_of
 from .transfer import check_scale, conditions_of, run
 
 
@@ -75,13 +74,13 @@ def port(
     conditions |= {"rank": rank, "energy": energy} if kind == "adapter" else {}
     work = Work(out, conditions, save_every)
     with claimed(out):
-        done = _finished(out, kind) if resume else None
+        done = finished(out, kind) if resume else None
         if done is not None and done.get("fingerprint") == fingerprint(conditions):
             work.remove()
             say(f"{out} was complete already")
             return done
-        size = sum(describe(job.target.tensors, name).nbytes for name in job.target.tensors)
-        check_output(out, kind, overwrite, needed_bytes=size if kind == "model" else 0)
+        size = output_bytes(job.target, kind, updates_of(job, method, kind, rank))
+        check_output(out, kind, overwrite, needed_bytes=size)
         if resume:
             work.check()
             say("continuing what an earlier run has saved" if work.exists() else "nothing to resume: starting over")
@@ -132,7 +131,7 @@ def state_file(work: Work) -> StateFile:
     return StateFile(work.training_state, fingerprint(work.conditions), work.every)
 
 
-def _finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:
+def finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:
     """The run record of an output that is there already."""
     try:
         if kind in ("model", "adapter"):

@@ -7,7 +7,8 @@ A folder appears when it is complete, with the run record, the model card and th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TuneportError, first_of
-from ..io.companions import copy_companions
+from ..io.companions import companion_bytes, copy_companions
 from ..io.output import check_new_file, check_new_folder, new_folder
+from ..io.tensors import describe
 from ..job import Job
 from ..methods import LayerRecord, Method, name_of
 from ..models.base import Model
@@ -33,6 +35,8 @@ from ..training.distill import STEPS, Lesson, Mark
 from ..training.state import StateFile
 from ..types import OutputKind, Progress
 from .distill import teach
+
+TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +176,33 @@ def check_output(
 ) -> None:
     """Refuse an unknown kind, an output that must not be replaced, and one that does not fit on the disk."""
     if kind == "task-vector":
-        check_new_file(out, overwrite, inputs=inputs)
+        check_new_file(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
     elif kind in ("model", "adapter"):
         check_new_folder(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
     else:
         raise TuneportError(f"a transfer can be saved as model, adapter or task-vector, not as {kind!r}.")
+
+
+def output_bytes(target: Model, kind: OutputKind, updates: Iterable[tuple[tuple[int, int], int | None]]) -> int:
+    """The expected size of an output; a CheckpointError if a companion of the target cannot be copied to it.
+
+    `updates` are the shapes of the updates, each with its rank, or None where it is dense.
+    """
+    if kind == "model":
+        weights = sum(describe(target.tensors, name).nbytes for name in target.tensors)
+        return weights + companion_bytes(target.folder) + TEXTS
+    numbers = sum(math.prod(shape) if rank is None else rank * sum(shape) for shape, rank in updates)
+    return 4 * numbers + (TEXTS if kind == "adapter" else 0)
+
+
+def updates_of(
+    job: Job, method: Method, kind: OutputKind, rank: int | None
+) -> Iterator[tuple[tuple[int, int], int | None]]:
+    """The shape and the rank of each update that a transfer writes; a rank that is chosen later counts as one."""
+    for pair in job.plan.pairs:
+        shape, weight = (pair.target.out_features, pair.target.in_features), pair.source.weight
+        own = job.task_vector.spec(weight).rank if method.keeps_rank and weight in job.task_vector else None
+        yield shape, min(rank or own or 1, *shape) if kind == "adapter" else own
 
 
 def check_vector(kind: OutputKind, fitted: bool) -> None:

@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from .plots import Figure, Number, curves, is_finite
 from .record import Record
@@ -76,9 +77,17 @@ def _flops(count: int) -> str:
     return f"{count} FLOP"
 
 
+def _shown(value: Any) -> Any:
+    """Replace control characters, which could hide or turn around a part of a text."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in value)
+
+
 _ENVIRONMENT = Environment(
     loader=PackageLoader(__package__, ""),
     autoescape=True,
+    finalize=_shown,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

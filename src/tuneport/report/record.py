@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -155,8 +156,13 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def to_json(record: Any) -> str:
-    """JSON text of a record; NaN and infinity become null."""
-    return json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
+    """JSON text of a record; NaN and infinity become null, and control characters are escaped.
+
+    >>> to_json(["caf\u00e9", "\u202egpj.exe", float("nan")])
+    '[\\n "caf\u00e9",\\n "\\\\u202egpj.exe",\\n null\\n]'
+    """
+    text = json.dumps(_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
 
 
 def _plain(value: Any) -> Any:

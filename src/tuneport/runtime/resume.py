@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, first_of
-from ..io.checkpoint import open_checkpoint
+from ..io.checkpoint import digest_of, open_checkpoint
 from ..io.output import new_file
 from ..io.tensors import describe
 from ..io.weight_file import write_safetensors
@@ -138,7 +138,7 @@ def save_statistics(path: Path, statistics: Statistics, conditions: Conditions) 
     }
     specs = {name: describe(tensors, name) for name in tensors}
     text = json.dumps(content)
-    stated = {"format": FORMAT, "version": VERSION, "content": text, "sha256": _digest(text, tensors)}
+    stated = {"format": FORMAT, "version": VERSION, "content": text, "sha256": digest_of(text, tensors)}
     with new_file(path, overwrite=True) as temporary:
         write_safetensors(temporary, tensors, specs, stated)
 
@@ -163,16 +163,6 @@ def load_statistics(path: Path, device: torch.device | str = "cpu") -> Statistic
         return Statistics(keyed, gradients, int(content["samples"]), dict(content["passes"]))
 
 
-def _digest(content: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of all that a file holds, one tensor at a time."""
-    digest = hashlib.sha256(content.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def _content(path: Path) -> dict[str, Any]:
     stored = open_checkpoint(path)
     metadata = stored.metadata
@@ -181,7 +171,7 @@ def _content(path: Path) -> dict[str, Any]:
             f"{path} does not hold statistics of this version of tuneport. Start over without `resume`."
         )
     with _damage_reported(path):
-        if _digest(metadata["content"], stored) != metadata["sha256"]:
+        if digest_of(metadata["content"], stored) != metadata["sha256"]:
             raise ValueError
         content: dict[str, Any] = json.loads(metadata["content"])
         if not isinstance(content["conditions"], dict):

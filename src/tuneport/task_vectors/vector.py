@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CheckpointError, TuneportError, first_of
 from ..io.checkpoint import open_checkpoint
-from ..io.output import PathLike, check_file_name, new_file
+from ..io.output import PathLike, check_file_name, check_space, new_file
 from ..io.tensors import LazyMapping, LazyTensors, TensorSpec, all_finite, describe, pieces, unknown_tensors
 from ..io.validate import check_unquantised, is_quantised, same_structure
 from ..io.weight_file import write_safetensors
@@ -227,6 +227,7 @@ def save_task_vector(
         return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
 
     with new_file(path, overwrite=overwrite) as temporary:
+        check_space(Path(path), sum(spec.nbytes for spec in parts.values()))
         stored = {**(metadata or {}), "format": FORMAT, "version": VERSION}
         write_safetensors(temporary, LazyMapping(parts, part), parts, stored)
     return math.sqrt(sum(squares.values()))

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data, split_reference
 from ..errors import TuneportError
-from ..io.companions import copy_companions
+from ..io.companions import companion_bytes, copy_companions
 from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe
@@ -171,7 +171,7 @@ def run_training(
     """
     out, model, schedule = Path(out), training.model, training.schedule
     stops = range(checkpoint_every, schedule.steps + 1, checkpoint_every) if checkpoint_every else range(0)
-    size = sum(describe(model.tensors, name).nbytes for name in model.tensors)
+    size = companion_bytes(model.folder) + sum(describe(model.tensors, name).nbytes for name in model.tensors)
     inputs = [] if model.folder is None or looks_like_hub_id(model.name) else [model.folder]
     check_new_folder(out, overwrite, needed_bytes=(1 + len(stops)) * size, inputs=inputs)
     started = time.perf_counter()

@@ -1,11 +1,10 @@
 """The state of an unfinished training run in one file, so that the run continues with the same bits after a kill.
 
-The file is replaced whole, and carries a SHA-256 of its tensors and the conditions of the run.
+The file is replaced whole, and has the conditions of the run and a SHA-256 of all that it holds.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -13,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..io.checkpoint import open_checkpoint
+from ..io.checkpoint import digest_of, open_checkpoint
 from ..io.output import new_file
 from ..io.tensors import describe
 from ..io.weight_file import write_safetensors
@@ -47,8 +45,9 @@ class StateFile:
         try:
             if stored.metadata["format"] != FORMAT:
                 raise ValueError
-            content: dict[str, Any] = json.loads(stored.metadata["content"])
-            digest, conditions = content.pop("sha256"), content.pop("conditions")
+            text, digest = stored.metadata["content"], stored.metadata["sha256"]
+            content: dict[str, Any] = json.loads(text)
+            conditions = content.pop("conditions")
         except (KeyError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is not the state of a training run. Start without `resume`.") from error
         if conditions != self.conditions:
@@ -57,7 +56,7 @@ class StateFile:
                 "start without `resume`."
             )
         tensors = {name: stored[name] for name in stored}
-        if _digest(tensors) != digest:
+        if digest_of(text, tensors) != digest:
             raise CheckpointError(f"{self.path} is damaged: its checksum does not fit. Start without `resume`.")
         return tensors, content
 
@@ -71,17 +70,9 @@ class StateFile:
         started = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         specs = {name: describe(tensors, name) for name in tensors}
-        stated = {**content, "conditions": self.conditions, "sha256": _digest(tensors)}
+        text = json.dumps({**content, "conditions": self.conditions})
+        stated = {"format": FORMAT, "content": text, "sha256": digest_of(text, tensors)}
         with new_file(self.path, overwrite=True) as temporary:
-            write_safetensors(temporary, tensors, specs, {"format": FORMAT, "content": json.dumps(stated)})
+            write_safetensors(temporary, tensors, specs, stated)
         self._last = time.monotonic()
         self._pause = SHARE * (self._last - started) if self.every else 0.0
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
-    return found.hexdigest()
