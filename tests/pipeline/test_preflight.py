@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from tuneport.pipeline.preflight import (
     Trial,
     compare,
     judge,
+    route_words,
     similarity_rows,
     summary,
     try_transfer,
@@ -185,3 +187,17 @@ def test_a_language_model_is_judged_by_its_loss(after: float, error: float, word
     found = judge(Trial(40, 200.0, after, 0.9, loss_error=error))
     assert found.verdict == word
     assert f"their mean loss in nats a text is 200.0 before, {after:.1f} after" in found.reasons[1]
+
+
+class TestRoutes:
+    @pytest.mark.parametrize(("samples", "shares"), [(20, (15, 78, 26)), (100, (15, 78, 26)), (2000, (24, 88, 64))])
+    def test_shares_are_those_of_the_development_cells(self, samples: int, shares: tuple[int, ...]) -> None:
+        assert [int(found) for found in re.findall(r"(\d+) %", route_words(samples, 0.0))] == list(shares)
+
+    def test_between_them_shares_grow_with_the_logarithm(self) -> None:
+        middle = 224  # the geometric mean of 100 and 500, almost
+        assert [int(found) for found in re.findall(r"(\d+) %", route_words(middle, 0.0))] == [20, 83, 45]
+
+    def test_seconds_are_those_of_300_batches(self) -> None:
+        # 300 steps of 64 samples, each at two thirds of 0.03 s
+        assert "(about 384 s here)" in route_words(64, 0.03)
