@@ -55,11 +55,11 @@ def test_a_plan_runs_no_model(run: Run, given: list[str]) -> None:
     given[given.index("--data") + 1] = str(data)
     done = run("plan", *given)
     assert done.code == 0, done.err
-    assert "classification layer: fitted to the scores" in done.out
+    assert "fitted to the scores of the fine-tuned source" in done.out
 
 
 def test_refusals(run: Run, given: list[str], tmp_path: Path) -> None:
-    words = ("cannot hold a fitted classification head", "--head-fit none")
+    words = ("cannot hold a fitted head", "--head-fit none")
     done = run("transfer", *given, "--as", "task-vector", "--out", tmp_path / "out.safetensors")
     assert_refused(done, 1, *words)
     assert_refused(run("transfer", *given, "--head-fit", "some", "--out", tmp_path / "out"), 1, "head_fit")

@@ -215,6 +215,28 @@ def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
     assert distances[0] <= distances[1] * 1.05 < distances[2]
 
 
+class TestProjection:
+    def test_the_scores_come_near_those_of_the_finetuned_source(self, zoo: Zoo) -> None:
+        """The source itself as the target, on images that were not drawn; without layers moved, and with them."""
+        trio = zoo["clip_vision-base"], zoo["clip_vision-tuned"], zoo["clip_vision-base"]
+        job = prepare(*trio, zoo.data, samples=60, head_fit="projection")
+        assert "visual_projection.weight" not in {pair.target.weight for pair in job.plan.pairs}
+        assert job.heads is not None
+        teacher = transformers.CLIPVisionModelWithProjection.from_pretrained(trio[1]).eval()
+        modules = [teacher, job.target.module, *(run(job, scale=scale).apply() for scale in (0.0, 1.0))]
+        pixels = {"pixel_values": pixels_of(30)}
+        with torch.no_grad():
+            wanted, *scores = (centred(job.heads.target.scores(job.target, module, pixels)) for module in modules)
+        before, fitted, ported = (float((found - wanted).norm()) for found in scores)
+        assert ported < fitted < 0.8 * before
+
+    def test_refusals(self, zoo: Zoo) -> None:
+        with pytest.raises(TuneportError, match="has none"):
+            prepare(*zoo.trio("siglip_vision"), zoo.data, samples=12, head_fit="projection")
+        with pytest.raises(TuneportError, match="leave out `labels"):
+            prepare(*zoo.trio("clip_vision"), zoo.data, samples=12, head_fit="projection", labels="data")
+
+
 class TestLabels:
     def test_data_fits_the_head_to_the_labels(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
         source, tuned, target, _ = folders()
@@ -265,7 +287,7 @@ class TestNone:
 
     def test_a_fitted_head_is_no_task_vector(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
         result = transfer(*folders(), samples=12)
-        with pytest.raises(TuneportError, match="cannot hold a fitted classification head"):
+        with pytest.raises(TuneportError, match="cannot hold a fitted head"):
             result.save(tmp_path / "out.safetensors", kind="task-vector")
 
     def test_a_regression_is_refused(self, folders: Callable[..., tuple[Path, ...]]) -> None:
@@ -274,6 +296,14 @@ class TestNone:
         classifier_of(base, id2label={0: "LABEL_0"}).save_pretrained(tuned)
         with pytest.raises(TuneportError, match="has 1 output and is a regression"):
             prepare(source, tuned, target, data, samples=12)
+
+
+def test_token_classifiers_are_refused(folders: Callable[..., tuple[Path, ...]]) -> None:
+    source, tuned, target, data = folders()
+    config = transformers.BertConfig.from_pretrained(tuned)
+    transformers.BertForTokenClassification(config).save_pretrained(tuned)
+    with pytest.raises(TuneportError, match="labels tokens.*not carried"):
+        prepare(source, tuned, target, data, samples=12)
 
 
 def test_data_with_the_classes_of_the_head_keep_their_labels(

@@ -35,7 +35,8 @@ HeadName = Annotated[str | None, typer.Option(help="Zero-shot head: a name in th
 HeadFit = Annotated[
     str,
     typer.Option(
-        help='Classification head of the fine-tune: "auto" fits one on the target, "none" keeps the target\'s.'
+        help='Classification head of the fine-tune: "auto" fits one on the target, "none" keeps the target\'s. '
+        '"projection" also fits the last layer of a zero-shot tower.'
     ),
 ]
 LossName = Annotated[

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels
 from ..errors import TuneportError
@@ -24,7 +25,7 @@ from ..job import Drawn, Job, Samples
 from ..maps.ridge import ridge
 from ..measure.accuracy import encode_batches
 from ..measure.signals import frozen
-from ..models.base import Labelling, Model, widened
+from ..models.base import Labelling, Model
 from ..models.open import as_classifier, labelling_of
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
@@ -56,6 +57,11 @@ def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bo
         raise TuneportError(
             f"the head of the fine-tune has {len(labelling.classes)} output and is a regression, which tuneport does "
             'not fit: pass `head_fit="none"` and a loss.'
+        )
+    if labelling.task == "token":
+        raise TuneportError(
+            "the fine-tune labels tokens, and heads of token classifiers are not carried: port the encoder alone, with "
+            '`exclude=["classifier.*"]`.'
         )
     for model in models:
         model.require_in_memory("fitting a head", 'give a larger one, or `head_fit="none"`')
@@ -98,10 +104,11 @@ def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Ten
     the start with the smaller leave-one-out error wins.
     """
     assert isinstance(samples, Drawn)
-    assert model.classifier is not None
     data, path = samples.chosen, model.classifier
     assert data.scores is not None
-    X, Y = _inputs(model, module, data, samples.size).double(), torch.as_tensor(data.scores)
+    if path is None:
+        return _fit_projection(model, module, samples)
+    X, Y = _inputs(model, module, path, data, samples.size), torch.as_tensor(data.scores)
     biased = getattr(module.get_submodule(path), "bias", None) is not None
     starts = [(torch.zeros(Y.shape[1], X.shape[1]).double(), torch.zeros(Y.shape[1]).double())]
     if f"{path}.weight" in model.own_head:
@@ -138,17 +145,38 @@ def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             module.get_parameter(name).copy_(tensor)
 
 
-def _inputs(model: Model, module: nn.Module, data: Dataset, batch_size: int) -> Tensor:
-    """What the classification layer reads of each sample: the scores of the model with an identity in its place."""
-    assert model.classifier is not None
-    assert model.logits is not None
-    path, _, name = model.classifier.rpartition(".")
+def _fit_projection(model: Model, module: nn.Module, samples: Drawn) -> dict[str, Tensor]:
+    """The projection with which the zero-shot scores are nearest to those of the samples.
+
+    The change of the projection is in the span of the class embeddings: a ridge regression finds what the cosines lack,
+    in the units of the features as they are.
+    """
+    layer, data = model.projection, samples.chosen
+    assert layer is not None
+    assert samples.heads is not None
+    head = samples.heads.target
+    assert head.class_embeds is not None
+    X = _inputs(model, module, layer.weight.removesuffix(".weight"), data, samples.size)
+    weight = layer.matrix(module.get_parameter(layer.weight)).detach().double().cpu()
+    classes = F.normalize(head.class_embeds.double(), dim=-1)
+    features = X @ weight.T
+    norms = features.norm(dim=-1, keepdim=True)
+    cosines = _centred((features / norms @ classes.T).T, model).T
+    lacking = ridge(X, norms * (torch.as_tensor(data.scores) / head.logit_scale - cosines), intercept=False)
+    return {layer.weight: weight + torch.linalg.pinv(classes - classes.mean(0)) @ lacking.weight}
+
+
+def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_size: int) -> Tensor:
+    """What the last layer reads of each sample: what the model gives with an identity in the layer's place."""
+    forward = model.logits or model.features
+    assert forward is not None
+    path, _, name = place.rpartition(".")
     parent = module.get_submodule(path)
     layer = getattr(parent, name)
     setattr(parent, name, nn.Identity())
     try:
         with frozen(module), torch.no_grad():
             batches = encode_batches(model, data, batch_size)
-            return torch.cat([widened(model.logits(module, batch)).cpu() for batch, _ in batches])
+            return torch.cat([forward(module, batch).double().cpu() for batch, _ in batches])
     finally:
         setattr(parent, name, layer)

@@ -83,5 +83,6 @@ def measurable(job: Job) -> Job:
             samples, scores_by(source, change, samples.heads.source, samples.chosen, batch_size=samples.size)
         )
 
-    put(target.module, fit_head(target, target.module, scored(TaskVector({}))))
+    if target.classifier is not None:
+        put(target.module, fit_head(target, target.module, scored(TaskVector({}))))
     return job if samples.chosen.scores is not None else replace(job, samples=scored(job.teacher))

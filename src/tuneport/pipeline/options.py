@@ -11,7 +11,7 @@ from ..pairing import DepthRule, LayerPair, nearest_block
 from ..types import Completion, Loss
 from .labels import check_labels
 
-HEAD_FITS = ("auto", "none")
+HEAD_FITS = ("auto", "none", "projection")
 
 
 class Options(TypedDict, total=False):
@@ -23,7 +23,8 @@ class Options(TypedDict, total=False):
     sampler: str  # how they are drawn: "random", or another name of `tuneport samplers`
     seed: int  # of the draw
     head: str | None  # the zero-shot head: a name in the models' heads/ folder, or a file
-    head_fit: str  # "auto": fit the classification head of a fine-tune on the target; "none": the target keeps its own
+    head_fit: str  # "auto": fit the classification head of a fine-tune on the target; "none": the target keeps its own;
+    # "projection": where there is no such head, fit the last layer of the target's features to the zero-shot scores
     labels: str | None  # "data": use the labels of the data; "source": let the fine-tuned source label the samples
     loss: str | Loss | tuple[Loss, Loss] | None  # an objective's name, MODULE:FUNCTION, or a function (for each model)
     match: Match | None  # pairs the tokens of own batches

@@ -30,7 +30,7 @@ from ..pairing import (
 )
 from ..task_vectors.vector import TaskVector
 
-FITTED = "classification layer: fitted to the scores of the fine-tuned source, not moved"
+FITTED = "fitted to the scores of the fine-tuned source, not moved"
 NO_PARAMETER = "no parameter of the model that the configuration describes"
 
 
@@ -43,7 +43,7 @@ def plan_of(
     roles: Mapping[str, str | None] | None = None,
     depth_rule: DepthRule = nearest_block,
     exclude: Sequence[str] = (),
-    fits_head: bool = False,
+    fitted: frozenset[str] = frozenset(),
 ) -> Plan:
     """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays.
 
@@ -54,11 +54,11 @@ def plan_of(
         roles: source roles to target roles where their names differ.
         depth_rule: which source block a target block takes.
         exclude: name patterns of tensors to leave alone.
-        fits_head: the target's classification head is fitted, and not paired.
+        fitted: parameters of the target that are fitted, and not paired.
     """
     apart = _vocabularies_apart(source, target)
     source = replace(source, vocabulary_head=()) if apart else source
-    unlike = [*_heads_apart(source, target, fits_head), *_sequences_apart(source, target)] if pairs is None else []
+    unlike = [*_heads_apart(source, target, fitted), *_sequences_apart(source, target)] if pairs is None else []
     unpaired = {item.tensor for item in unlike}
     target = replace(target, layers=tuple(layer for layer in target.layers if layer.weight not in unpaired))
     if pairs is None:
@@ -88,14 +88,13 @@ def plan_of(
     return replace(plan, kept=kept, target_layers=target.layers)
 
 
-def _heads_apart(source: Model, target: Model, fits_head: bool) -> list[Kept]:
+def _heads_apart(source: Model, target: Model, fitted: frozenset[str]) -> list[Kept]:
     """The target's head, where it is fitted as a whole, or decides among other classes than the source's."""
-    if fits_head:
+    if fitted:
+        made = target.fresh - target.classifier_parameters
         return [
-            Kept(
-                name, FITTED if name in target.classifier_parameters else "new part of the head: it stays as it is made"
-            )
-            for name in sorted(target.head)
+            Kept(name, "new part of the head: it stays as it is made" if name in made else FITTED)
+            for name in sorted(fitted)
         ]
     counts = [layer.out_features for model in (source, target) for layer in model.layers if layer.role == "classifier"]
     known = source.classifier is not None and target.classifier is not None

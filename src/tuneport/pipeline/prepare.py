@@ -84,7 +84,7 @@ def prepare(
         headed = _headed(models, tuned, data, given)
         models = headed or models
         vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
-    question = _ask(data, models, wanted, given, device, fits=headed is not None)
+    question = _ask(data, models, wanted, given, device, fits=headed is not None or _fits_projection(models, given))
     plan = plan_of(
         *models,
         vector,
@@ -92,7 +92,7 @@ def prepare(
         roles=given["roles"],
         depth_rule=given["depth_rule"],
         exclude=given["exclude"],
-        fits_head=question.fits,
+        fitted=_fitted_names(models.target) if question.fits else frozenset(),
     )
     losses = _losses(models, question, wanted)
     samples, about = _draw(question, models, tuned, vector, given, device)
@@ -130,6 +130,25 @@ def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Op
         return None
     headed = with_heads(models, labelling, given["trust_remote_code"])
     return None if headed.source.matches(f"{headed.source.classifier}.weight", given["exclude"]) else headed
+
+
+def _fits_projection(models: Sides[Model], given: Options) -> bool:
+    """Whether the target's projection is to be fitted; an error if that is wanted and impossible."""
+    if given["head_fit"] != "projection" or models.target.classifier is not None:
+        return False
+    if models.target.projection is None:
+        raise TuneportError(
+            f'`head_fit="projection"` needs a target whose features come from a projection, and {models.target.name} '
+            "has none."
+        )
+    if given["labels"] == "data":
+        raise TuneportError('a projection is fitted to the scores of the source: leave out `labels="data"`.')
+    return True
+
+
+def _fitted_names(target: Model) -> frozenset[str]:
+    projection = target.projection
+    return target.head or frozenset({projection.weight} if projection is not None else ())
 
 
 @dataclass(frozen=True, eq=False)

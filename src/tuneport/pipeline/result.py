@@ -209,8 +209,7 @@ def check_vector(kind: OutputKind, fitted: bool) -> None:
     """Refuse to write a fitted head as a task vector: it is not a difference from the target's files."""
     if kind == "task-vector" and fitted:
         raise TuneportError(
-            "a task vector cannot hold a fitted classification head: write a model or an adapter, or pass "
-            '`head_fit="none"`.'
+            'a task vector cannot hold a fitted head: write a model or an adapter, or pass `head_fit="none"`.'
         )
 
 

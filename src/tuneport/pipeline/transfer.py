@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import Unpack
 
 from ..errors import TuneportError
 from ..job import Given, Job
 from ..methods import LayerRecord, Method, get_method, name_of
-from ..models.base import Model, ModelLike
+from ..models.base import ModelLike
 from ..pairing import Plan
 from ..report.record import to_json
 from ..runtime.budget import plan_passes
@@ -102,17 +103,17 @@ def run(
         passes = plan_passes(job, job.memory_budget, method=method)
     job = measurable(job)
     moved = move(job, method, scale, passes=passes, progress=progress, work=work)  # lines 3 to 9
-    target = _refitted(job, moved)
-    return _result(job, method, scale, moved, target, time.perf_counter() - started)  # line 11
+    head = _refitted(job, moved)
+    return _result(job, method, scale, moved, head, time.perf_counter() - started)  # line 11
 
 
-def _refitted(job: Job, moved: Moved) -> Model:
-    """The target with its head fitted on its ported features, if the job fits heads; weights are shared."""
+def _refitted(job: Job, moved: Moved) -> Mapping[str, Tensor]:
+    """The target's head, fitted on its ported features; nothing if the job fits no head."""
     if not job.fits_head:
-        return job.target
+        return {}
     with Scaled(job.target.module, moved.transfer.task_vector, job.target.stored_parameters()) as ported:
         ported.set(moved.scale)
-        return job.target.with_head(fit_head(job.target, ported.module, job.samples))
+        return fit_head(job.target, ported.module, job.samples)
 
 
 def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | ScaleRule:
@@ -145,7 +146,7 @@ def _result(
     method: Method,
     scale: float | ScaleRule,
     moved: Moved,
-    target: Model,
+    head: Mapping[str, Tensor],
     seconds: float,
 ) -> Result:
     done = moved.transfer
@@ -170,8 +171,10 @@ def _result(
         ]
         about = {"rule": choice.rule, "samples": choice.samples, "held_out": choice.held_out}
         record["scale_choice"] = {**about, "candidates": candidates}
-    if job.fits_head:
-        record["head"] = {"tensors": sorted(target.classifier_parameters), "classes": list(target.classes)}
+    if head:
+        assert job.heads is not None
+        record["head"] = {"tensors": sorted(head), "classes": list(job.heads.target.classes)}
+    target = job.target.with_head(head) if head else job.target
     return Result(target, done.task_vector, done.records, kept, moved.scale, record, job)
 
 

@@ -82,7 +82,7 @@ class Options(TypedDict):
     sampler: str
     seed: Count
     head: str | None
-    head_fit: NotRequired[Literal["auto", "none"]]
+    head_fit: NotRequired[Literal["auto", "none", "projection"]]
     labels: NotRequired[Literal["data", "source"] | None]
     loss: NotRequired[str | None]
     completion: Literal["svd", "none"]
