@@ -302,7 +302,7 @@ def test_token_classifiers_are_refused(folders: Callable[..., tuple[Path, ...]])
     source, tuned, target, data = folders()
     config = transformers.BertConfig.from_pretrained(tuned)
     transformers.BertForTokenClassification(config).save_pretrained(tuned)
-    with pytest.raises(TuneportError, match="labels tokens.*not carried"):
+    with pytest.raises(TuneportError, match=r"labels tokens.*not carried"):
         prepare(source, tuned, target, data, samples=12)
 
 

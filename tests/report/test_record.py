@@ -75,7 +75,8 @@ class TestSchema:
         assert {"role", "block", "width_in", "spectrum_in"} <= set(stored["layers"][0])
 
     def test_transfer_to_a_task_vector(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
-        port(prepare(*zoo.trio("vit"), zoo.data, samples=24), tmp_path / "tau.safetensors", kind="task-vector")
+        job = prepare(*zoo.trio("vit"), zoo.data, samples=24, head_fit="none")
+        port(job, tmp_path / "tau.safetensors", kind="task-vector")
         with safe_open(tmp_path / "tau.safetensors", "pt") as file:
             record = json.loads(file.metadata()["record"])
         valid(record)
@@ -212,7 +213,7 @@ class TestCard:
         for folder, licence in zip(trio, stated, strict=True):
             text = f"---\ntags:\n- x\nlicense: {licence}\n---\n" if licence else "license: gpl\n"
             (folder / "README.md").write_text(text)
-        result = transfer(*trio, zoo.data, method="naive")
+        result = transfer(*trio, zoo.data, method="naive", head_fit="none")
         assert [result.record[key]["license"] for key in ("source", "finetuned", "target")] == list(stated)
         card = model_card(result.record)
         assert self.front(card).get("license") == expected
