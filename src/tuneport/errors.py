@@ -64,9 +64,24 @@ def first_of(items: Iterable[str], limit: int = 10) -> str:
 
     Items may come from files: what is not printable is replaced, so that a message stays one line.
     """
-    listed = ["".join(mark if mark.isprintable() else "\ufffd" for mark in item) for item in items]
+    listed = ["".join(mark if mark.isprintable() else "\ufffd" for mark in shortened(item)) for item in items]
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown}, ... and {len(listed) - limit} more"
+
+
+def is_text(name: str) -> bool:
+    """True if a name from a file can be written as UTF-8: it has no lone surrogates."""
+    return not any("\ud800" <= mark <= "\udfff" for mark in name)
+
+
+def shortened(name: object, most: int = 200) -> str:
+    """A name or value from a file, cut in the middle if it is long, so that a message stays readable.
+
+    >>> shortened("layer." * 1000, 20)
+    'layer.lay ... layer.'
+    """
+    text = str(name)
+    return text if len(text) <= most else f"{text[: most // 2 - 1]} ... {text[-(most - most // 2 - 4) :]}"
 
 
 def brief(error: BaseException) -> str:
@@ -84,5 +99,7 @@ def reraised(what: str, kind: type[TuneportError] = CheckpointError) -> Iterator
     """Context in which any error of another library becomes one line: `what` failed, and why."""
     try:
         yield
+    except TuneportError:
+        raise
     except Exception as error:
         raise kind(f"{what}: {brief(error)}.") from error

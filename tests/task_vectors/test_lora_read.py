@@ -232,3 +232,46 @@ def test_nan_and_infinity_are_refused(tmp_path: Path, changed: dict[str, float])
     safetensors.torch.save_file(factors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"rank or alpha|alpha in"):
         task_vector_of(open_adapter(tmp_path), {"a.weight": torch.zeros(4, 3)})
+
+
+NESTED = "(([a-z0-9_.]+)+)+!"
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern"])
+@pytest.mark.parametrize("pattern", [NESTED, "(a|a)*b", "(.*)*x", ".*.*.*.*.*.*x", "a?" * 40 + "a" * 40, "(?=(.+)+!)"])
+def test_patterns_that_take_too_long_are_refused(key: str, pattern: str, tmp_path: Path) -> None:
+    """Matched, each of them would take hours: the test would not end."""
+    folder = saved(adapted(clip(), target_modules=["q_proj"]), tmp_path / "lora")
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    stored[key] = {pattern: 3} if key in ("rank_pattern", "alpha_pattern") else pattern
+    (folder / "adapter_config.json").write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match=rf"{key} of the adapter .* is refused: .* could take too long"):
+        open_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        "layers.0.self_attn.q_proj",
+        r"^vision_model\.encoder\.layers\.1\.self_attn\.q_proj",
+        r"layers\.\d+\.self_attn\.(q|v)_proj",
+        r".*\.layers\.[01]\.self_attn\.q_proj",
+        "proj",
+        r"0\.self_attn\.q_proj|1\.self_attn\.v_proj",
+    ],
+)
+def test_patterns_are_matched_as_peft_matches_them(pattern: str, tmp_path: Path) -> None:
+    base = clip()
+    options = {"rank_pattern": {pattern: 2}, "alpha_pattern": {pattern: 7}}
+    model = adapted(base, target_modules=["q_proj", "v_proj"], **options)
+    assert_same(read(saved(model, tmp_path / "lora"), base), merged_change(model, base), 2e-6)
+
+
+def test_bases_that_are_no_names(tmp_path: Path) -> None:
+    folder = saved(adapted(clip(), target_modules=["q_proj"]), tmp_path / "lora")
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    for base in (3, ["a"], {"a": 1}):
+        (folder / "adapter_config.json").write_text(json.dumps({**stored, "base_model_name_or_path": base}))
+        with pytest.raises(CheckpointError, match=r"base_model_name_or_path in adapter_config\.json of .* is \w+; exp"):
+            open_adapter(folder)

@@ -146,3 +146,23 @@ def test_attention_tied_weights_and_convolutions(tmp_path: Path) -> None:
         {n: as_dense(e) for n, e in entries.items()}
         | {"attention.out_proj.weight": torch.zeros(8, 8), "inner.head.weight": torch.zeros(8, 8)},
     )
+
+
+def test_a_rank_belongs_to_one_module_though_another_name_ends_like_it(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"fc": nn.Linear(6, 6), "inner": nn.ModuleDict({"fc": nn.Linear(6, 6)})})
+    ranks = {"fc.weight": 2, "inner.fc.weight": 4}
+    generator = torch.Generator().manual_seed(0)
+    vector = TaskVector(
+        {
+            name: LowRank(torch.randn(6, rank, generator=generator), torch.randn(rank, 6, generator=generator))
+            for name, rank in ranks.items()
+        }
+    )
+    packed = pack(vector, module, dict(module.named_parameters()))
+    write_adapter(tmp_path, packed.adapter)
+    config = peft.LoraConfig.from_pretrained(tmp_path)
+    model = peft.get_peft_model(copy.deepcopy(module), config)
+    found = {name: part.r["default"] for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert found == {"base_model.model.fc": 2, "base_model.model.inner.fc": 4}  # peft's own reading of the patterns
+    written = read(tmp_path, module)
+    assert {name: written.spec(name).rank for name in written} == ranks

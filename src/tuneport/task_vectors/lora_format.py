@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, TuneportError, first_of
 from ..io.checkpoint import open_checkpoint, read_object, write_checkpoint
 from ..io.validate import check_finite, check_unquantised
+from .lora_patterns import check_patterns
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -75,6 +76,11 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
             f"{adapter.name} was initialised by {start}, which changes the base weights. Save it again with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         )
+    stated = adapter.config.get("base_model_name_or_path")
+    if stated is not None and not isinstance(stated, str):
+        given = f"is {type(stated).__name__}; expected the name of a model"
+        raise CheckpointError(f"base_model_name_or_path in {CONFIG} of {adapter.name} {given}.")
+    check_patterns(adapter.config, adapter.name)
     check_unquantised(adapter.tensors, adapter.tensors)
     check_finite(adapter.tensors)
     return adapter

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, first_of, shortened
 from ..io.tensors import LazyMapping, TensorSpec, describe
 from .lora_format import CONFIG, PREFIX, TWICE, Adapter
+from .lora_patterns import patterned
 from .low_rank import Entry, LowRank
 from .vector import TaskVector
 
@@ -80,7 +81,7 @@ def task_vector_of(
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
-            f"Its base is {adapter.config.get('base_model_name_or_path') or 'not named in its configuration'}."
+            f"Its base is {shortened(adapter.config.get('base_model_name_or_path') or 'not named in its configuration')}."
         )
     return _as_vector(adapter, base, loras, biases, {name: key for name, key in whole.items() if name not in loras})
 
@@ -194,8 +195,8 @@ def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
         raise CheckpointError("DoRA on an embedding: merge it into its base")
     A, B = (describe(adapter.tensors, lora.keys[f"{kind}{side}"]).shape for side in "AB")
     try:
-        rank = int(_patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
-        alpha = float(_patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
+        rank = int(patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
+        alpha = float(patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
     except (TypeError, ValueError, OverflowError, LookupError, re.error) as error:
         raise CheckpointError(f"its rank or alpha in {CONFIG} cannot be read: {error}") from error
     if not math.isfinite(alpha):
@@ -213,13 +214,6 @@ def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
         raise CheckpointError(f"its magnitudes do not fit factors {A} and {B}")
     keys = {side.removeprefix(kind): key for side, key in lora.keys.items()}
     return _Lora(lora.path, keys, scaling, rank, flipped)
-
-
-def _patterned(config: Mapping[str, Any], patterns: str, default: str, path: str, otherwise: int) -> Any:
-    """A setting of one module: the first pattern that matches the end of its path, as in peft."""
-    table = config.get(patterns) or {}
-    key = next((key for key in table if re.match(rf"(.*\.)?({key})$", path)), None)
-    return config.get(default, otherwise) if key is None else table[key]
 
 
 def _read(tensors: Mapping[str, Tensor], lora: _Lora, base: Mapping[str, Tensor], name: str) -> Entry:
