@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DataError, brief, first_of
+from ..io.regular import check_regular
 from ..types import Split
 from .images import check_images, open_array, open_file
 
@@ -210,7 +211,8 @@ def as_numbers(names: Sequence[str]) -> list[int]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn I/O and decoding errors into a DataError that names the file."""
+    """Turn I/O and decoding errors into a DataError that names the file; a pipe, socket or device is one too."""
+    check_regular(path, DataError)
     try:
         yield
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from ..errors import DataError, brief
+from ..io.regular import check_regular
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -72,6 +73,8 @@ def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
 
 
 def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
+    if isinstance(source, Path):
+        check_regular(source, DataError)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, brief, first_of
+from .json_text import parse_json
 from .output import PathLike, sync
+from .regular import check_regular
 from .sizes import parse_bytes
 from .tensors import LazyTensors, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
@@ -102,16 +104,16 @@ def _weights_in(folder: Path) -> Path:
 
 def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
     """Read a JSON file of at most `limit` bytes, or raise a CheckpointError that says `what` was expected."""
+    check_regular(path)
     try:
         size = path.stat().st_size
         if size > limit:
             raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"{path} is not {what}: {reason}. Download or save it again.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not {what}: {brief(error)}. Download or save it again.") from error
 
 
 def read_object(path: Path, what: str, limit: int = 20 * 10**6) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, brief, first_of
+from ..errors import CheckpointError, brief, first_of, shortened
+from .json_text import parse_json
+from .regular import check_regular
 from .tensors import TensorSpec, describe
 
 # In the order in which safetensors ranks them: its files store the last of them first.
@@ -31,11 +33,14 @@ _DTYPE_NAMES = {
 _DTYPES: dict[str, torch.dtype] = {c: getattr(torch, name) for c, name in _DTYPE_NAMES.items() if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _RANK = {dtype: rank for rank, dtype in enumerate(_CODES)}
+_LARGEST_HEADER = 25 * 10**6  # bytes
+_MOST_DIMENSIONS = 64  # of a tensor in torch
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_weights(path: Path) -> WeightFile:
     """Open a weight file by its suffix: safetensors or a pickle."""
+    check_regular(path)
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in _PICKLES:
@@ -53,9 +58,12 @@ class SafetensorsFile:
         self.path = path
         self._stamp = _stamp(path)
         with self._readable(), path.open("rb") as file:
-            safe_open(str(path), framework="pt")  # checks the header
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            content = file.read(min(length, _LARGEST_HEADER + 1))
+            if len(content) > _LARGEST_HEADER:
+                raise CheckpointError(f"{path} is refused: a file of weights may have {_LARGEST_HEADER} bytes of header.")
+            safe_open(str(path), framework="pt")  # checks the header
+            header = self._parse(content)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.specs = {name: self._spec(name, entry) for name, entry in header.items()}
         self._offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
@@ -72,9 +80,19 @@ class SafetensorsFile:
                 raise OSError(f"{name} is cut off")
         return content.view(spec.dtype).reshape(spec.shape)
 
+    def _parse(self, content: bytes) -> dict[str, Any]:
+        try:
+            header: dict[str, Any] = parse_json(content)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} is refused: its header cannot be read: {brief(error)}.") from error
+        return header
+
     def _spec(self, name: str, entry: Mapping[str, Any]) -> TensorSpec:
+        if len(entry["shape"]) > _MOST_DIMENSIONS:
+            given = f"{shortened(name)} has {len(entry['shape'])} dimensions"
+            raise CheckpointError(f"{self.path} is refused: {given}; expected at most {_MOST_DIMENSIONS}.")
         if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{self.path} stores {name} as {entry['dtype']}; known are {', '.join(_DTYPES)}.")
+            raise CheckpointError(f"{self.path} stores {shortened(name)} as {entry['dtype']}; known are {', '.join(_DTYPES)}.")
         return TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
 
     @contextmanager
@@ -103,6 +121,12 @@ class PickleFile:
             found = f"{len(odd)} entries that are not tensors: {first_of(odd)}" if odd else "nothing"
             raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
         self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
+        without = [name for name, tensor in self._state.items() if not _is_plain(tensor)]
+        if without:
+            raise CheckpointError(
+                f"{path} is refused: {len(without)} of its {len(state)} tensors are nested, sparse, quantised or hold "
+                f"no numbers: {first_of(without)}. Save plain tensors."
+            )
         self.specs = {name: describe(self._state, name) for name in self._state}
         size = path.stat().st_size
         lying = [f"{name} {spec.shape}" for name, spec in self.specs.items() if spec.nbytes > size]
@@ -140,6 +164,11 @@ class PickleFile:
             raise CheckpointError(f"{self.path} is not a state dict but a {kind}. Save model.state_dict().")
         parts = (state.get(key) for key in ("state_dict", "model"))  # of a training checkpoint
         return next((part for part in parts if isinstance(part, dict)), state)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    special = tensor.is_nested or tensor.is_meta or tensor.is_quantized
+    return not special and tensor.layout is torch.strided and tensor.ndim <= _MOST_DIMENSIONS
 
 
 WeightFile = SafetensorsFile | PickleFile

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError, brief, first_of
+from ...io.regular import check_regular
 from ..dataset import reading
 
 _LARGEST = 2**32
@@ -33,6 +34,7 @@ def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
     """Arrays of a MATLAB file (versions 4 to 7.2)."""
     from scipy.io import loadmat
 
+    check_regular(path, DataError)
     try:
         content: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=wanted)
     except Exception as error:  # broken files make the reader raise nearly anything
