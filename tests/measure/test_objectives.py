@@ -299,6 +299,8 @@ def test_custom_loss_on_the_command_line(own: str, encoders: dict[str, Path], tm
     ("loss", "message"),
     [
         ("my_own_losses:absent", "cannot be imported"),
+        ("os:system", "the loss os:system failed: "),
+        ("builtins:print", "the loss builtins:print gives None; expected a tensor with one number"),
         ("casual", "unknown loss 'casual'. Did you mean 'causal'?"),
         ("seq2seq", "writes no text"),
         ("contrastive", "needs pairs of texts"),

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from ..data.chat import last_answer
 from ..data.dataset import UNLABELLED, Dataset
-from ..errors import DataError, TuneportError, unknown_name
+from ..errors import DataError, TuneportError, brief, reraised, shortened, unknown_name
 from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import Encoded, Reader
@@ -91,13 +92,23 @@ def load_loss(name: str) -> Loss:
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        loss: Loss = getattr(importlib.import_module(module), function)
+        given: Loss = getattr(importlib.import_module(module), function)
     except Exception as error:
-        raise TuneportError(f"the loss {name} cannot be imported: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {brief(error)}"
+        raise TuneportError(f"the loss {name} cannot be imported: {reason}.") from error
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(loss):
+    if not callable(given):
         raise TuneportError(f"the loss {name} is not a function.")
+
+    def loss(part: nn.Module, batch: Any) -> Tensor:
+        with reraised(f"the loss {name} failed", TuneportError):
+            value: object = given(part, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TuneportError(f"the loss {name} gives {shortened(what)}; expected a tensor with one number.")
+        return value
+
     return loss
 
 
