@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import pickle
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -27,10 +29,11 @@ from tuneport.data import formats, tables
 from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError
 from tuneport.io.checkpoint import open_checkpoint
+from tuneport.io.validate import check_finite
 from tuneport.measure.capture import measure_pairs
 from tuneport.models.heads import read_head
-from tuneport.models.open import open_model
-from tuneport.pipeline.change import apply
+from tuneport.models.open import open_model, outline_model
+from tuneport.pipeline.change import apply, extract
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 
@@ -96,7 +99,109 @@ class TestConfigurations:
             open_model(folder)
 
 
+    @pytest.mark.parametrize("changes", [{"num_attention_heads": -4}, {"hidden_size": 10**400}, {"patch_size": 0}])
+    def test_numbers_that_no_model_has(self, zoo: Zoo, tmp_path: Path, changes: dict[str, Any]) -> None:
+        folder = copied(zoo, "vit-base", tmp_path)
+        edit_json(folder / "config.json", **changes)
+        with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+            transfer(folder, zoo["vit-tuned"], zoo["vit-target"], zoo.data, samples=6)
+        assert len(str(caught.value)) < 500
+
+    @pytest.mark.parametrize("part", ["", "vision_config"])
+    @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+    def test_native_code_of_others_is_refused(self, zoo: Zoo, tmp_path: Path, part: str, key: str) -> None:
+        folder = copied(zoo, "clip-base", tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        for value in ("org/kernel", "org/kernel@v1:function", {"vision_config": "org/kernel"}, "flash_attention_2"):
+            (config[part] if part else config)[key] = value
+            (folder / "config.json").write_text(json.dumps(config))
+            for opened in (open_model, outline_model):
+                with pytest.raises(CheckpointError, match=rf"refused: {key} is .*would load native code"):
+                    opened(folder)
+        for value in ("eager", None):
+            (config[part] if part else config)[key] = value
+            (folder / "config.json").write_text(json.dumps(config))
+            assert open_model(folder).layers
+
+    def test_images_of_another_size_than_the_model(self, zoo: Zoo, tmp_path: Path) -> None:
+        for side in (8000, 224, 8):
+            folder = copied(zoo, "vit-base", tmp_path / str(side))
+            edit_json(folder / "preprocessor_config.json", size={"height": side, "width": side})
+            words = rf"preprocessor_config\.json makes images of {side} x {side} pixels, .*vit-base reads 16 x 16"
+            with pytest.raises(CheckpointError, match=words):
+                open_model(folder)
+
+    def test_tokenizers_that_are_too_large(self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tuneport.models.families.LARGEST_TOKENIZER", 100)
+        folder = copied(zoo, "clip-base", tmp_path)
+        embed = open_model(folder).embed_texts
+        assert embed is not None
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is refused: .* a file of a tokenizer may have"):
+            embed(["a"])
+
+
+class TestPipes:
+    """Opening a pipe waits for ever: the test would not end."""
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.npz", "a.parquet", "a"])
+    def test_data(self, tmp_path: Path, name: str) -> None:
+        os.mkfifo(tmp_path / name)
+        (tmp_path / f"link-{name}").symlink_to(tmp_path / name)
+        for path in (tmp_path / name, tmp_path / f"link-{name}"):
+            with pytest.raises(DataError, match="is a named pipe, not a file"):
+                read_plain(path, "train")
+
+    def test_sockets_and_devices(self, tmp_path: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(tmp_path / "a.csv"))
+            with pytest.raises(DataError, match="is a socket, not a file"):
+                read_plain(tmp_path / "a.csv", "train")
+        (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+        with pytest.raises(DataError, match="is a device, not a file"):
+            read_plain(tmp_path / "zero.jsonl", "train")
+        (tmp_path / "cat").mkdir()
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"image": "/dev/zero", "label": 1}))
+        with pytest.raises(DataError, match="do not exist: /dev/zero"):
+            read_plain(tmp_path / "rows.jsonl", "train")
+
+    @pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
+    def test_weights_heads_and_task_vectors(self, tmp_path: Path, name: str) -> None:
+        os.mkfifo(tmp_path / name)
+        for read in (open_checkpoint, load_task_vector, read_head):
+            with pytest.raises(CheckpointError, match="is a named pipe, not a file"):
+                read(tmp_path / name)
+
+    @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "preprocessor_config.json"])
+    def test_files_of_a_model(self, zoo: Zoo, tmp_path: Path, name: str) -> None:
+        folder = copied(zoo, "clip-base", tmp_path)
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(CheckpointError, match=f"{name} is a named pipe, not a file"):
+            open_model(folder)
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+    def test_adapters(self, zoo: Zoo, tmp_path: Path, name: str) -> None:
+        os.mkfifo(tmp_path / name)
+        if name != "adapter_config.json":
+            (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        with pytest.raises(CheckpointError):
+            extract(zoo["vit-base"], tmp_path)
+
+
 class TestPickles:
+    @pytest.mark.parametrize("kind", ["nested", "sparse", "meta", "quantised"])
+    @pytest.mark.filterwarnings("ignore")
+    def test_tensors_without_plain_numbers(self, tmp_path: Path, kind: str) -> None:
+        tensor = {
+            "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "sparse": lambda: torch.eye(3).to_sparse(),
+            "meta": lambda: torch.ones(3, device="meta"),
+            "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        }[kind]()
+        torch.save({"w": tensor, "v": torch.ones(2)}, tmp_path / "w.pt")
+        with pytest.raises(CheckpointError, match=r"w\.pt is refused: 1 of its 2 tensors .*: w"):
+            open_checkpoint(tmp_path / "w.pt")
+
     def test_a_tensor_that_claims_more_than_its_file(self, tmp_path: Path) -> None:
         torch.save({"w": torch.zeros(1).expand(10**7)}, tmp_path / "w.pt")
         with pytest.raises(CheckpointError, match="claim more than its"):
@@ -121,6 +226,34 @@ class TestHeadsAndTaskVectors:
         save_file(load_file(path), path, {"classes": json.dumps(classes)})
         with pytest.raises(CheckpointError, match="names no classes"):
             read_head(path)
+
+    def test_names_that_cannot_be_written(self, tmp_path: Path) -> None:
+        path = write_head(tmp_path / "h.safetensors", 3)
+        save_file(load_file(path), path, {"classes": '["a", "b", "c", "\\ud800"]'})
+        with pytest.raises(CheckpointError, match=r"a class of .* has a name that is not Unicode text"):
+            read_head(path)
+
+    def test_more_dimensions_than_tensors_have(self, tmp_path: Path) -> None:
+        path = tmp_path / "h.safetensors"
+        header = json.dumps({"class_embeds": {"dtype": "F32", "shape": [1] * 200, "data_offsets": [0, 4]}}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+        with pytest.raises(CheckpointError, match="class_embeds has 200 dimensions; expected at most 64"):
+            open_checkpoint(path)
+
+    def test_headers_that_are_too_large(self, tmp_path: Path) -> None:
+        path = tmp_path / "w.safetensors"
+        entries = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(300_000)}
+        header = json.dumps(entries).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(CheckpointError, match=r"refused: its header .* at most 2000000 are read"):
+            open_checkpoint(path)
+
+    def test_long_names_are_shortened(self, tmp_path: Path) -> None:
+        path = tmp_path / "w.safetensors"
+        save_file({"n" * 10**5: torch.full((1,), float("nan"))}, path)
+        with pytest.raises(CheckpointError, match="hold NaN") as caught:
+            check_finite(open_checkpoint(path))
+        assert len(str(caught.value)) < 1000
 
     def test_nested_and_complex_ones(self, tmp_path: Path) -> None:
         path = write_head(tmp_path / "h.safetensors", 3)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DataError, TuneportError
+from ..errors import CheckpointError, DataError, TuneportError, reraised
 from ..io.checkpoint import read_object, write_checkpoint
 from ..io.tensors import LazyTensors, TensorSpec, describe, renamed
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
@@ -206,6 +206,19 @@ class Model:
             return self
         reader = replace(self.reader, max_length=max_length)
         return replace(self, reader=reader, encode=lambda texts: reader.texts(texts).inputs)
+
+    def guarded(self) -> Model:
+        """The same model, whose failures when it runs are errors of one line: its files may lie about it."""
+
+        def guard(run: Any) -> Any:
+            def guarded(*arguments: Any, **named: Any) -> Any:
+                with reraised(f"{self.name} cannot be run; its configuration and its weights may not fit"):
+                    return run(*arguments, **named)
+
+            return run and guarded
+
+        runs = ("features", "logits", "token_logits", "embed_texts", "encode")
+        return replace(self, **{name: guard(getattr(self, name)) for name in runs})
 
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights, in memory."""

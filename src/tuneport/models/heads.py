@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import CheckpointError, DataError, brief, first_of
+from ..errors import CheckpointError, DataError, brief, first_of, is_text
 from ..io.checkpoint import open_checkpoint, read_json
+from ..io.json_text import parse_json
+from ..io.regular import check_regular
 from .base import Batch, DatasetLike, Model, widened
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
@@ -86,8 +87,8 @@ def read_head(path: Path) -> Head:
         raise CheckpointError(f"{path} is not a head: it holds complex numbers.")
     embeds, scale = stored["class_embeds"].float(), stored["logit_scale"].float()
     try:
-        classes = json.loads(stored.metadata["classes"])
-    except (KeyError, ValueError, RecursionError):
+        classes = parse_json(stored.metadata["classes"])
+    except (KeyError, ValueError):
         classes = None
     if not isinstance(classes, list):
         raise CheckpointError(f"{path} names no classes: its metadata needs 'classes', a JSON list of names.")
@@ -103,7 +104,10 @@ def read_head(path: Path) -> Head:
             f"{path} has logit_scale {float(scale):g}, a factor of e^{float(scale):g}: it is the logarithm of the "
             f"factor, at most ln 100 = 4.605. If the file stores the factor itself, store its logarithm."
         )
-    return Head(path.stem, tuple(str(c) for c in classes), embeds, math.exp(float(scale)))
+    names = tuple(map(str, classes))
+    if not all(is_text(name) for name in names):
+        raise CheckpointError(f"a class of {path} has a name that is not Unicode text. Rename it.")
+    return Head(path.stem, names, embeds, math.exp(float(scale)))
 
 
 def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
@@ -117,6 +121,7 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     paths = {path.stem: path for path in stored}
     if wanted is not None:
         path = paths.get(wanted, Path(wanted))
+        check_regular(path, DataError)
         if not path.is_file():
             known = f"it has {first_of(paths)}" if paths else "it has none"
             raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`.")

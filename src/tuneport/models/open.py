@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint
 from ..io.hub import local, looks_like_hub_id
+from ..io.regular import check_regular_files
 from ..io.sizes import free_memory
 from ..io.validate import check_unquantised
 from ..task_vectors.lora_format import is_adapter
@@ -41,7 +42,7 @@ def open_model(
 ) -> Model:
     """Open a model folder, a name that a model library knows, or a hub id, to run in `dtype`."""
     family, name = _require(reference)
-    model = family.open(name, device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype)
+    model = family.open(name, device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype).guarded()
     check_unquantised(model.tensors, model.file_names.values())
     return model
 
@@ -49,7 +50,7 @@ def open_model(
 def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Model:
     """Open an offloaded model, whose weights stay in its files; without `weights` the files need not exist."""
     family, name = _require(reference)
-    model = family.outline(name, dtype=dtype, weights=weights)
+    model = family.outline(name, dtype=dtype, weights=weights).guarded()
     check_unquantised(model.tensors, model.file_names.values())
     return model
 
@@ -194,6 +195,7 @@ def _require(reference: str | Path) -> tuple[Family, str]:
     """The family of a model and its reference there, or an error that says what else it is."""
     family, found = _find(reference)
     if family is not None:
+        check_regular_files(Path(found))
         return family, found
     if not Path(found).exists():
         raise CheckpointError(f"there is no model at {found}: no such folder. Give {ACCEPTED}.")

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..errors import CheckpointError, first_of, reraised
+from ..errors import CheckpointError, first_of, reraised, shortened
 from ..io.checkpoint import Checkpoint
 from ..io.tensors import LazyTensors, describe
 from .offload import replace_by_placeholders
 
 MOST_BLOCKS = 1024  # limits for configurations without weights to check them against
 LARGEST = 10**7
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation", "implementation_internal")
+BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 _building = threading.RLock()  # torch's default dtype belongs to the whole process: one thread at a time changes it
 
 
@@ -58,8 +60,8 @@ def count_weights(stored: Mapping[str, Tensor]) -> int:
 def check_config(config: dict[str, Any], path: Path, stored: Checkpoint | None) -> None:
     """Refuse a quantised model, and sizes that contradict the weights, before anything is built from them.
 
-    No width, vocabulary or number of classes exceeds the number of weights, and each block has a tensor. Without
-    weights to check against, sizes that no model has are refused.
+    No width, vocabulary or number of classes exceeds the number of weights or is negative, and each block has a
+    tensor. Without weights to check against, sizes that no model has are refused.
     """
     if stored is None:
         found = oversized(config, LARGEST, MOST_BLOCKS)
@@ -82,8 +84,22 @@ def check_config(config: dict[str, Any], path: Path, stored: Checkpoint | None) 
         )
 
 
+def check_kernels(config: Any, path: Path) -> None:
+    """Refuse a configuration that names an implementation outside transformers, which would load native code."""
+    left = [("", config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):  # a part of the configuration, or an implementation for each part
+            left += [(key if key.endswith(IMPLEMENTATIONS) else str(name), item) for name, item in value.items()]
+        elif value is not None and key.endswith(IMPLEMENTATIONS) and value not in BUILT_IN:
+            raise CheckpointError(
+                f"{path} is refused: {key} is {shortened(repr(value))}, which is not part of transformers and would "
+                f"load native code. Remove it, or pass `trust_remote_code=True`. Known: {', '.join(BUILT_IN)}."
+            )
+
+
 def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
-    """The sizes and numbers of blocks in a configuration, also nested ones, that exceed the limits.
+    """The sizes and numbers of blocks in a configuration, also nested ones, that exceed the limits or are negative.
 
     >>> oversized({"hidden_size": 64, "vision": {"num_layers": 9}, "pad_token_id": 10**9}, 100, 8)
     ['num_layers = 9']
@@ -98,9 +114,17 @@ def oversized(config: Any, largest: int, most_blocks: int) -> list[str]:
             left += [(key, item) for item in reversed(value)]
         elif isinstance(value, (int, float)) and not key.endswith(("_id", "_ids", "_token_index")):
             blocks = "layers" in key or key in ("depth", "depths", "n_layer")
-            if abs(value) > (most_blocks if blocks else largest):
-                found.append(f"{key} = {value:.6g}")
+            size = blocks or key.startswith(("num_", "n_", "d_")) or key.endswith(("_size", "_dim", "heads"))
+            if abs(value) > (most_blocks if blocks else largest) or (size and value < 0):
+                found.append(f"{key} = {_rounded(value)}")
     return found
+
+
+def _rounded(value: float) -> str:
+    try:
+        return f"{value:.6g}"
+    except OverflowError:  # an integer beyond the floats
+        return f"a number of {len(str(abs(value)))} digits" if abs(value) < 10**4000 else "a number of 4000 digits"
 
 
 def unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:

@@ -18,6 +18,7 @@ from ...errors import CheckpointError, TuneportError, brief, first_of, reraised
 from ...io.checkpoint import Checkpoint, open_checkpoint
 
 NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
+LARGEST_TOKENIZER = 100 * 10**6  # bytes of a file
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
@@ -124,6 +125,11 @@ def open_tokenizer(folder: Path, trust_remote_code: bool, part: str) -> Any:
         raise CheckpointError(
             f"{folder} has {part} but no tokenizer; copy its files from the original model, or pass `head`."
         )
+    for name in (*TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "added_tokens.json"):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if size > LARGEST_TOKENIZER:
+            most = f"a file of a tokenizer may have {LARGEST_TOKENIZER / 1e6:.0f} MB"
+            raise CheckpointError(f"{folder / name} is refused: {size / 1e6:.0f} MB, and {most}.")
     with quiet(), reraised(f"{folder} has {part} but no usable tokenizer; pass a name or a file as `head`"):
         from transformers import AutoTokenizer
 

@@ -20,7 +20,7 @@ from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
 from ..base import Family, HeadedTensors, Labelling, Model, Stored, live_tensors, writer_with_config
-from ..outline import check_config, count_weights, outline_of, unread
+from ..outline import check_config, check_kernels, count_weights, outline_of, unread
 from . import not_imported, quiet
 from .huggingface_heads import classifier_around, labelling_of
 from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class
@@ -37,6 +37,8 @@ class HuggingFace(Family):
 
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         folder = Path(reference)
+        if not trust_remote_code:
+            _check_kernels(folder)
         stored = open_checkpoint(folder)
         module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
         names = _file_names(module, stored)
@@ -51,6 +53,7 @@ class HuggingFace(Family):
 
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
         folder = Path(reference)
+        _check_kernels(folder)
         stored = open_checkpoint(folder) if weights else None
         module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
         names = _file_names(module, stored)
@@ -105,6 +108,11 @@ def _model(
     model = Model(name, module, stored, names, layers=(), loose=(), folder=folder, write=write, library="transformers")
     complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
     return complete(model, trust_remote_code)
+
+
+def _check_kernels(folder: Path) -> None:
+    path = folder / "config.json"
+    check_kernels(read_object(path, "a model configuration"), path)
 
 
 def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:

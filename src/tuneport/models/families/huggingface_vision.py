@@ -19,6 +19,8 @@ from . import open_tokenizer, quiet
 from .huggingface_heads import head_fields
 
 LARGEST_IMAGE = 8192  # pixels a side
+LARGEST_SHARE = 4  # of a side that a processor makes, before it crops it, in sides that the model reads
+SIDES = ("height", "width", "shortest_edge", "longest_edge")
 Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their parts as untyped attributes
 
 
@@ -30,6 +32,7 @@ class Architecture:
     special_tokens: int
     classifies: bool = False
     tower: tuple[str, ...] = ()
+    any_size: bool = False  # interpolates its positions for images of other sizes
 
 
 def _first_token(part: str) -> Run:
@@ -51,8 +54,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "ViTModel": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
     "ViTForImageClassification": Architecture(_first_token("vit"), 1, classifies=True),
-    "Dinov2Model": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
-    "Dinov2ForImageClassification": Architecture(_first_token("dinov2"), 1, classifies=True),
+    "Dinov2Model": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1, any_size=True),
+    "Dinov2ForImageClassification": Architecture(_first_token("dinov2"), 1, classifies=True, any_size=True),
 }
 
 
@@ -75,7 +78,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
         loose=loose,
         kind="image",
         **head_fields(module),
-        encode=_image_encoder(folder, trust_remote_code) if folder is not None else None,
+        encode=_image_encoder(folder, trust_remote_code, tower, architecture) if folder is not None else None,
         features=architecture.features,
         logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
         layout=lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
@@ -86,7 +89,9 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     )
 
 
-def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+def _image_encoder(
+    folder: Path, trust_remote_code: bool, tower: Any, architecture: Architecture
+) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
     """The `encode` of a model: its folder's image processor (preprocessor_config.json)."""
     path = folder / "preprocessor_config.json"
     if not path.is_file():
@@ -98,19 +103,35 @@ def _image_encoder(folder: Path, trust_remote_code: bool) -> Callable[[Sequence[
 
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         processor = AutoImageProcessor.from_pretrained(folder, **options)
-    sizes = [getattr(processor, name, None) or {} for name in ("size", "crop_size", "pad_size")]
-    sides = [side for size in sizes for side in dict(size).values() if isinstance(side, (int, float))]
-    if any(not 0 < side <= LARGEST_IMAGE for side in sides):
-        largest = max(sides, key=abs)
-        raise CheckpointError(
-            f"{path} is refused: it makes images of {largest:.6g} pixels a side; expected 1 to {LARGEST_IMAGE}."
-        )
+    _check_sizes(processor, path, tower, architecture)
 
     def encode(images: Sequence[Any]) -> dict[str, Tensor]:
         with reraised(f"{path} cannot be used"):
             return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
 
     return encode
+
+
+def _check_sizes(processor: Any, path: Path, tower: Any, architecture: Architecture) -> None:
+    """Refuse a processor that makes images of absurd sizes, or of others than the model reads."""
+    steps = (("do_resize", "size"), ("do_center_crop", "crop_size"), ("do_pad", "pad_size"))
+    used = [dict(getattr(processor, size, None) or {}) for do, size in steps if getattr(processor, do, None)]
+    sides = [size[key] for size in used for key in SIDES if isinstance(size.get(key), (int, float))]
+    if any(not 0 < side <= LARGEST_IMAGE for side in sides):
+        largest = max(sides, key=abs)
+        raise CheckpointError(
+            f"{path} is refused: it makes images of {largest:.6g} pixels a side; expected 1 to {LARGEST_IMAGE}."
+        )
+    reads = getattr(tower, "image_size", None)
+    reads = (reads, reads) if isinstance(reads, int) else tuple(reads or ())
+    makes = tuple(used[-1].get(key) for key in ("height", "width")) if used else (None, None)
+    wrong = None not in makes and len(reads) == 2 and makes != reads and not architecture.any_size
+    if wrong or (reads and max(sides, default=0) > LARGEST_SHARE * max(reads)):
+        given = makes if wrong else (max(sides),) * 2
+        raise CheckpointError(
+            f"{path} makes images of {given[0]:.6g} x {given[1]:.6g} pixels, but {path.parent.name} reads {reads[0]} x "
+            f"{reads[-1]}. Copy it from the original model."
+        )
 
 
 def _text_tower(module: Any, folder: Path, trust_remote_code: bool) -> Callable[[list[str]], Tensor]:
