@@ -98,7 +98,6 @@ class TestConfigurations:
         with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
             open_model(folder)
 
-
     @pytest.mark.parametrize("changes", [{"num_attention_heads": -4}, {"hidden_size": 10**400}, {"patch_size": 0}])
     def test_numbers_that_no_model_has(self, zoo: Zoo, tmp_path: Path, changes: dict[str, Any]) -> None:
         folder = copied(zoo, "vit-base", tmp_path)

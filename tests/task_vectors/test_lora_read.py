@@ -237,7 +237,9 @@ def test_nan_and_infinity_are_refused(tmp_path: Path, changed: dict[str, float])
 NESTED = "(([a-z0-9_.]+)+)+!"
 
 
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern"])
+@pytest.mark.parametrize(
+    "key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_pattern"]
+)
 @pytest.mark.parametrize("pattern", [NESTED, "(a|a)*b", "(.*)*x", ".*.*.*.*.*.*x", "a?" * 40 + "a" * 40, "(?=(.+)+!)"])
 def test_patterns_that_take_too_long_are_refused(key: str, pattern: str, tmp_path: Path) -> None:
     """Matched, each of them would take hours: the test would not end."""

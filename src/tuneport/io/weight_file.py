@@ -61,7 +61,9 @@ class SafetensorsFile:
             length = int.from_bytes(file.read(8), "little")
             content = file.read(min(length, _LARGEST_HEADER + 1))
             if len(content) > _LARGEST_HEADER:
-                raise CheckpointError(f"{path} is refused: a file of weights may have {_LARGEST_HEADER} bytes of header.")
+                raise CheckpointError(
+                    f"{path} is refused: a file of weights may have {_LARGEST_HEADER} bytes of header."
+                )
             safe_open(str(path), framework="pt")  # checks the header
             header = self._parse(content)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
@@ -92,7 +94,9 @@ class SafetensorsFile:
             given = f"{shortened(name)} has {len(entry['shape'])} dimensions"
             raise CheckpointError(f"{self.path} is refused: {given}; expected at most {_MOST_DIMENSIONS}.")
         if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{self.path} stores {shortened(name)} as {entry['dtype']}; known are {', '.join(_DTYPES)}.")
+            raise CheckpointError(
+                f"{self.path} stores {shortened(name)} as {entry['dtype']}; known are {', '.join(_DTYPES)}."
+            )
         return TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
 
     @contextmanager

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +78,10 @@ def task_vector_of(
         elif name in loras and not torch.equal(adapter.tensors[key].float(), base[name].detach().cpu().float()):
             wrong.append(f"{key} (differs from the base's weight: the adapter was trained on another base)")
     if wrong:
+        stated = adapter.config.get("base_model_name_or_path") or "not named in its configuration"
         raise CheckpointError(
             f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
-            f"Its base is {shortened(adapter.config.get('base_model_name_or_path') or 'not named in its configuration')}."
+            f"Its base is {shortened(stated)}."
         )
     return _as_vector(adapter, base, loras, biases, {name: key for name, key in whole.items() if name not in loras})
 
