@@ -167,7 +167,7 @@ def test_a_lost_role_is_an_error_with_a_way_out() -> None:
     target = stack_of(2, "q", "k", "v", "out", "wi_1", "wo")
     text = (
         "source blocks blocks have roles q, k, v, out, fc1, fc2; target blocks blocks have q, k, v, out, wi_1, wo "
-        'and no fc1, fc2. Pass roles={"fc1": "wi_1", "fc2": "wo"} or see docs/add-a-family.md.'
+        'and no fc1, fc2. Pass `roles={"fc1": "wi_1", "fc2": "wo"}` or see docs/add-a-family.md.'
     )
     with pytest.raises(PairingError, match=f"^{re.escape(text)}$"):
         pair_layers(source, target)
@@ -178,11 +178,19 @@ def test_a_lost_role_is_an_error_with_a_way_out() -> None:
 
 def test_a_role_can_be_left_behind() -> None:
     source, target = stack_of(1, "q", "gate"), stack_of(1, "q")
-    with pytest.raises(PairingError, match=r"and no gate\. Pass roles=\{'gate': None\}"):
+    with pytest.raises(PairingError, match=r'and no gate\. Pass `roles=\{"gate": None\}`'):
         pair_layers(source, target)
     plan = pair_layers(source, target, roles={"gate": None})
     assert partners(plan) == {"blocks.0.q.weight": "blocks.0.q.weight"}
     assert [entry.tensor for entry in plan.dropped] == ["blocks.0.gate.weight"]
+
+
+def test_gated_and_plain_feed_forwards_are_paired_as_suggested() -> None:
+    gated, plain = stack_of(1, "q", "gate", "up", "down"), stack_of(1, "q", "fc1", "fc2")
+    with pytest.raises(PairingError, match=r'Pass `roles=\{"gate": None, "up": "fc1", "down": "fc2"\}` or see'):
+        pair_layers(gated, plain)
+    with pytest.raises(PairingError, match=r'Pass `roles=\{"fc1": "up", "fc2": "down"\}` or see'):
+        pair_layers(plain, gated)
 
 
 def test_unknown_roles_are_refused() -> None:

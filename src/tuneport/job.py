@@ -24,6 +24,7 @@ from .models.heads import Head
 from .models.offload import Placement
 from .models.tokenizer import Encoded
 from .pairing import Plan
+from .task_vectors.lora_write import AdapterForm
 from .task_vectors.vector import TaskVector
 from .types import Completion, Loss, Sides, Signal
 
@@ -235,6 +236,7 @@ class Job:
     seed: int = 0
     device: torch.device | None = None  # where the models will run; None: where they are
     placements: Sides[Placement] | None = None  # of both models while they run
+    form: AdapterForm | None = None  # of the adapter that the result will be written as
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:

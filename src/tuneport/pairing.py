@@ -20,6 +20,8 @@ from .layers import Layer, LooseTensor
 DepthRule = Callable[[int, int, int], int]
 Roles = Mapping[str, str | None]
 
+# The layers of a gated feed-forward and of a plain one that do the same; a gate has no counterpart.
+COUNTERPARTS = {"up": "fc1", "down": "fc2", "fc1": "up", "fc2": "down", "gate": None}
 KEPT_BY_KIND = {
     "normalisation": "normalisation parameter: the target keeps its own",
     "position embedding": "position embedding: the target keeps its own",
@@ -248,11 +250,14 @@ def _check_roles(source: Sequence[Layer], target: Sequence[Layer], roles: Roles,
         missing = [role for role in wanted if roles.get(role, role) not in (None, *there)]
         if missing:
             spare = [role for role in there if role not in wanted]
-            guess = ", ".join(f'"{role}": "{other}"' for role, other in zip(missing, spare, strict=False))
+            likely = {role: COUNTERPARTS[role] for role in missing if COUNTERPARTS.get(role, "") in (None, *spare)}
+            others = iter([role for role in spare if role not in likely.values()])
+            guess = {role: likely[role] if role in likely else next(others, None) for role in missing}
+            listed = ", ".join(f'"{role}": ' + (f'"{other}"' if other else "None") for role, other in guess.items())
             raise PairingError(
                 f"source blocks {source_stack} have roles {', '.join(wanted)}; target blocks {target_stack} have "
-                f"{', '.join(there)} and no {', '.join(missing)}. Pass roles={{{guess or f'{missing[0]!r}: None'}}} "
-                "or see docs/add-a-family.md."
+                f"{', '.join(there)} and no {', '.join(missing)}. Pass `roles={{{listed}}}` or see "
+                "docs/add-a-family.md."
             )
 
 

@@ -15,6 +15,7 @@ from typing_extensions import NotRequired, TypedDict
 from tuneport.report.record import Cost, Count, Digest, Input, Keywords, PreparedRecord, Versions
 
 Seconds = Annotated[float, Keywords(minimum=0)]
+Share = Annotated[float, Keywords(minimum=0, maximum=1, description="Of the squared norm of the change.")]
 Measured = float | None  # null if the number is NaN or infinite
 Spectrum = Annotated[
     Sequence[Measured] | None,
@@ -45,6 +46,11 @@ class LayerEntry(TypedDict):
 class KeptTensor(TypedDict):
     tensor: str
     reason: str
+
+
+class LeftTensor(KeptTensor):
+    kind: str
+    share: Share
 
 
 class Candidate(TypedDict):
@@ -143,8 +149,9 @@ class RunRecord(PreparedRecord):
     passes: dict[str, Count]
     layers: list[LayerEntry]
     not_transported: list[KeptTensor]
-    left_behind: list[KeptTensor]
     head: NotRequired[FittedHead]
+    moved_share: Share
+    left_behind: list[LeftTensor]
     scale_choice: NotRequired[ScaleChoiceEntry]
     cost: NotRequired[Cost]
     distilled: NotRequired[DistilledEntry]
@@ -173,12 +180,32 @@ class ApplyRecord(TypedDict):
     versions: Versions
 
 
+MergePlace = TypedDict("MergePlace", {"as": str})
+
+
+class MergeRecord(MergePlace):
+    """tuneport.json of several fine-tunes merged into one."""
+
+    tuneport: str
+    command: Literal["merge"]
+    out: str
+    rule: str
+    weights: list[float]
+    density: float
+    seed: Count
+    tensors: Count
+    base: NotRequired[Input]
+    finetuned: list[Input]
+    adapter: NotRequired[dict[str, Any]]
+    versions: Versions
+
+
 OPEN = ("TransferRecord", "Options", "LayerEntry", "Versions")  # may have more keys than the schema names
 
 
 def record_schema() -> dict[str, Any]:
     """The JSON Schema of tuneport.json."""
-    schema: dict[str, Any] = TypeAdapter(TransferRecord | ApplyRecord).json_schema()
+    schema: dict[str, Any] = TypeAdapter(TransferRecord | ApplyRecord | MergeRecord).json_schema()
     for name, definition in schema["$defs"].items():
         definition["additionalProperties"] = name in OPEN
         for item in definition["properties"].values():

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from builders.commands import Run, assert_refused, npz, options
 from builders.folders import Zoo, edit_weights, images, write_data, write_head
@@ -32,6 +33,14 @@ def other_shapes(zoo: Zoo, tmp_path: Path) -> Path:
 def text_file(path: Path, text: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
+    return path
+
+
+def lora_file(path: Path) -> Path:
+    """The weights of an adapter alone."""
+    path.parent.mkdir(exist_ok=True)
+    name = "base_model.model.vision_model.encoder.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file({name.format("A"): torch.ones(2, 16), name.format("B"): torch.ones(16, 2)}, path)
     return path
 
 
@@ -59,8 +68,24 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "an adapter as target": (
         lambda s: {"target": text_file(s.tmp / "lora" / "adapter_config.json", "{}").parent},
-        ("is a LoRA adapter, not a model", "give it as --finetuned, with its base as --source", "tuneport apply"),
+        ("is an adapter, not a model", "give it as --finetuned, with its base as --source", "tuneport merge"),
     ),
+    "an adapter's file": (
+        lambda s: {"finetuned": lora_file(s.tmp / "adapter_model.safetensors")},
+        (
+            "adapter_model.safetensors holds the factors of a LoRA, not a model",
+            "the folder that holds it and",
+        ),
+    ),
+    "an adapter without its configuration": (
+        lambda s: {"finetuned": lora_file(s.tmp / "lora" / "adapter_model.safetensors").parent},
+        ("lora holds the factors of a LoRA, not a model", "give a folder with its adapter_config.json"),
+    ),
+    "an adapter's file as target": (
+        lambda s: {"target": lora_file(s.tmp / "adapter_model.safetensors")},
+        ("adapter_model.safetensors holds the factors of a LoRA, not a model",),
+    ),
+    "a role without an equals sign": (lambda _: {"roles": "up"}, ("--roles takes SOURCE=TARGET, such as up=fc1",)),
     "not a fine-tune": (
         lambda s: {"finetuned": text_file(s.tmp / "folder" / "x.txt", "").parent},
         ("is not a model",),

@@ -52,7 +52,7 @@ class TestTransfer:
         done = run("transfer", *options(zoo, head="animals"), "--out", out)
         assert done.code == 0
         assert f"written to {out}, report in report.html\n" in done.out
-        assert f"next: tuneport evaluate {out} --data {zoo.data} --head animals\n" in done.out
+        assert f"next: tuneport evaluate {shlex.quote(str(out))} --data {zoo.data} --head animals\n" in done.out
         assert "20 layers" in done.out
         assert "kept" in done.out
 

@@ -24,6 +24,7 @@ def hub(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple
 
     asked: list[tuple[str, dict[str, Any]]] = []
     there = {f"org/{part}": zoo[f"vit-{part}"] for part in ("base", "tuned", "target")}
+    there["base-uncased"] = zoo["vit-base"]
 
     def snapshot_download(name: str, **options: Any) -> str:
         asked.append((name, options))
@@ -72,11 +73,24 @@ def test_existing_paths_are_not_downloaded(zoo: Zoo, hub: list[Any], tmp_path: P
     (tmp_path / "org" / "base").symlink_to(zoo["vit-base"])
     assert local("org/base") == Path("org/base")
     assert open_model("org/base").name == "org/base"
-    for other in ("./org/x", "/org/x", "x", "a/b/c", "a/../b", "~/b", "a b/c", "-a/b", "name:tag/x"):
+    for other in ("./org/x", "/org/x", "a/b/c", "a/../b", "~/b", "a b/c", "-a/b", "name:tag/x", "data/x.jsonl"):
         assert not looks_like_hub_id(other)
         assert local(other) == Path(other)
+    assert local("digits", "dataset") == Path("digits"), "data of a bare name are a path"
     assert hub == []
     assert hub_name(Path("org/base")) is None
+
+
+def test_a_model_without_an_organisation(zoo: Zoo, hub: list[tuple[str, dict[str, Any]]]) -> None:
+    result = transfer("base-uncased", zoo["vit-tuned"], zoo["vit-target"], method="naive")
+    assert (result.record["source"]["name"], result.record["source"]["revision"]) == ("base-uncased", "42")
+    assert {name for name, _ in hub} == {"base-uncased"}
+
+
+def test_mistyped_data_are_not_looked_up(zoo: Zoo, hub: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"no data at data/x\.jsonl: no such file or folder"):
+        transfer(*zoo.trio("vit"), "data/x.jsonl")
+    assert hub == []
 
 
 @pytest.mark.usefixtures("hub")

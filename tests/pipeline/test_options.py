@@ -64,7 +64,8 @@ class TestMessages:
             ("pass `overwrite=True`.", "pass --overwrite."),
             ('use `kind="task-vector"`.', "use --as task-vector."),
             ("""leave out `exclude=['*', "head.*"]`.""", "leave out --exclude '*' --exclude 'head.*'."),
-            ("pass `roles={'fc1': 'wi'}`.", "pass roles={'fc1': 'wi'}."),
+            ("pass `roles={'fc1': 'wi', 'gate': None}`.", "pass --roles fc1=wi --roles gate=none."),
+            ("pass `pairs=[...]`.", "pass pairs=[...]."),
             ("a file called `samples", "a file called `samples"),
         ],
     )

@@ -65,9 +65,9 @@ def test_pickled_and_live_adapters_read_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "IA3"}, r"is an adapter of type IA3; tuneport reads LORA"),
-        ({"peft_type": "ADALORA"}, r"is an adapter of type ADALORA"),
-        ({"peft_type": "LOHA"}, r"is an adapter of type LOHA"),
+        ({"peft_type": "IA3"}, r"is an adapter of type IA3, not a LoRA"),
+        ({"peft_type": "ADALORA"}, r"is an adapter of type ADALORA, not a LoRA"),
+        ({"peft_type": "LOHA"}, r"is an adapter of type LOHA, not a LoRA"),
         ({"alora_invocation_tokens": [1]}, r"uses aLoRA, which applies only to some tokens"),
         (
             {"target_parameters": ["w"], "use_qalora": True},
@@ -293,7 +293,7 @@ def test_transfer_as_adapter(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytes
     loaded = peft.PeftModel.from_pretrained(target, out).eval()
     batch = {"pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))}
     torch.testing.assert_close(outputs(loaded, batch), outputs(whole, batch), atol=1e-5, rtol=1e-4)
-    assert "| adapter | 7 modules, rank 3, nothing lost |" in (out / "README.md").read_text()
+    assert "| adapter | 7 modules, rank 3, nothing cut off |" in (out / "README.md").read_text()
     text = (tmp_path / "whole" / "report.html").read_text()
     assert "<th scope=col>rank</th>" in text
 
@@ -302,7 +302,15 @@ def test_transfer_as_adapter(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytes
 def test_errors_come_before_any_work(zoo: Zoo, lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", tmp_path / "out"]
     for words, message in (
-        (["--rank", "3"], "--rank and --energy shape an adapter; they go with --as adapter"),
+        (["--rank", "3"], "--rank, --energy, --uniform-rank and --adapter-dtype shape an adapter; they go with --as"),
+        (
+            ["--uniform-rank"],
+            "--rank, --energy, --uniform-rank and --adapter-dtype shape an adapter; they go with --as",
+        ),
+        (
+            ["--as", "adapter", "--adapter-dtype", "int8"],
+            "--adapter-dtype must be one of float32, bfloat16, float16, got 'int8'",
+        ),
         (["--as", "adapter", "--rank", "3", "--energy", "0.9"], "either --rank or --energy"),
         (["--as", "adapter", "--energy", "1.5"], "above 0 and at most 1, got 1.5"),
     ):

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import TuneportError
 from .bench import bench
-from .models import apply, distill, evaluate, extract, finetune
+from .models import apply, distill, evaluate, extract, finetune, merge
 from .plan import compare, plan
 from .signals import stopped_by_signals
 from .terminal import fail, say, tell
@@ -60,6 +60,7 @@ COMMANDS: dict[Callable[..., None], str | None] = {
     distill: "tuneport distill --finetuned old-base-cars --target new-base --data photos/ --out new-base-cars",
     extract: "tuneport extract old-base old-base-cars -o cars.safetensors",
     apply: "tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7",
+    merge: "tuneport merge cars.safetensors birds.safetensors --base old-base --as model -o old-base-both",
     evaluate: "tuneport evaluate new-base-cars --data cars/ --head cars",
     finetune: "tuneport finetune old-base --data cars/ --out old-base-cars",
     bench: "tuneport bench --source old --target new --finetuned cars=old-cars --data cars=cars/ "

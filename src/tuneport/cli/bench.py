@@ -106,7 +106,7 @@ def _list_recipes(json: bool) -> None:
         emit_json({"recipes": rows})
         return
     show([list(row.values()) for row in rows], "recipe", "paper", "title")
-    say("next: tuneport bench RECIPE --root FOLDER --out OUT, or --small for its small variant")
+    say("run one: tuneport bench RECIPE --root FOLDER --out OUT, or with --small its small variant")
 
 
 def _print_results(out: Path, json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Commands on one model: `extract`, `apply`, `evaluate` and `finetune`.
+"""Commands on one model: `extract`, `apply`, `merge`, `evaluate` and `finetune`.
 
 Each checks its output path before it opens a model.
 """
@@ -13,23 +13,31 @@ import typer
 
 from ..errors import TuneportError
 from .options import (
+    AdapterDtype,
+    As,
     Columns,
     Device,
     DtypeName,
+    Energy,
     Exclude,
     HeadName,
     Json,
     MaxLength,
     Overwrite,
+    Rank,
     Resume,
     SamplerName,
     Samples,
     SaveEvery,
     Seed,
     TrustRemoteCode,
+    UniformRank,
+    check_form,
     parse_columns,
+    parse_numbers,
 )
-from .terminal import emit_json, next_evaluation, note, progress, say, watched
+from .terminal import emit_json, note, progress, say, watched
+from .transfer import next_commands
 
 
 def extract(
@@ -80,9 +88,52 @@ def apply(
         say(f"written to {out}")
 
 
+def merge(
+    finetuned: Annotated[list[str], typer.Argument(help="Task vectors, adapters or fine-tuned models of one base.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The file or folder to write.")],
+    base: Annotated[str | None, typer.Option(help="Their base; the one that they name unless given.")] = None,
+    weights: Annotated[str | None, typer.Option(help="A factor for each, separated by commas; 1 unless given.")] = None,
+    rule: Annotated[str, typer.Option(help="sum, ties, dare or dare-ties.")] = "sum",
+    density: Annotated[float, typer.Option(help="The share of entries that ties and dare keep.")] = 0.2,
+    seed: Annotated[int, typer.Option(help="Of the entries that dare keeps.", min=0, max=2**31 - 1)] = 0,
+    as_: As = "task-vector",
+    rank: Rank = None,
+    energy: Energy = None,
+    uniform_rank: UniformRank = False,
+    adapter_dtype: AdapterDtype = "float32",
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Merge fine-tunes of one base into one: a task vector, an adapter or a model."""
+    from ..pipeline.merge import merge_finetunes
+    from ..task_vectors.lora_write import AdapterForm
+
+    form = AdapterForm(rank, energy, uniform_rank, adapter_dtype)
+    check_form(as_, form)
+    record = merge_finetunes(
+        finetuned,
+        out,
+        base=base,
+        weights=None if weights is None else parse_numbers("weights", weights),
+        rule=rule,
+        density=density,
+        seed=seed,
+        kind=as_,
+        form=form,
+        overwrite=overwrite,
+    )
+    if json:
+        emit_json(record)
+    else:
+        say(f"{len(finetuned)} fine-tunes, {record['tensors']} tensors, written to {out}")
+
+
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model folder.")],
+    model: Annotated[str, typer.Argument(help="A model, or an adapter or task vector of one.")],
     data: Annotated[str, typer.Option(help="Labelled data; the test split is scored.")],
+    base: Annotated[
+        str | None, typer.Option(help="The model of an adapter or task vector; the one that it names unless given.")
+    ] = None,
     head: HeadName = None,
     protocol: Annotated[
         str | None,
@@ -106,7 +157,8 @@ def evaluate(
     from ..measure import accuracy as evaluation
     from ..measure import language
     from ..models.heads import choose_head
-    from ..models.open import open_model, pick_device
+    from ..models.open import pick_device
+    from ..pipeline.written import open_written
 
     chosen = None if protocol is None else evaluation.check_protocol(protocol)
     if samples is not None and chosen != "linear-probe":
@@ -114,7 +166,8 @@ def evaluate(
         raise TuneportError(f"--samples goes with --protocol linear-probe; {words} the whole test split.")
     named = parse_columns(columns)
     test = read_data(data, "test", labelled=False, columns=named)
-    opened = open_model(model, device=pick_device(device), trust_remote_code=trust_remote_code).cut_at(max_length)
+    opened = open_written(model, base, device=pick_device(device), trust_remote_code=trust_remote_code)
+    opened = opened.cut_at(max_length)
     chosen = chosen or language.usual_protocol(opened, test, head)
     if chosen != "perplexity" and test.labels is None:
         read_data(data, "test", columns=named)  # the error says what is missing
@@ -244,7 +297,5 @@ def distill(
         return
     say(f"{distilled_words(record['distilled'])}, in {record['seconds']:.1f} s")
     say(f"written to {out}, report in report.html")
-    if lora is not None:
-        say(f"next: peft.PeftModel.from_pretrained(model, {out!r})")
-    else:
-        next_evaluation(out, data, head)
+    for command in next_commands(prepared.samples.models.target, record, data, head):
+        say(f"next: {command}")

@@ -15,12 +15,17 @@ from ..types import Completion, OutputKind
 
 if TYPE_CHECKING:
     from ..pipeline.options import Options
+    from ..task_vectors.lora_write import AdapterForm
 
 Source = Annotated[
     str, typer.Option(help="The old base model: a folder, open_clip's NAME:TAG or NAME:FILE, timm:NAME.")
 ]
 Finetuned = Annotated[
-    str, typer.Option(help="The fine-tuned old base, in the same ways, a LoRA adapter of it, or a task-vector file.")
+    list[str],
+    typer.Option(
+        help="The fine-tuned old base, in the same ways, an adapter of it, or a task-vector file; of several, the "
+        "changes are added."
+    ),
 ]
 Target = Annotated[str, typer.Option(help="The new base model.")]
 Data = Annotated[
@@ -45,6 +50,9 @@ LossName = Annotated[
 ]
 CompletionName = Annotated[Completion, typer.Option(help='How to complete a rank-deficient map: "svd" or "none".')]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
+Roles = Annotated[
+    list[str] | None, typer.Option(help="SOURCE=TARGET of layer roles whose names differ, or SOURCE=none; repeatable.")
+]
 BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
 Columns = Annotated[
     str | None, typer.Option(help="Columns of a table that have other names, such as text=sentence,label=y.")
@@ -91,6 +99,12 @@ Distill = Annotated[
         help="Then let the fine-tuned source teach the target on the same samples, in this many steps.", min=1
     ),
 ]
+UniformRank = Annotated[
+    bool, typer.Option("--uniform-rank", help="With --as adapter: one rank for all layers, filled up with zeros.")
+]
+AdapterDtype = Annotated[
+    str, typer.Option(help="With --as adapter: what its tensors are stored in: float32, bfloat16 or float16.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what a killed run of the same command has measured.")]
 SaveEvery = Annotated[float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)]
 Compare = Annotated[bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")]
@@ -109,6 +123,11 @@ def prepare_options(given: Mapping[str, Any]) -> Options:
         found["memory_budget"] = parse_bytes(found["memory_budget"])
     if "columns" in found:
         found["columns"] = parse_columns(found["columns"])
+    if "roles" in found:
+        pairs = [text.partition("=") for text in found["roles"]]
+        if wrong := [role for role, mark, _ in pairs if not mark]:
+            raise TuneportError(f"--roles takes SOURCE=TARGET, such as up=fc1, got {wrong[0]!r}.")
+        found["roles"] = {role: None if other == "none" else other for role, _, other in pairs}
     return cast("Options", found)
 
 
@@ -124,3 +143,22 @@ def parse_columns(given: str | None) -> dict[str, str] | None:
     if not all(name and own for name, _, own in pairs):
         raise TuneportError(f"--columns is {given!r}; expected NAME=COLUMN, such as text=sentence,label=y.")
     return {name.strip(): own.strip() for name, _, own in pairs}
+
+
+def check_form(kind: OutputKind, form: AdapterForm) -> None:
+    """Refuse the options of an adapter with another kind of output."""
+    from ..task_vectors.lora_write import UNCUT
+
+    if kind != "adapter" and form != UNCUT:
+        raise TuneportError(
+            "--rank, --energy, --uniform-rank and --adapter-dtype shape an adapter; they go with --as adapter."
+        )
+    form.check()
+
+
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Numbers separated by commas."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise TuneportError(f"--{option} takes numbers separated by commas, got {text!r}.") from None

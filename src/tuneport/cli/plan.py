@@ -19,7 +19,8 @@ def plan(
     source: options.Source,
     target: options.Target,
     finetuned: Annotated[
-        str | None, typer.Option(help="The fine-tuned old base, an adapter of it, or a task-vector file.")
+        list[str] | None,
+        typer.Option(help="The fine-tuned old base, an adapter of it, or a task-vector file."),
     ] = None,
     data: options.Data = None,
     method: options.MethodName = "bico",
@@ -35,6 +36,7 @@ def plan(
     exclude: options.Exclude = None,
     columns: options.Columns = None,
     max_length: options.MaxLength = None,
+    roles: options.Roles = None,
     max_tokens: options.MaxTokens = None,
     memory_budget: options.MemoryBudget = None,
     batch_size: options.BatchSize = 32,
@@ -69,6 +71,7 @@ def plan(
 
 def _print_plan(outlook: dict[str, Any]) -> None:
     from ..io.sizes import format_bytes
+    from ..report.summary import moved_words
 
     rows = [
         (row["target"], "{} x {}".format(*row["target_shape"]), row["source"], "{} x {}".format(*row["source_shape"]))
@@ -76,6 +79,7 @@ def _print_plan(outlook: dict[str, Any]) -> None:
     ]
     title = f"{outlook['method']}: {len(rows)} layers"
     show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
+    say(f"moved: {moved_words(outlook)}")
     print_kept(outlook)
     cost = outlook["expected"]
     say(

@@ -62,12 +62,6 @@ def note(text: str) -> None:
     tell(f"note: {as_options(text)}")
 
 
-def next_evaluation(out: str, data: str, head: str | None) -> None:
-    """The line that says how to evaluate an output."""
-    words = ["tuneport", "evaluate", out, "--data", data, *(["--head", head] if head else [])]
-    say(f"next: {shlex.join(words)}")
-
-
 def fail(kind: str, text: str) -> None:
     """One line on stderr that says what went wrong, with options for parameters; exit code 1."""
     err_console.print(f"[red]{kind}:[/red] ", end="")
@@ -105,6 +99,8 @@ def _words(value: str) -> list[str]:
         return [value]
     if found is True:
         return [""]
+    if isinstance(found, dict):
+        found = [f"{key}={value or 'none'}" for key, value in found.items()]
     each = found if isinstance(found, (list, tuple)) else [found]
     return [shlex.quote(str(word)) for word in each]
 

@@ -6,20 +6,24 @@ refused is refused before a model runs.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TuneportError
-from ..types import OutputKind, Signal
+from ..types import OutputKind
 from . import options
-from .terminal import emit_json, next_evaluation, note, progress, say, show_list, watched
+from .terminal import emit_json, note, progress, say, watched
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..job import Job
+    from ..models.base import Model
     from ..pipeline.preflight import Preflight
+    from ..task_vectors.lora_write import AdapterForm
 
 
 def transfer(
@@ -42,8 +46,11 @@ def transfer(
     rank: options.Rank = None,
     energy: options.Energy = None,
     distill: options.Distill = None,
+    uniform_rank: options.UniformRank = False,
+    adapter_dtype: options.AdapterDtype = "float32",
     completion: options.CompletionName = "svd",
     exclude: options.Exclude = None,
+    roles: options.Roles = None,
     columns: options.Columns = None,
     max_length: options.MaxLength = None,
     max_tokens: options.MaxTokens = None,
@@ -60,87 +67,91 @@ def transfer(
     json: options.Json = False,
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
-    given = options.prepare_options(locals())
-    from ..io.output import claimed
-    from ..pipeline.evaluation import read_test
-    from ..pipeline.port import port
-    from ..pipeline.prepare import prepare
-    from ..pipeline.transfer import check_scale, run
+    asked = SimpleNamespace(**locals())
     from ..runtime.distributed import processes
 
     with processes(device) as here:
         if compare and here.size > 1:
             raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
-        strength = check_scale(scale, method)
-        signals = _signals(method, scored=isinstance(strength, str) or compare or evaluate or distill is not None)
-        prepared = partial(prepare, source, finetuned, target, data, signals=signals, **given)
-        if not here.first:
-            run(prepared(), method, scale=strength)
-            return
-        with claimed(out):
-            _check_output(out, as_, rank, energy, overwrite or resume, source, finetuned, target, data, head)
-            test, job = read_test(data, given.get("columns")) if evaluate else None, prepared()
-            _check_job(job, method, as_, rank, energy, test)
-            verdict = compare_models(job, method).record() if compare else None
-            with _measuring(job, method, distill or 0) as callbacks:
-                record = port(
-                    job,
-                    out,
-                    method=method,
-                    scale=strength,
-                    kind=as_,
-                    rank=rank,
-                    energy=energy,
-                    distill=distill,
-                    overwrite=overwrite,
-                    resume=resume,
-                    save_every=save_every,
-                    note=note,
-                    test=test,
-                    verdict=verdict,
-                    **callbacks,
-                )
+        done = _run(asked, here.first)
+    if done is None:
+        return
+    job, record = done
     if json:
         emit_json(record)
-    else:
-        _print_result(record, data if "labels" not in record["data"] else None, head)
+        return
+    _print_result(record)
+    for command in next_commands(job.target, record, data, head, columns):
+        say(f"next: {command}")
 
 
-def _signals(method: str, scored: bool) -> frozenset[Signal]:
-    """The signals of a method, and those of a job whose samples are scored."""
+def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | None:
+    """The transfer that the options ask for: the first process writes it, the others only help to measure."""
+    from ..io.output import claimed
     from ..methods import get_method
-    from ..pipeline.prepare import SCORED
+    from ..pipeline.evaluation import read_test
+    from ..pipeline.port import port
+    from ..pipeline.prepare import SCORED, prepare
+    from ..pipeline.transfer import check_scale, run
+    from ..task_vectors.lora_write import AdapterForm
 
-    return get_method(method).signals | (SCORED if scored else frozenset())
+    method, data, kind, steps = asked.method, asked.data, asked.as_, asked.distill
+    form = AdapterForm(asked.rank, asked.energy, asked.uniform_rank, asked.adapter_dtype)
+    strength = check_scale(asked.scale, method)
+    scored = isinstance(strength, str) or asked.compare or asked.evaluate or steps is not None
+    signals = get_method(method).signals | (SCORED if scored else frozenset())
+    given = options.prepare_options(vars(asked))
+    prepared = partial(prepare, asked.source, asked.finetuned, asked.target, data, signals=signals, **given)
+    if not first:
+        run(prepared(), method, scale=strength)
+        return None
+    with claimed(asked.out):
+        inputs = (asked.source, *asked.finetuned, asked.target, data, asked.head)
+        _check_output(asked.out, kind, form, asked.overwrite or asked.resume, *inputs)
+        test, job = read_test(data, given.get("columns")) if asked.evaluate else None, prepared()
+        _check_job(job, method, kind, form, test)
+        verdict = compare_models(job, method).record() if asked.compare else None
+        with _measuring(job, method, steps or 0) as callbacks:
+            record = port(
+                job,
+                asked.out,
+                method=method,
+                scale=strength,
+                kind=kind,
+                form=form,
+                distill=steps,
+                overwrite=asked.overwrite,
+                resume=asked.resume,
+                save_every=asked.save_every,
+                note=note,
+                test=test,
+                verdict=verdict,
+                **callbacks,
+            )
+    return job, record
 
 
-def _check_output(
-    out: str, kind: OutputKind, rank: int | None, energy: float | None, overwrite: bool, *inputs: str | None
-) -> None:
+def _check_output(out: str, kind: OutputKind, form: AdapterForm, overwrite: bool, *inputs: str | None) -> None:
     """Refuse an output that must not be replaced, and options that do not fit its kind."""
     from ..models.open import path_of
     from ..pipeline.result import check_output
-    from ..task_vectors.low_rank import check_truncation
 
     check_output(out, kind, overwrite, inputs=[path_of(path) for path in inputs if path])
-    if kind != "adapter" and (rank is not None or energy is not None):
-        raise TuneportError("--rank and --energy shape an adapter; they go with --as adapter.")
-    check_truncation(rank, energy)
+    options.check_form(kind, form)
 
 
-def _check_job(
-    job: Job, method: str, kind: OutputKind, rank: int | None, energy: float | None, test: Dataset | None
-) -> None:
+def _check_job(job: Job, method: str, kind: OutputKind, form: AdapterForm, test: Dataset | None) -> None:
     """Refuse, before a model runs, a job whose result could not be written or scored."""
     from ..methods import get_method
+    from ..pipeline.adapter import check_adapter
     from ..pipeline.evaluation import check_test
-    from ..pipeline.result import check_adapter, check_vector
+    from ..pipeline.result import check_vector
 
     get_method(method).check(job.plan)
     check_vector(kind, job.fits_head)
     print_notes(job)
     if kind == "adapter":
-        check_adapter(job, get_method(method), rank, energy)
+        check_adapter(job, get_method(method), form)
     if test is not None:
         check_test(job, test)
 
@@ -179,17 +190,46 @@ def print_notes(job: Job) -> None:
         note(text)
 
 
-def _print_result(record: dict[str, Any], data: str | None, head: str | None) -> None:
+def _print_result(record: dict[str, Any]) -> None:
     from ..report.summary import summary_rows
 
-    show_list(summary_rows(record), "dim")
+    for label, text in summary_rows(record):
+        say(f"{label:<12} {text}")
     print_kept(record)
-    out, kind = record["out"], record["as"]
-    say(f"written to {out}" + ("" if kind == "task-vector" else ", report in report.html"))
-    if kind == "adapter":
-        say(f"next: peft.PeftModel.from_pretrained(model, {out!r})")
-    if kind == "model" and data is not None:
-        next_evaluation(out, data, head)
+    say(f"written to {record['out']}" + ("" if record["as"] == "task-vector" else ", report in report.html"))
+
+
+def next_commands(
+    target: Model, record: dict[str, Any], data: str | None, head: str | None, columns: str | None = None
+) -> list[str]:
+    """Commands that work on an output: its evaluation if the data allow it, and for an adapter, that peft loads it."""
+    from ..pipeline.adapter import loader_of
+
+    found, out = [], record["out"]
+    if data is not None and _can_evaluate(target, data, head, columns):
+        more = [word for name, value in (("--head", head), ("--columns", columns)) if value for word in (name, value)]
+        found.append(["tuneport", "evaluate", out, "--data", data, *more])
+    if record["as"] == "adapter" and target.folder is not None and target.library == "transformers":
+        name, settings = loader_of(target, record["finetuned"].get("adapter", {}).get("task_type"))
+        found.append(["python", "-c", f"import peft; peft.{name}.from_pretrained({out!r}{settings})"])
+    return [shlex.join(words) for words in found]
+
+
+def _can_evaluate(target: Model, data: str, head: str | None, columns: str | None) -> bool:
+    """Whether `tuneport evaluate` can score the test split of the data."""
+    from ..data.dataset import align_labels
+    from ..data.tasks import read_data
+    from ..measure.language import usual_protocol
+    from ..models.heads import choose_head
+
+    try:
+        test = read_data(data, "test", labelled=False, columns=options.parse_columns(columns))
+        protocol = usual_protocol(target, test, head)
+        if protocol == "zero-shot" and test.labels is not None:
+            align_labels(test, choose_head(target, head, test).classes)
+    except TuneportError:
+        return False
+    return protocol == "perplexity" or test.labels is not None
 
 
 def print_kept(record: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ def select(
 
     Args:
         dataset: the samples to draw from.
-        samples: how many samples to draw, 100 by default.
+        samples: how many samples to draw; by default 100, or all if there are fewer.
         shots: how many samples of every class that occurs in the data, in place of `samples`.
         sampler: a name in SAMPLERS; with `shots`, "random" draws at random within every class.
         seed: the seed of the draw.
@@ -147,7 +147,7 @@ def select(
         expected = f"expected a label per sample for {need}"
         raise DataError(f"{dataset} has no labels; {expected}. Use `samples` and the sampler random.")
     if shots is None:
-        count = DEFAULT_SAMPLES if samples is None else samples
+        count = min(DEFAULT_SAMPLES, max(len(dataset), 1)) if samples is None else samples
         if count <= 0:
             raise DataError(f"asked for {count} samples; expected at least 1 in `samples`.")
         if count > len(dataset):

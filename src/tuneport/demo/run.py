@@ -37,7 +37,7 @@ from ..report.record import write_record
 from ..runtime.cost import cost_of
 from ..training.finetune import finetune
 from ..training.loop import Schedule
-from ..types import Progress, Stage, count_steps
+from ..types import Progress, Sides, Stage, count_steps
 
 MODELS = Path(__file__).parent / "models"
 SAMPLES = 100
@@ -80,7 +80,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         more = {
             "out": str(out / "large-mirrored"),
             "cost": cost_of(job.for_(METHODS["bico"])),
-            "evaluation": evaluate_change(large, best.apply(), head, test),
+            "evaluation": evaluate_change(Sides(large, large), best.written(), test, "digits"),
         }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         reference = _finetuned(large, train, count_steps(stage, "fine-tuning the target", STEPS))

@@ -1,4 +1,4 @@
-"""Hub ids: resolve `org/name` to a local folder, which huggingface_hub downloads if the cache lacks it.
+"""Hub ids: resolve `org/name`, or a model's bare `name`, to a local folder, which huggingface_hub downloads if needed.
 
 A path that exists is never taken for a hub id. Weights are downloaded as safetensors where the repository has them;
 no downloaded code is run. Without a network, the cache is used.
@@ -15,20 +15,25 @@ from ..errors import CheckpointError, DataError, TuneportError, brief
 
 RepoKind = Literal["model", "dataset"]
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|npz|txt|gz|zip|safetensors|bin|pt|pth|ckpt)$", re.IGNORECASE)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel", "*.zip", ".*")
 
 
-def looks_like_hub_id(reference: str | os.PathLike[str]) -> bool:
-    """True if a reference has the form `org/name` and no such path exists."""
+def looks_like_hub_id(reference: str | os.PathLike[str], *, bare: bool = False) -> bool:
+    """True if a reference has the form `org/name`, no such path exists, and it does not end like a file.
+
+    With `bare`, a name without an organisation counts too, as some old models have (`bert-base-uncased`).
+    """
     text = os.fspath(reference)
-    return _ID.fullmatch(text) is not None and ".." not in text and not os.path.lexists(text)
+    named = _ID.fullmatch(text) is not None and ".." not in text and not _FILE.search(text)
+    return named and (bare or "/" in text) and not os.path.lexists(text)
 
 
 def local(reference: str | os.PathLike[str], kind: RepoKind = "model") -> Path:
     """The path of a model or data set; a hub id is downloaded first."""
-    if not looks_like_hub_id(reference):
+    if not looks_like_hub_id(reference, bare=kind == "model"):
         return Path(reference)
     name = os.fspath(reference)
     folder = _fetch(name, kind, (*_PICKLES, *_OTHERS) if kind == "model" else _OTHERS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..errors import DataError, TuneportError, unknown_name
 from ..models.base import Model
-from ..models.heads import Head
-from ..types import Progress
+from ..models.heads import Head, choose_head
+from ..types import Progress, Sides
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
@@ -50,9 +51,36 @@ def zero_shot(
     return Evaluation(100.0 * right / len(data), len(data), "zero-shot")
 
 
-def evaluate_change(model: Model, changed: nn.Module, head: Head, test: Dataset) -> dict[str, Any]:
-    """Zero-shot accuracy of a model as it is and with a changed module, as plain values for a run record."""
-    before, after = (zero_shot(model.with_module(module), head, test) for module in (model.module, changed))
+@contextmanager
+def changed(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context in which a module has these parameters; it comes back as it was."""
+    parameters = {name: parameter for name, parameter in module.named_parameters() if name in tensors}
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(own[name])
+
+
+def evaluate_change(
+    models: Sides[Model], tensors: Mapping[str, Tensor], test: Dataset, head: str | None = None
+) -> dict[str, Any]:
+    """Zero-shot accuracy before and after, as plain values for a run record.
+
+    Args:
+        models: the model before, and that after, whose head may be another.
+        tensors: the parameters that the second gets.
+        test: what is scored.
+        head: as in `choose_head`; each model chooses its own.
+    """
+    before = zero_shot(models[0], choose_head(models[0], head, test), test)
+    with changed(models[1].module, tensors):
+        after = zero_shot(models[1], choose_head(models[1], head, test), test)
     described = {"data": test.name, "samples": before.samples, "protocol": before.protocol}
     return {**described, "before": before.accuracy, "after": after.accuracy}
 

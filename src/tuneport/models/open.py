@@ -16,7 +16,7 @@ from ..io.hub import local, looks_like_hub_id
 from ..io.regular import check_regular_files
 from ..io.sizes import free_memory
 from ..io.validate import check_unquantised
-from ..task_vectors.lora_format import is_adapter
+from ..task_vectors.lora_format import check_no_parts, is_adapter
 from ..types import Sides
 from .base import Family, Labelling, Model, ModelLike, Stored, describe_any
 from .families.huggingface import HuggingFace
@@ -186,7 +186,7 @@ def slow_note(*models: Model) -> str:
 def _find(reference: str | Path) -> tuple[Family | None, str]:
     """The family of a model, if any, and its reference there: a hub id becomes its local folder."""
     family = next((family for family in FAMILIES if family.recognises(str(reference))), None)
-    if family is None and looks_like_hub_id(reference):
+    if family is None and looks_like_hub_id(reference, bare=True):
         return _find(local(reference))
     return family, str(reference)
 
@@ -201,10 +201,10 @@ def _require(reference: str | Path) -> tuple[Family, str]:
         raise CheckpointError(f"there is no model at {found}: no such folder. Give {ACCEPTED}.")
     if is_adapter(found):
         raise CheckpointError(
-            f"{found} is a LoRA adapter, not a model. To port it, give it as `finetuned`, with its base as "
-            f"`source`; to merge it into its base, run tuneport extract BASE {shlex.quote(str(found))} "
-            "-o change.safetensors, then tuneport apply change.safetensors BASE -o MODEL."
+            f"{found} is an adapter, not a model. To port it, give it as `finetuned`, with its base as `source`; to "
+            f"merge it into its base, run tuneport merge {shlex.quote(str(found))} --base BASE --as model --out MODEL."
         )
+    check_no_parts(Path(found))
     raise CheckpointError(f"{found} is not a model: no config.json in it. Give {ACCEPTED}.")
 
 

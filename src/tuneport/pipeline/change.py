@@ -6,9 +6,11 @@ parameters; `extract` and `apply` read only files and use the names in them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +25,11 @@ from ..io.validate import check_finite, check_unquantised
 from ..models.base import Model, ModelLike
 from ..models.open import describe_module, open_model, open_stored, path_of
 from ..report.provenance import files_identity, package_version, versions
-from ..report.record import write_record
-from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
+from ..report.record import Input, write_record
+from ..task_vectors.lora_convert import as_lora
+from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
+from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
 
 Finetuned = ModelLike | Adapter | TaskVector
@@ -37,7 +41,11 @@ def opened(finetuned: Finetuned) -> Finetuned:
         return finetuned
     finetuned = local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned
     given = finetuned.module if isinstance(finetuned, Model) else finetuned
-    return open_adapter(given) if is_adapter(given) else finetuned
+    if is_adapter(given):
+        return open_adapter(given)
+    if isinstance(given, Path):
+        check_no_parts(given)
+    return finetuned
 
 
 def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) -> TaskVector:
@@ -45,7 +53,7 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
     if isinstance(finetuned, Adapter):
         stored = {file: name for name, file in source.file_names.items()}
         base, turned = source.stored_parameters(), transposed_weights(source.module)
-        vector = task_vector_of(finetuned, base, other_names=stored, transposed=turned)
+        vector = task_vector_of(as_lora(finetuned, source.module), base, other_names=stored, transposed=turned)
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         vector = _stored_change(source, finetuned, exclude)
@@ -54,11 +62,28 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
     return known
 
 
+def sum_of_changes(source: Model, parts: Sequence[Finetuned], exclude: Sequence[str] = ()) -> TaskVector:
+    """What several opened fine-tunes change together, under the names in the files of the source."""
+    total = merge([change_of(source, part, exclude) for part in parts])
+    return total.rename({name: source.file_names[name] for name in total})
+
+
 def every_layer(model: Model) -> TaskVector:
     """A change of every layer of a model, without values (on the meta device)."""
     shapes = {layer.weight: layer.weight_shape for layer in model.layers}
     shapes |= {layer.bias: (layer.out_features,) for layer in model.layers if layer.bias is not None and not layer.rows}
     return TaskVector({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+
+
+def stated_base(item: Path) -> str | None:
+    """The model that an adapter or a task vector says that it changes."""
+    if is_adapter(item):
+        return open_adapter(item).config.get("base_model_name_or_path")
+    metadata = open_checkpoint(item).metadata if is_task_vector(item) else {}
+    try:
+        return str(json.loads(metadata["record"])["target"]["path"])
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return metadata.get("base")
 
 
 def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[str], use: str = "transfer") -> None:
@@ -97,11 +122,14 @@ def _stored(finetuned: ModelLike | TaskVector) -> TaskVector | Mapping[str, Tens
     if isinstance(finetuned, TaskVector):
         return finetuned
     if isinstance(finetuned, (str, Path)):
-        path = Path(finetuned)
-        is_file = path.is_file() and path.suffix == ".safetensors"
-        is_vector = is_file and open_checkpoint(path).metadata.get("format") == FORMAT
-        return load_task_vector(path) if is_vector else open_stored(finetuned).tensors
+        vector = is_task_vector(Path(finetuned))
+        return load_task_vector(finetuned) if vector else open_stored(finetuned).tensors
     return (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
+
+
+def is_task_vector(path: Path) -> bool:
+    is_file = path.is_file() and path.suffix == ".safetensors"
+    return is_file and open_checkpoint(path).metadata.get("format") == FORMAT
 
 
 def _between(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor], exclude: Sequence[str]) -> TaskVector:
@@ -149,6 +177,7 @@ def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] =
     if is_adapter(finetuned):
         vector = _extract_adapter(base, tensors, open_adapter(finetuned), exclude)
     else:
+        check_no_parts(finetuned)
         vector = _between(tensors, open_stored(finetuned).tensors, exclude)
         check_finite(tensors, list(vector))
     check_changes(vector, vector, exclude, "extract")
@@ -165,6 +194,7 @@ def _extract_adapter(
         if not Path(base).is_dir():
             raise
         model = open_model(base)
+        adapter = as_lora(adapter, model.module)
         live = {name: file for name, file in model.file_names.items() if name not in stored}
         turned = {model.file_names[name] for name in transposed_weights(model.module)}
         vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
@@ -177,7 +207,19 @@ def apply(
     """Write `base + scale * vector` as a folder like that of the base; the vector may be a file."""
     file = None if isinstance(vector, TaskVector) else Path(vector)
     vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
-    base = local(base)
+    record = {
+        "command": "apply",
+        "scale": scale,
+        "vector": files_identity(file, [file]) if file is not None else {"name": "TaskVector"},
+    }
+    write_model(vector, local(base), out, record, scale=scale, overwrite=overwrite)
+    return Path(out)
+
+
+def write_model(
+    vector: TaskVector, base: Path, out: str | Path, record: Mapping[str, Any], *, scale: float, overwrite: bool
+) -> None:
+    """Write `base + scale * vector` as a folder like that of the base, with a record of what was done."""
     stored = open_stored(base)
     check_unquantised(stored.tensors, vector)
     tensors = vector.apply_to(stored.tensors, scale)
@@ -186,15 +228,15 @@ def apply(
     with new_folder(out, overwrite=overwrite) as folder:
         copy_companions(stored.folder, folder)
         stored.write(folder, tensors)
-        record = {
-            "tuneport": package_version("tuneport"),
-            "command": "apply",
-            "out": str(out),
-            "scale": scale,
-            "tensors": len(vector),
-            "base": files_identity(base, getattr(stored.tensors, "files", ())),
-            "vector": files_identity(file, [file]) if file is not None else {"name": "TaskVector"},
-            "versions": versions(),
-        }
-        write_record(folder / "tuneport.json", record)
-    return Path(out)
+        facts = {"out": str(out), "tensors": len(vector), "base": base_identity(base)}
+        write_record(folder / "tuneport.json", {**record, **facts, **made_by()})
+
+
+def base_identity(base: Path) -> Input:
+    """The name and the SHA-256 of the weights of a base."""
+    return files_identity(base, getattr(open_stored(base).tensors, "files", ()))
+
+
+def made_by() -> dict[str, Any]:
+    """The versions that a record of an output names."""
+    return {"tuneport": package_version("tuneport"), "versions": versions()}

@@ -46,9 +46,9 @@ def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
     rows = [describe(finetuned.tensors, key).shape[0] for key in layers]
     if not rows or (source.labelling is not None and len(source.classes) == rows[-1]):
         return source.labelling
-    kind = finetuned.config.get("task_type")
-    task = "image" if source.kind == "image" else TASK_TYPES.get(getattr(kind, "value", kind) or "", "sequence")
-    return Labelling(task, tuple(map(str, range(rows[-1]))))
+    task = "image" if source.kind == "image" else TASK_TYPES.get(finetuned.task_type or "", "sequence")
+    named = len(finetuned.classes) == rows[-1]
+    return Labelling(task, finetuned.classes if named else tuple(map(str, range(rows[-1]))))
 
 
 def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bool) -> Sides[Model]:

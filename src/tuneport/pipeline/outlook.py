@@ -25,7 +25,8 @@ from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
 from ..types import Sides
 from .change import every_layer
-from .plan import left_behind, not_transported_by, plan_of
+from .moved import account, changed_parts
+from .plan import not_transported_by, plan_of
 
 
 def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
@@ -47,6 +48,7 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
         groups = [len(group) for group in passes.groups]
         within = {**_bytes(passes), "groups": groups, "home": "files" if job.target.offloaded else "RAM"}
     kept = method.kept(job.plan)
+    moved = _moved(job.plan, method, kept)
     return {
         "method": name_of(method),
         "samples": len(job.samples),
@@ -59,8 +61,8 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
             }
             for pair in job.plan.pairs
         ],
-        "not_transported": [asdict(item) for item in not_transported_by(job, _moved(job.plan, method, kept), kept)],
-        "left_behind": [asdict(item) for item in left_behind(job, method)],
+        "not_transported": [asdict(item) for item in not_transported_by(job, moved, kept)],
+        **account(changed_parts(job, moved, kept)),
         "expected": {
             "statistics_bytes": cost["statistics_bytes"],
             "flops": flops.forward + flops.backward,

@@ -15,10 +15,8 @@ from torch import Tensor
 from ..errors import PairingError, first_of
 from ..job import Job
 from ..layers import Layer, LooseTensor
-from ..methods import Method
 from ..models.base import MIXTURE, Model
 from ..pairing import (
-    KEPT_BY_KIND,
     DepthRule,
     Kept,
     LayerPair,
@@ -180,23 +178,6 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
         return {}
     order = [target.classes.index(name) for name in source.classes]
     return {"classifier": torch.eye(len(order), dtype=torch.float64)[order]}
-
-
-def left_behind(job: Job, method: Method) -> tuple[Kept, ...]:
-    """What the fine-tune changed in the source and no target tensor takes."""
-    vector, source = job.task_vector, job.source
-    stays_there = {item.tensor for item in method.kept(job.plan)}
-    taken = {pair.source.name for pair in job.plan.loose if method.moves_loose and pair.target.name not in stays_there}
-    reasons = {part.name: KEPT_BY_KIND[part.kind] for part in source.loose}
-    reasons = {
-        name: text.replace("the target keeps its own", "not moved by this method") for name, text in reasons.items()
-    }
-    more = [
-        Kept(source.file_names.get(name, name), reason)
-        for name, reason in (*reasons.items(), *source.outside.items())
-        if name in vector and name not in taken and vector.changes(name)
-    ]
-    return (*job.plan.dropped, *more)
 
 
 def not_transported_by(job: Job, moved: Collection[str], kept: Iterable[Kept]) -> tuple[Kept, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import SAVE_EVERY, Work, fingerprint
+from ..task_vectors.lora_write import UNCUT, AdapterForm
 from ..training.distill import Mark
 from ..training.state import StateFile
-from ..types import OutputKind, Progress, ScaleRule
+from ..types import OutputKind, Progress, ScaleRule, Sides
 from .evaluation import evaluate_texts
+from .heads import put
 from .result import Result, check_output, check_vector, output_bytes, updates_of
 from .transfer import check_scale, conditions_of, run
 
@@ -34,8 +37,7 @@ def port(
     method: str | Method = "bico",
     scale: float | ScaleRule | None = None,
     kind: OutputKind = "model",
-    rank: int | None = None,
-    energy: float | None = None,
+    form: AdapterForm = UNCUT,
     distill: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -55,7 +57,7 @@ def port(
         job, method, scale, progress, passes: see `run`.
         out: a folder, or a file where the kind is "task-vector".
         kind: what to write.
-        rank, energy: of an adapter; see `Result.save`.
+        form: of an adapter.
         distill, watch: steps of a distillation (of an adapter, of its LoRA), and what gets its curve.
         overwrite: replace an existing output.
         resume: continue what a killed run has measured; the files are the same as without the interruption.
@@ -67,11 +69,12 @@ def port(
     out, say, method = Path(out), note or (lambda _: None), get_method(method)
     scale = check_scale(scale, method)
     check_vector(kind, job.fits_head)
-    if distill is not None and kind == "adapter" and rank is None:
+    if distill is not None and kind == "adapter" and form.rank is None:
         raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
     _check_memory(job, test, distill)
     conditions = conditions_of(job, method, scale) | ({} if distill is None else {"distill": distill})
-    conditions |= {"rank": rank, "energy": energy} if kind == "adapter" else {}
+    conditions |= asdict(form) if kind == "adapter" else {}
+    job = replace(job, form=form if kind == "adapter" else None)
     work = Work(out, conditions, save_every)
     with claimed(out):
         done = finished(out, kind) if resume else None
@@ -79,7 +82,7 @@ def port(
             work.remove()
             say(f"{out} was complete already")
             return done
-        size = output_bytes(job.target, kind, updates_of(job, method, kind, rank))
+        size = output_bytes(job.target, kind, updates_of(job, method, kind, form.rank))
         check_output(out, kind, overwrite, needed_bytes=size)
         if resume:
             work.check()
@@ -92,12 +95,12 @@ def port(
                 job, method, scale=scale, progress=progress, work=work if ranks().size == 1 else None, passes=passes
             )
             if distill is not None:
-                lora = rank if kind == "adapter" else None
+                lora = form.rank if kind == "adapter" else None
                 result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
             cost = cost_of(job.for_(method), result.record["samples"])
-            more = {"fingerprint": fingerprint(conditions), "cost": cost, **_evaluation(job, result, test)}
+            more = {"fingerprint": fingerprint(conditions), "cost": cost, **_evaluation(job, result, test, kind, form)}
             result = replace(result, record={**result.record, **more, **(verdict or {})})
-            result.save(out, kind=kind, rank=rank, energy=energy, overwrite=overwrite)
+            result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same call with `resume=True` continues from it")
@@ -117,12 +120,17 @@ def _check_memory(job: Job, test: Dataset | None, distill: int | None) -> None:
         model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
 
 
-def _evaluation(job: Job, result: Result, test: Dataset | None) -> dict[str, Any]:
+def _evaluation(job: Job, result: Result, test: Dataset | None, kind: OutputKind, form: AdapterForm) -> dict[str, Any]:
+    """The scores of the target as it is, and of what is written."""
     if test is None:
         return {}
+    written = result.written(kind, form)
     if job.heads is None:
-        return {"evaluation": evaluate_texts(job, result.apply(), test)}
-    return {"evaluation": evaluate_change(job.target, result.apply(), job.heads.target, test)}
+        module = copy.deepcopy(result.target.module)
+        put(module, written)
+        return {"evaluation": evaluate_texts(job, module, test)}
+    models, head = Sides(job.target, result.target), job.record["options"]["head"]
+    return {"evaluation": evaluate_change(models, written, test, head)}
 
 
 def state_file(work: Work) -> StateFile:

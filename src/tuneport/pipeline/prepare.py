@@ -5,7 +5,7 @@ Every error in the input is found here, before the first forward pass, and repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from ..data.dataset import Dataset, align_labels
-from ..data.samplers import select
+from ..data.samplers import DEFAULT_SAMPLES, select
 from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError
 from ..job import Drawn, Given, Job, Samples
@@ -32,7 +32,7 @@ from ..report.provenance import base_note, data_identity, identity_of, package_v
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Loss, Sides, Signal
-from .change import Finetuned, change_of, every_layer, exclude_note, names_of, opened
+from .change import Finetuned, change_of, every_layer, exclude_note, names_of, opened, sum_of_changes
 from .heads import labelling_by, scores_of_labels, take_head, with_heads, with_scores
 from .labels import agreement, labelled_by, scores_by
 from .options import Options, check_options
@@ -44,7 +44,7 @@ SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # a job with this sign
 
 def prepare(
     source: ModelLike,
-    finetuned: ModelLike | TaskVector | None,
+    finetuned: Finetuned | Sequence[Finetuned] | None,
     target: ModelLike,
     data: Data | None = None,
     *,
@@ -55,8 +55,8 @@ def prepare(
 
     Args:
         source: the old base model, as a path, a name or a live module.
-        finetuned: the fine-tuned source, an adapter of it, or a task vector. None, for a comparison of the bases:
-            every layer counts as changed, and the job cannot be transferred.
+        finetuned: the fine-tuned source, an adapter of it, or a task vector; of a list, the changes are added. None,
+            for a comparison of the bases: every layer counts as changed, and the job cannot be transferred.
         target: the new base model.
         data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
         signals: what will be measured: the signals of a method (or its name), or a set of signals.
@@ -79,8 +79,11 @@ def prepare(
     if finetuned is None:
         vector = every_layer(models.source)
         tuned: Finetuned = vector
+        parts: list[Finetuned] = [vector]
     else:
-        tuned = opened(finetuned)
+        many = finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]
+        parts = [opened(each) for each in many]
+        tuned = parts[0] if len(parts) == 1 else sum_of_changes(models.source, parts, given["exclude"])
         headed = _headed(models, tuned, data, given)
         models = headed or models
         vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
@@ -117,7 +120,11 @@ def prepare(
         device=device if given["memory_budget"] is not None else None,
     )
     known: Options = {**given, "device": str(device), "dtype": dtype}
-    return replace(job, record=_record(job, question, known, note, tuned, about))
+    record = _record(job, question, known, note, tuned, about)
+    if len(parts) > 1:
+        inputs = [identity_of(part) for part in parts]
+        record["finetuned"] = {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}
+    return replace(job, record=record)
 
 
 def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Options) -> Sides[Model] | None:
@@ -375,6 +382,9 @@ def _record(
     if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
         notes += _text_notes(job.models, job.samples, Sides(found.source_cut, found.target_cut))
+    by_default = given["samples"] is None and given["shots"] is None and isinstance(job.samples, Drawn)
+    if by_default and len(job.samples) < DEFAULT_SAMPLES:
+        notes.append(f"the data have {len(job.samples)} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
     if given["exclude"]:
         names = [names for model in job.models for names in (model.file_names, model.tensors)]
         notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))

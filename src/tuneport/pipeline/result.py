@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import TuneportError, first_of
+from ..errors import TuneportError
 from ..io.companions import companion_bytes, copy_companions
 from ..io.output import check_new_file, check_new_folder, new_folder
-from ..io.tensors import describe
+from ..io.tensors import LazyTensors, describe
 from ..job import Job
-from ..methods import LayerRecord, Method, name_of
+from ..methods import LayerRecord, Method
 from ..models.base import Model
 from ..models.open import path_of
 from ..pairing import Kept
@@ -29,12 +29,15 @@ from ..report.card import model_card
 from ..report.page import report_page
 from ..report.record import to_json, write_record
 from ..task_vectors.lora_format import write_adapter
-from ..task_vectors.lora_write import Packed, no_place, pack
+from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
+from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, pack
 from ..task_vectors.vector import TaskVector, save_task_vector
 from ..training.distill import STEPS, Lesson, Mark
 from ..training.state import StateFile
 from ..types import OutputKind, Progress
+from .adapter import adapter_facts, adapter_record, whole_head
 from .distill import teach
+from .moved import Part, account
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
 
@@ -50,15 +53,30 @@ class Result:
     scale: float
     record: Mapping[str, Any]
     job: Job | None = None  # what it was made from
+    parts: tuple[Part, ...] = ()  # all that the fine-tune changed
 
     def __repr__(self) -> str:
         moved = f"{len(self.records)} layers moved, {len(self.not_transported)} tensors stay"
         return f"Result({self.target.name}: {self.record.get('method', 'a transfer')} at scale {self.scale:g}, {moved})"
 
+    def change(self, scale: float | None = None) -> TaskVector:
+        """What is added to the target, under the names in its files."""
+        names = {name: self.target.file_names[name] for name in self.task_vector}
+        return self.task_vector.rename(names) * (self.scale if scale is None else scale)
+
     def tensors(self, scale: float | None = None) -> Mapping[str, Tensor]:
         """The new model's tensors under their names in the files, in the target's dtypes, computed when read."""
-        vector = self.task_vector.rename({name: self.target.file_names[name] for name in self.task_vector})
-        return vector.apply_to(self.target.tensors, self.scale if scale is None else scale)
+        return self.change(scale).apply_to(self.target.tensors)
+
+    def written(self, kind: OutputKind = "model", form: AdapterForm = UNCUT) -> Mapping[str, Tensor]:
+        """The parameters that `save` changes, by live names, as they are read from what it writes."""
+        base, vector, head = self.target.stored_parameters(), self.task_vector * self.scale, {}
+        if kind == "adapter":
+            adapter, turned = self._packed(form).adapter, transposed_weights(self.target.module)
+            vector = task_vector_of(adapter, base, transposed=turned, head=self.target.head)
+            head = whole_tensors(adapter, self.target.head)
+        new = vector.apply_to(base)
+        return LazyTensors([*vector, *head], lambda name: head[name] if name in head else new[name])
 
     def apply(self, scale: float | None = None) -> nn.Module:
         """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
@@ -123,30 +141,36 @@ class Result:
         kind: OutputKind = "model",
         rank: int | None = None,
         energy: float | None = None,
+        uniform_rank: bool = False,
+        adapter_dtype: str = "float32",
         overwrite: bool = False,
     ) -> Path:
         """Write the new model as a folder that its own library loads, a LoRA adapter, or the task vector as one file.
 
-        An adapter takes low-rank updates unchanged; others, and all if `rank` or `energy` is given, are cut
-        by SVD to that rank, or to the least rank that keeps this share of |tau|^2. An output that holds what the
-        transfer was made from is refused, also with `overwrite`.
+        An output that holds what the transfer was made from is refused, also with `overwrite`.
+
+        Args:
+            out: a folder, or a file for a task vector, which holds the change at the scale of the result.
+            kind: "model", "adapter" or "task-vector".
+            rank, energy, uniform_rank, adapter_dtype: of an adapter, see `AdapterForm`.
+            overwrite: replace an existing output.
         """
+        form = AdapterForm(rank, energy, uniform_rank, adapter_dtype)
         out = Path(out)
         place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
         record = {**self.record, "out": place, "as": kind}
         check_output(out, kind, overwrite, inputs=self._inputs())
         check_vector(kind, "head" in self.record)
         if kind == "task-vector":
-            names = {name: self.target.file_names[name] for name in self.task_vector}
-            save_task_vector(out, self.task_vector.rename(names), {"record": to_json(record)}, overwrite=overwrite)
+            save_task_vector(out, self.change(), {"record": to_json(record)}, overwrite=overwrite)
             return out
-        packed = self._packed(rank, energy) if kind == "adapter" else None
+        packed = self._packed(form) if kind == "adapter" else None
         with new_folder(out, overwrite=overwrite) as folder:
             if packed is not None:
                 write_adapter(folder, packed.adapter)
-                asked = {"as": kind, "rank": rank, "energy": energy}
-                record["options"] = {**record.get("options", {}), **asked}
-                record = _adapter_record(record, packed, self.target)
+                record["options"] = {**record.get("options", {}), "as": kind, **asdict(form)}
+                moved = account(self.parts, packed.kept) if self.parts else {}
+                record = {**adapter_record(record, packed, self.target), **moved}
             else:
                 copy_companions(self.target.folder, folder)
                 self.target.write(folder, self.tensors())
@@ -157,18 +181,23 @@ class Result:
 
     def _inputs(self) -> list[Path]:
         """The known paths of the models and the data of the transfer."""
-        paths = [self.record.get(key, {}).get("path") for key in ("source", "finetuned", "target", "data")]
+        parts = [self.record.get(key, {}) for key in ("source", "finetuned", "target", "data")]
+        paths = [part.get("path") for part in (*parts, *parts[1].get("parts", ()))]
         known = [path_of(path) for path in paths if path]
         return known if self.target.folder is None else [*known, self.target.folder]
 
-    def _packed(self, rank: int | None, energy: float | None) -> Packed:
-        base = self.target.stored_parameters()
-        source = self.record.get("finetuned", {}).get("adapter", {})
-        about = {
-            "base_model_name_or_path": self.target.name if self.target.folder is not None else None,
-            "task_type": source.get("task_type"),
-        }
-        return pack(self.task_vector, self.target.module, base, scale=self.scale, rank=rank, energy=energy, about=about)
+    def _packed(self, form: AdapterForm) -> Packed:
+        task = self.record.get("finetuned", {}).get("adapter", {}).get("task_type")
+        about = adapter_facts(self.target, task)
+        return pack(
+            self.task_vector,
+            self.target.module,
+            self.target.stored_parameters(),
+            form,
+            scale=self.scale,
+            head=whole_head(self.target, self.task_vector, "head" in self.record),
+            about=about,
+        )
 
 
 def check_output(
@@ -211,34 +240,3 @@ def check_vector(kind: OutputKind, fitted: bool) -> None:
         raise TuneportError(
             'a task vector cannot hold a fitted head: write a model or an adapter, or pass `head_fit="none"`.'
         )
-
-
-def check_adapter(job: Job, method: Method, rank: int | None, energy: float | None) -> None:
-    """Refuse, before anything is measured, a transfer whose result cannot be written as an adapter as asked."""
-    if rank is None and energy is None:
-        names = {pair.source.weight for pair in job.plan.pairs}
-        dense = [name for name in names if job.task_vector.spec(name).rank is None]
-        if dense:
-            raise TuneportError(
-                f"{len(dense)} of {len(names)} updates are not low-rank ({first_of(sorted(dense), 3)}): pass `rank=R` "
-                "or `energy=0.95` to make an adapter of them (`energy=1` is exact)."
-            )
-        if not method.keeps_rank:
-            raise TuneportError(f"method {name_of(method)} makes dense updates: pass `rank=R` or `energy=0.95`.")
-    weights = {pair.target.weight for pair in job.plan.pairs}
-    homeless = no_place(job.target.module, weights)
-    if len(homeless) == len(weights):
-        reasons = first_of(f"{name}: {reason}" for name, reason in homeless.items())
-        raise TuneportError(f'no layer of the target can be written as a LoRA ({reasons}). Use `kind="model"`.')
-
-
-def _adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) -> dict[str, Any]:
-    """The record of a transfer that was written as an adapter: ranks, what they cost, what has no place in it."""
-    kept = [{"tensor": target.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
-    weights = {layer.name: layer.weight for layer in target.layers}
-    return {
-        **record,
-        "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
-        "not_transported": [*record["not_transported"], *kept],
-        "adapter": {"rank": packed.adapter.config["r"], "modules": [asdict(item) for item in packed.modules]},
-    }

@@ -26,9 +26,11 @@ from ..measure.batches import PairedBatch
 from ..measure.objectives import TokenLoss
 from ..measure.signals import frozen
 from ..methods import Transfer
-from ..task_vectors.low_rank import LowRank
+from ..task_vectors.lora_write import AdapterForm
+from ..task_vectors.low_rank import as_dense
 from ..task_vectors.vector import TaskVector
 from ..types import ScaleRule
+from .adapter import whole_modules
 from .heads import fitted
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -140,12 +142,20 @@ class Scaled:
     """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end.
 
     Low-rank deltas are multiplied one tensor at a time. `exact` holds the weights by name before they were rounded to
-    the dtype that the module runs in: a change smaller than the last digit would be lost on a rounded weight.
+    the dtype that the module runs in: a change smaller than the last digit would be lost on a rounded weight. The sum
+    is rounded to the dtype of `exact`, in which it would be written, and the delta as in an adapter of the `form`.
     """
 
-    def __init__(self, module: nn.Module, delta: TaskVector, exact: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        delta: TaskVector,
+        exact: Mapping[str, Tensor] | None = None,
+        form: AdapterForm | None = None,
+    ) -> None:
         self.module = module
         self._exact = exact or {}
+        self._form = form
         self._parts = [
             (name, parameter, parameter.detach().clone(), delta[name].to(parameter.device))
             for name, parameter in module.named_parameters()
@@ -156,9 +166,10 @@ class Scaled:
         """Give the module the weights of this scale."""
         with torch.no_grad():
             for name, parameter, own, delta in self._parts:
-                change = delta.dense() if isinstance(delta, LowRank) else delta
+                change = as_dense(delta * scale if self._form is None else self._form.rounded(delta * scale))
                 base = self._base(name, own)
-                parameter.copy_(base + scale * change.to(torch.promote_types(base.dtype, change.dtype)))
+                new = base + change.to(torch.promote_types(base.dtype, change.dtype))
+                parameter.copy_(new.to(describe(self._exact, name).dtype) if name in self._exact else new)
 
     def _base(self, name: str, own: Tensor) -> Tensor:
         """The exact weight, read when it is needed, if it has more digits."""
@@ -177,18 +188,29 @@ class Scaled:
                 parameter.copy_(own)
 
 
+def scaled_as_written(job: Job, vector: TaskVector) -> Scaled:
+    """The target with a task vector as it will be written: of an adapter, what it holds."""
+    target = job.target
+    if job.form is not None:
+        vector = job.form.cut(vector, target.module, whole_modules(target, vector, job.fits_head)).vector
+    return Scaled(target.module, vector, target.stored_parameters(), job.form)
+
+
 def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: ScaleRule = "auto") -> ScaleChoice:
     """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
+
+    What will be written is judged.
 
     Args:
         sides: the job on each half, as `Job.halves` gives it.
         moved: the transfer from each half; a generator solves the second after the first is judged.
+        rule: how the scale is chosen.
     """
     held_out = sides[0] is not sides[1]
     answers: dict[float, list[Answers]] = {scale: [] for scale in SCALES}
     for done, maker, judge in zip(moved, sides, reversed(sides), strict=False):
         batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.samples]
-        with Scaled(judge.target.module, done.task_vector, judge.target.stored_parameters()) as scaled:
+        with scaled_as_written(judge, done.task_vector) as scaled:
             for scale, seen in answers.items():
                 scaled.set(scale)
                 with fitted(judge, scaled.module, maker.samples):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,26 +26,29 @@ from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
-from ..task_vectors.vector import TaskVector
+from ..task_vectors.lora_write import AdapterForm
 from ..types import Progress, ScaleRule
+from .change import Finetuned
 from .heads import fit_head
 from .labels import measurable
 from .move import Moved, move
+from .moved import account, changed_parts
 from .options import Options
-from .plan import left_behind, not_transported_by
+from .plan import not_transported_by
 from .prepare import SCORED, Data, prepare
 from .result import Result
-from .scale import RULES, Scaled
+from .scale import RULES, scaled_as_written
 
 
 def transfer(
     source: ModelLike,
-    finetuned: ModelLike | TaskVector,
+    finetuned: Finetuned | Sequence[Finetuned],
     target: ModelLike,
     data: Data | None = None,
     *,
     method: str | Method = "bico",
     scale: float | ScaleRule | None = None,
+    form: AdapterForm | None = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> Result:
@@ -58,13 +61,14 @@ def transfer(
         source, finetuned, target, data, options: see `prepare`.
         method: the name of a method, or a Method.
         scale: the strength, or the rule that chooses it; the method's own unless given.
+        form: of the adapter that the result will be saved as: the scale is chosen for what it holds.
         progress: called with the number of samples that were measured since the last call.
     """
     method = get_method(method)
     strength = check_scale(scale, method)
     signals = method.signals | SCORED if isinstance(strength, str) else method.signals
     job = prepare(source, finetuned, target, data, signals=signals, **options)
-    result = run(job, method, scale=strength, progress=progress)
+    result = run(replace(job, form=form), method, scale=strength, progress=progress)
     if isinstance(job.samples, Given) or options.get("loss") is not None:
         return result  # counting would run the caller's loss once more
     return replace(result, record={**result.record, "cost": cost_of(job.for_(method), result.record["samples"])})
@@ -111,7 +115,7 @@ def _refitted(job: Job, moved: Moved) -> Mapping[str, Tensor]:
     """The target's head, fitted on its ported features; nothing if the job fits no head."""
     if not job.fits_head:
         return {}
-    with Scaled(job.target.module, moved.transfer.task_vector, job.target.stored_parameters()) as ported:
+    with scaled_as_written(job, moved.transfer.task_vector) as ported:
         ported.set(moved.scale)
         return fit_head(job.target, ported.module, job.samples)
 
@@ -151,6 +155,7 @@ def _result(
 ) -> Result:
     done = moved.transfer
     kept = not_transported_by(job, done.task_vector, done.kept)
+    parts = changed_parts(job, done.task_vector, done.kept)
     record: dict[str, Any] = {
         **job.record,
         "method": name_of(method),
@@ -162,7 +167,7 @@ def _result(
         "passes": dict(moved.counted.passes),
         "layers": _layer_entries(job.plan, done.records),
         "not_transported": [asdict(item) for item in kept],
-        "left_behind": [asdict(item) for item in left_behind(job, method)],
+        **account(parts),
     }
     if (choice := moved.choice) is not None:
         candidates = [
@@ -175,7 +180,7 @@ def _result(
         assert job.heads is not None
         record["head"] = {"tensors": sorted(head), "classes": list(job.heads.target.classes)}
     target = job.target.with_head(head) if head else job.target
-    return Result(target, done.task_vector, done.records, kept, moved.scale, record, job)
+    return Result(target, done.task_vector, done.records, kept, moved.scale, record, job, parts)
 
 
 def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:

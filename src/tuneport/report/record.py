@@ -56,6 +56,7 @@ class Input(TypedDict):
     license: NotRequired[str | None]
     sha256: NotRequired[Digests]
     adapter: NotRequired[AdapterInput]
+    parts: NotRequired[list[Input]]
 
 
 class Labels(TypedDict):

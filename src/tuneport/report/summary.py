@@ -33,7 +33,8 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         by = "the labels" if record["options"].get("labels") == "data" else "the scores of the fine-tuned source"
         rows.append(("head", f"{len(record['head']['classes'])} classes, fitted to {by}"))
     if layers:
-        rows.append(("moved", f"{len(layers)} layers; {len(kept)} tensors stay as they were"))
+        rows.append(("moved", moved_words(record)))
+        rows.append(("target", f"{len(layers)} layers changed; {len(kept)} tensors stay as they were"))
     if found := record.get("distilled"):
         rows.append(("distilled", distilled_words(found)))
     for side in ("in", "out"):
@@ -45,7 +46,7 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         modules = record["adapter"]["modules"]
         ranks, lost = [item["rank"] for item in modules], max(item["lost_energy"] for item in modules)
         span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
-        cost = f"at most {100 * lost:.2g} % of a layer's energy lost" if lost > 0 else "nothing lost"
+        cost = f"at most {100 * lost:.2g} % of a layer's squared norm cut off" if lost > 0 else "nothing cut off"
         rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
@@ -68,6 +69,16 @@ def distilled_words(found: Mapping[str, Any]) -> str:
         f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
         f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
     )
+
+
+def moved_words(record: Record) -> str:
+    """The share of the change that moved, and what was left behind, by kind."""
+    left: Counter[str] = Counter()
+    for item in record["left_behind"]:
+        left[item["kind"]] += item["share"]
+    parts = ", ".join(f"{kind} {100 * share:.2g} %" for kind, share in left.most_common())
+    moved = f"{100 * record['moved_share']:.1f}".removesuffix(".0")
+    return f"{moved} % of the change (squared norm)" + (f"; left behind: {parts}" if parts else "")
 
 
 def label_words(record: Record) -> str:
@@ -108,12 +119,15 @@ def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, i
 
 def repeat_command(record: Record) -> str | None:
     """The command that repeats the run; None if the run used Python objects that no command can name."""
-    places = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
+    places: dict[str, Any] = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
+    if several := record.get("finetuned", {}).get("parts"):
+        paths = [part.get("path") for part in several]
+        places["finetuned"] = paths if all(paths) else None
     if record.get("data", {}).get("name"):
         task, path = record["data"].get("task"), record["data"].get("path")
         places["data"] = f"{task}:{path}" if task and path else path
     options = {**record.get("options", {}), "as": record.get("as")}
-    if not all(places.values()) or options.get("roles") or options.get("python"):
+    if not all(places.values()) or options.get("python"):
         return None
     choice = record.get("scale_choice")
     given = {
@@ -130,7 +144,10 @@ def repeat_command(record: Record) -> str | None:
     given |= {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
     pairs = [(key.replace("_", "-"), value) for key, value in given.items() if value is not None]
     pairs += [("exclude", pattern) for pattern in options.get("exclude", ())]
-    words = [word for name, value in pairs for word in (f"--{name}", str(value))]
+    pairs += [("roles", f"{role}={other or 'none'}") for role, other in options.get("roles", {}).items()]
+    listed = [(name, each) for name, value in pairs for each in (value if isinstance(value, list) else [value])]
+    words = [word for name, value in listed for word in (f"--{name}", str(value))]
+    words += ["--uniform-rank"] if options.get("uniform_rank") else []
     return shlex.join(["tuneport", record.get("command", "transfer"), *words])
 
 
@@ -156,4 +173,5 @@ REPEATED: dict[str, Any] = {  # the options that a command repeats, with their d
     "as": "model",
     "rank": None,
     "energy": None,
+    "adapter_dtype": "float32",
 }

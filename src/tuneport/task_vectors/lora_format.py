@@ -1,7 +1,8 @@
-"""PEFT LoRA adapters as they are stored: read the configuration and tensors of a folder or live model, write a folder.
+"""PEFT adapters as they are stored: read the configuration and tensors of a folder or live model, write a folder.
 
 The folder format (`adapter_config.json` and `adapter_model.safetensors`) is read and written directly, so peft is not
-needed. An adapter that cannot be read exactly is refused with the reason.
+needed for a LoRA; other types are converted (`lora_convert`). An adapter that cannot be ported is refused with the
+reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, first_of
-from ..io.checkpoint import open_checkpoint, read_object, write_checkpoint
+from ..io.checkpoint import open_checkpoint, read_json, read_object, write_checkpoint
+from ..io.output import RECORD
 from ..io.validate import check_finite, check_unquantised
 from .lora_patterns import check_patterns
 
@@ -36,6 +38,16 @@ UNREAD = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron's parallel layers",
 }
+# Types that add trained tokens.
+TOKENS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "CPT",
+    "CARTRIDGE",
+    "ADAPTION_PROMPT",
+)
 # Initialisations that change the base weights: B A is then not the whole change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -45,12 +57,25 @@ TWICE = "peft applies a LoRA on the output projection of torch's attention twice
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter as it is stored: its configuration, and its tensors under their names in the file."""
+    """An adapter as it is stored: its configuration, its tensors under their names in the file, and class names."""
 
     name: str
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     files: tuple[Path, ...] = ()
+    classes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The adapter's type as peft calls it: LORA, LOHA, ..."""
+        kind = self.config.get("peft_type")
+        return str(getattr(kind, "value", kind))
+
+    @property
+    def task_type(self) -> str | None:
+        """The task as peft calls it: SEQ_CLS, CAUSAL_LM, ..."""
+        task = self.config.get("task_type")
+        return getattr(task, "value", task)
 
 
 def is_adapter(thing: object) -> bool:
@@ -60,16 +85,30 @@ def is_adapter(thing: object) -> bool:
     return bool(getattr(thing, "peft_config", None)) and isinstance(thing, nn.Module)
 
 
+def check_no_parts(path: Path) -> None:
+    """Refuse the weights of an adapter without its configuration."""
+    if (path / CONFIG).is_file():
+        return
+    for weights in (path, *(path / name for name in WEIGHTS)):
+        factors = weights.suffix == ".safetensors" and weights.is_file() and open_checkpoint(weights)
+        if factors and any(".lora_" in key for key in factors):
+            missing = f"the folder that holds it and {CONFIG}" if weights == path else f"a folder with its {CONFIG}"
+            raise CheckpointError(f"{path} holds the factors of a LoRA, not a model: give {missing}.")
+
+
 def open_adapter(thing: str | Path | nn.Module) -> Adapter:
     """Open an adapter folder, or the active adapter of a live model; refuse one that cannot be read exactly."""
     adapter = _live_adapter(thing) if isinstance(thing, nn.Module) else _stored_adapter(Path(thing))
-    kind = getattr(adapter.config.get("peft_type"), "value", adapter.config.get("peft_type"))
-    merge = "Merge it into its base."
-    if kind != "LORA":
-        raise CheckpointError(f"{adapter.name} is an adapter of type {kind}; tuneport reads LORA. {merge}")
+    if adapter.kind in TOKENS:
+        raise CheckpointError(
+            f"{adapter.name} is an adapter of type {adapter.kind}: it adds trained tokens and changes no weight, so "
+            "that nothing can be ported. Port a LoRA or a full fine-tune."
+        )
     unread = [words for key, words in UNREAD.items() if adapter.config.get(key)]
     if unread:
-        raise CheckpointError(f"{adapter.name} uses {first_of(unread)}, which tuneport does not read. {merge}")
+        raise CheckpointError(
+            f"{adapter.name} uses {first_of(unread)}, which tuneport does not read. Merge it into its base."
+        )
     start = adapter.config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise CheckpointError(
@@ -91,7 +130,16 @@ def _stored_adapter(folder: Path) -> Adapter:
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise CheckpointError(f"{folder} has an {CONFIG} but no weights: expected {' or '.join(WEIGHTS)}.")
-    return Adapter(str(folder), config, open_checkpoint(weights), (folder / CONFIG, weights))
+    return Adapter(str(folder), config, open_checkpoint(weights), (folder / CONFIG, weights), _classes(folder))
+
+
+def _classes(folder: Path) -> tuple[str, ...]:
+    """The names of the classes that the run record of an output has: peft stores none."""
+    try:
+        found = read_json(folder / RECORD, "a run record", limit=10**8)["head"]["classes"]
+    except (CheckpointError, KeyError, TypeError):
+        return ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def _live_adapter(module: nn.Module) -> Adapter:

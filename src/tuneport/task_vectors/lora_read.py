@@ -21,6 +21,7 @@ from .lora_format import CONFIG, PREFIX, TWICE, Adapter
 from .lora_patterns import patterned
 from .low_rank import Entry, LowRank
 from .vector import TaskVector
+from .wrappers import renaming
 
 _INNER = ".base_layer.out_proj.lora_"
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.(?P<last>\w+))?")
@@ -37,20 +38,30 @@ def task_vector_of(
     *,
     other_names: Mapping[str, str] | None = None,
     transposed: Collection[str] | None = None,
+    head: Collection[str] = (),
 ) -> TaskVector:
-    """The task vector of an adapter, under the names of `base`: low-rank where the adapter is a plain LoRA.
+    """The task vector of a LoRA, under the names of `base`: low-rank where it is a plain one.
 
-    `other_names` maps further names of tensors (such as those in the files) to names of `base`; `transposed` holds
-    the weights that are stored as (in, out), by default inferred from shapes and `fan_in_fan_out`.
+    One of the two may be inside a wrapper: names of the adapter may begin with `bert.` and those of a bare base not.
+
+    Args:
+        adapter: a LoRA; `lora_convert.as_lora` converts other types.
+        base: the weights that it changes.
+        other_names: further names of tensors (such as those in the files) -> names of `base`.
+        transposed: the weights that are stored as (in, out); by default inferred from shapes and `fan_in_fan_out`.
+        head: names of whole tensors that are not part of the change.
     """
+    if adapter.kind != "LORA":
+        raise CheckpointError(f"{adapter.name} is an adapter of type {adapter.kind}, not a LoRA.")
     others = other_names or {}
+    rename = renaming(plain_names(adapter), [*base, *others])
 
     def find(*candidates: str) -> str | None:
         """The base's name of the first candidate that it has under this or another name."""
-        names = (name if name in base else others.get(name) for name in candidates)
+        names = (name if name in base else others.get(name) for name in map(rename, candidates))
         return next((name for name in names if name is not None and name in base), None)
 
-    loras, whole, wrong = _sorted_keys(adapter, find)
+    loras, whole, wrong = _sorted_keys(adapter, find, head)
     is_transposed = _transposition(adapter, loras, base, transposed)
     biases: dict[str, tuple[str, float]] = {}  # key and scaling
     for weight, lora in list(loras.items()):
@@ -139,20 +150,34 @@ class _Lora:
     transposed: bool = False  # the weight is stored as (in, out)
 
 
+def plain_names(adapter: Adapter) -> dict[str, str]:
+    """The names in an adapter without what peft adds to those of the model -> the keys; base copies are left out."""
+    plain = {key.removeprefix(PREFIX): key for key in adapter.tensors if ".original_module." not in key}
+    return {re.sub(r"\.(base_layer|modules_to_save)(?=\.|$)", "", name): key for name, key in plain.items()}
+
+
+def whole_tensors(adapter: Adapter, names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of these names that an adapter stores whole, as those of `modules_to_save`."""
+    return {name: adapter.tensors[key] for name, key in plain_names(adapter).items() if name in names}
+
+
 def _sorted_keys(
-    adapter: Adapter, find: Callable[..., str | None]
+    adapter: Adapter, find: Callable[..., str | None], head: Collection[str]
 ) -> tuple[dict[str, _Lora], dict[str, str], list[str]]:
-    """The adapter's keys: LoRAs by weight, whole tensors by name, and keys that the base has no tensor for."""
+    """The adapter's keys: LoRAs by weight, whole tensors by name, and keys that the base has no tensor for.
+
+    A module that was saved whole and that the base lacks is the head of a classifier: it is not part of a change.
+    """
     loras: dict[str, _Lora] = {}
     whole: dict[str, str] = {}
     wrong: list[str] = []
-    for key in adapter.tensors:
-        plain = key.removeprefix(PREFIX)
-        if ".original_module." in plain:  # the base's copy of a module that was saved whole
-            continue
+    saved = tuple(f"{name}." for name in adapter.config.get("modules_to_save") or ())
+    for plain, key in plain_names(adapter).items():
         found = _FACTOR.fullmatch(plain)
-        path = re.sub(r"\.(base_layer|modules_to_save)(?=\.|$)", "", found["module"] if found else plain)
+        path = found["module"] if found else plain
         name = find(f"{path}.weight", f"{path}.in_proj_weight") if found else find(path)
+        if path in head or (name is None and not found and any(part in plain for part in saved)):
+            continue
         if name is None:
             wrong.append(f"{path} (no such module, or its weight is tied to another)" if found else key)
         elif found:

@@ -1,7 +1,7 @@
 """Convert a task vector to a LoRA adapter that peft loads.
 
 Low-rank entries are stored exactly; dense entries are truncated to a rank, and the lost share of the update is
-reported. Tensors that an adapter cannot hold are reported with the reason.
+reported. A head is stored whole, in `modules_to_save`. What an adapter cannot hold is reported with the reason.
 """
 
 from __future__ import annotations
@@ -13,11 +13,77 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import TuneportError, first_of
 from .lora_format import PREFIX, TWICE, Adapter
-from .low_rank import LowRank, check_truncation, truncate
+from .low_rank import Entry, LowRank, check_truncation, truncate
 from .vector import TaskVector
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CLASSIFIERS = ("classifier", "score")  # peft always saves modules of these names whole for its two tasks of labels
+LABELS = ("SEQ_CLS", "TOKEN_CLS")
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """How updates are written as an adapter.
+
+    Low-rank updates are kept as they are; dense ones, and all if `rank` or `energy` is given, are cut by SVD.
+
+    Args:
+        rank: the largest rank of an update.
+        energy: the share of each update's squared norm to keep, in place of `rank`.
+        uniform_rank: fill up all factors with zeros to one rank, for servers that want it.
+        adapter_dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+    """
+
+    rank: int | None = None
+    energy: float | None = None
+    uniform_rank: bool = False
+    adapter_dtype: str = "float32"
+
+    def check(self) -> None:
+        """Refuse settings that no adapter can have."""
+        check_truncation(self.rank, self.energy)
+        if self.adapter_dtype not in DTYPES:
+            raise TuneportError(f"`adapter_dtype` must be one of {', '.join(DTYPES)}, got {self.adapter_dtype!r}.")
+
+    def cut(self, vector: TaskVector, module: nn.Module, saved: Sequence[str] = ()) -> Cut:
+        """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole."""
+        whole = [name for name in vector if name.startswith(tuple(f"{path}." for path in saved))]
+        places = _places(module, [name for name in vector if name not in whole])
+        kept = {name: place for name, place in places.items() if isinstance(place, str)}
+        held: dict[str, Entry] = {name: vector[name] for name in whole}
+        lost = {}
+        for name, place in places.items():
+            if isinstance(place, str):
+                continue
+            entry = vector[name]
+            if place.kind == "bias":
+                held[name] = entry
+            elif not isinstance(entry, LowRank) or entry.rank > 0:
+                held[name], lost[name] = truncate(entry, self.rank, self.energy)
+        if not lost:
+            reasons = first_of(f"{name} ({reason})" for name, reason in kept.items()) or "only biases changed"
+            raise TuneportError(f'no update can be written as a LoRA: {reasons}. Use `kind="model"`.')
+        return Cut(TaskVector(held), lost, kept)
+
+    def rounded(self, entry: Entry) -> Entry:
+        """An entry as it is read from an adapter of this form."""
+        return entry.to(DTYPES[self.adapter_dtype]).to(torch.float32)
+
+
+UNCUT = AdapterForm()
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What an adapter holds of a task vector, the share that each update loses, and why it cannot hold the rest."""
+
+    vector: TaskVector
+    lost: Mapping[str, float]
+    kept: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,62 +108,82 @@ def pack(
     vector: TaskVector,
     module: nn.Module,
     base: Mapping[str, Tensor],
+    form: AdapterForm = UNCUT,
     *,
     scale: float = 1.0,
-    rank: int | None = None,
-    energy: float | None = None,
+    head: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> Packed:
     """Convert a task vector of a live module to a LoRA that peft loads.
 
-    Low-rank entries are stored as they are; dense entries, and all entries if `rank` or `energy` is given, are
-    truncated by SVD. Biases are stored as their new values, as peft stores trained biases.
+    Biases are stored as their new values, as peft stores trained biases.
 
     Args:
         vector: the task vector, by parameter names of `module`.
         module: the live module that the adapter is for.
         base: the weights of `module`.
+        form: how the updates are written.
         scale: factor of the task vector, folded into B, with lora_alpha = r.
-        rank: the largest rank of an entry.
-        energy: the share of each entry's squared norm to keep, in place of `rank`.
+        head: parameters of `module` that are stored whole.
         about: additional settings of the adapter's configuration.
     """
-    check_truncation(rank, energy)
-    places = _places(module, vector)
-    kept = {name: place for name, place in places.items() if isinstance(place, str)}
-    held = {name: place for name, place in places.items() if isinstance(place, _Place)}
-    biases = {name: place for name, place in held.items() if place.kind == "bias"}
-    entries = ((place, vector[name]) for name, place in held.items() if name not in biases)
-    low = [
-        (place, *truncate(entry, rank, energy))
-        for place, entry in entries
-        if not isinstance(entry, LowRank) or entry.rank > 0
-    ]
-    if not low:
-        reasons = first_of(f"{name} ({reason})" for name, reason in kept.items()) or "only biases changed"
-        raise TuneportError(f'no update can be written as a LoRA: {reasons}. Use `kind="model"`.')
+    form.check()
+    saved = saved_modules(module, head, (about or {}).get("task_type"))
+    cut = form.cut(vector, module, saved)
+    places = {name: place for name, place in _places(module, cut.vector).items() if isinstance(place, _Place)}
+    factors = {name: entry for name in cut.lost if isinstance(entry := cut.vector[name], LowRank)}
+    most = max(entry.rank for entry in factors.values())
     tensors: dict[str, Tensor] = {}
-    for place, factors, _ in low:
-        tensors |= _factor_tensors(place, factors * scale)
+    ranks: dict[str, int] = {}
+    for name, entry in factors.items():
+        place, rank = places[name], most if form.uniform_rank else entry.rank
+        ranks[place.target] = rank
+        tensors |= _factor_tensors(place, _padded(entry * scale, rank))
         owner: Any = module.get_submodule(place.target)
         if isinstance(owner, nn.MultiheadAttention):  # peft also adapts its output projection: by zeros
-            inner, shape = f"{place.path}.base_layer.out_proj", (owner.embed_dim, factors.rank)
-            zeros = LowRank(torch.zeros(shape), torch.zeros(shape[::-1]))
+            inner, width = f"{place.path}.base_layer.out_proj", owner.embed_dim
+            zeros = LowRank(torch.zeros(width, rank), torch.zeros(rank, width))
             tensors |= _factor_tensors(_Place(inner, inner, "linear"), zeros)
-    ranks = {place.target: factors.rank for place, factors, _ in low}
+
+    def new(name: str) -> Tensor:
+        return base[name].detach().cpu().float() + scale * cut.vector.dense(name).cpu().float()
+
+    whole = {f"{path}.{part}": live for path in saved for part, live in module.get_submodule(path).state_dict().items()}
+    for name, live in whole.items():
+        tensors[PREFIX + name] = new(name) if name in cut.vector else base.get(name, live).detach().cpu()
+    biases = {name: places[name] for name in cut.vector if name not in factors and name not in whole}
     for name, place in biases.items():
-        key = _bias_key(name, place.target) if place.target in ranks else name
-        tensors[PREFIX + key] = base[name].detach().cpu().float() + scale * vector.dense(name).cpu().float()
-    transposed = any(place.kind == "transposed" for place, _, _ in low)
+        tensors[PREFIX + (_bias_key(name, place.target) if place.target in ranks else name)] = new(name)
     trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
-    config = _config(module, ranks, about or {}, fan_in_fan_out=transposed, bias=trained)
-    records = tuple(AdaptedModule(place.path, factors.rank, lost) for place, factors, lost in low)
-    return Packed(Adapter("adapter", config, tensors), records, kept)
+    config = {
+        **_config(module, ranks, about or {}),
+        "fan_in_fan_out": any(places[name].kind == "transposed" for name in factors),
+        "bias": trained,
+        "modules_to_save": saved or None,
+    }
+    dtype = DTYPES[form.adapter_dtype]
+    stored = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
+    records = tuple(AdaptedModule(places[n].path, entry.rank, cut.lost[n]) for n, entry in factors.items())
+    return Packed(Adapter("adapter", config, stored), records, cut.kept)
 
 
-def _config(
-    module: nn.Module, ranks: Mapping[str, int], about: Mapping[str, Any], *, fan_in_fan_out: bool, bias: str
-) -> dict[str, Any]:
+def saved_modules(module: nn.Module, head: Iterable[str], task_type: str | None = None) -> list[str]:
+    """The modules that an adapter stores whole: those of the head, and those that peft always saves for a task.
+
+    peft finds them by the ends of their names, and reads each of them from the file.
+    """
+    names = {name.rpartition(".")[0] for name in head} | set(CLASSIFIERS if task_type in LABELS else ())
+    paths = [path for path, _ in module.named_modules() if names and path.endswith(tuple(names))]
+    return [path for path in paths if not path.startswith(tuple(f"{other}." for other in paths))]
+
+
+def _padded(factors: LowRank, rank: int) -> LowRank:
+    """The same matrix with factors of this rank."""
+    zeros = factors.in_factor.new_zeros(rank - factors.rank, *factors.shape[1:])
+    return LowRank(F.pad(factors.out_factor, (0, len(zeros))), torch.cat([factors.in_factor, zeros]))
+
+
+def _config(module: nn.Module, ranks: Mapping[str, int], about: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a LoRA with a rank for each adapted module and a scaling of 1."""
     most = max(ranks.values())
     others = {f"^{re.escape(target)}": number for target, number in ranks.items() if number != most}
@@ -111,13 +197,10 @@ def _config(
         "rank_pattern": others,
         "alpha_pattern": dict(others),
         "target_modules": _target_modules(module, list(ranks)),
-        "fan_in_fan_out": fan_in_fan_out,
-        "bias": bias,
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
         "inference_mode": True,
     }
 

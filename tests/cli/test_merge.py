@@ -1,0 +1,116 @@
+"""`tuneport merge`, and `transfer` of several fine-tunes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from builders.commands import Run, assert_refused, options
+from builders.folders import Zoo
+from builders.loras import adapted, saved
+from tuneport.task_vectors.vector import load_task_vector
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
+
+
+@pytest.fixture
+def loras(zoo: Zoo, tmp_path: Path) -> list[Path]:
+    base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
+    settings = [(2, ["q_proj", "fc1"]), (3, ["q_proj", "v_proj"])]
+    return [
+        saved(adapted(base, seed, target_modules=modules, r=seed), tmp_path / f"lora{seed}")
+        for seed, modules in settings
+    ]
+
+
+def merged_by_peft(base: Path, *loras: Path) -> list[dict[str, torch.Tensor]]:
+    """The weights of the base with each adapter, merged by peft."""
+    found = []
+    for lora in loras:
+        model = transformers.CLIPVisionModelWithProjection.from_pretrained(base)
+        found.append(dict(peft.PeftModel.from_pretrained(model, lora).merge_and_unload().state_dict()))
+    return found
+
+
+def test_adapters_into_a_model(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
+    done = run("merge", *loras, "--weights", "1,0.5", "--as", "model", "--out", place / "both", "--json")
+    assert done.code == 0, done.err
+    assert done.json["weights"] == [1.0, 0.5]
+    assert done.json["base"]["path"] == str(zoo["clip_vision-base"]), "the adapters name it"
+    assert json.loads((place / "both" / "tuneport.json").read_text()) == done.json
+    base = load_file(zoo["clip_vision-base"] / "model.safetensors")
+    first, second = merged_by_peft(zoo["clip_vision-base"], *loras)
+    written = load_file(place / "both" / "model.safetensors")
+    for name, tensor in base.items():
+        expected = tensor + (first[name] - tensor) + 0.5 * (second[name] - tensor)
+        torch.testing.assert_close(written[name], expected, atol=2e-6, rtol=1e-5)
+
+
+def test_adapters_into_an_adapter(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
+    assert run("merge", *loras, "--as", "adapter", "--out", place / "both").code == 0
+    assert run("merge", *loras, "--as", "model", "--out", place / "model").code == 0
+    [merged] = merged_by_peft(zoo["clip_vision-base"], place / "both")
+    whole = load_file(place / "model" / "model.safetensors")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(merged[name], tensor, atol=2e-6, rtol=1e-5)
+    config = json.loads((place / "both" / "adapter_config.json").read_text())
+    assert config["r"] == 5, "the ranks of layers that both change add up"
+    done = run("merge", *loras, "--as", "adapter", "--rule", "ties", "--out", place / "ties")
+    assert_refused(done, 1, "the update is not low-rank: pass --rank R or --energy 0.95")
+    cut = run("merge", *loras, "--as", "adapter", "--rule", "ties", "--rank", 2, "--out", place / "ties", "--json")
+    assert cut.code == 0, cut.err
+    assert cut.json["adapter"]["rank"] == 2
+
+
+def test_task_vectors_need_no_base(run: Run, zoo: Zoo, place: Path) -> None:
+    taus = [place / "one.safetensors", place / "two.safetensors"]
+    for tau in taus:
+        assert run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", tau).code == 0
+    done = run("merge", *taus, "--weights", "0.25,0.5", "--out", place / "both.safetensors")
+    assert done.code == 0, done.err
+    assert done.out == f"2 fine-tunes, 40 tensors, written to {place / 'both.safetensors'}\n"
+    one, both = load_task_vector(taus[0]), load_task_vector(place / "both.safetensors")
+    assert all(torch.equal(both.dense(name), 0.25 * one[name] + 0.5 * one[name]) for name in one)
+    found = run("evaluate", place / "both.safetensors", "--data", zoo.data, "--json")
+    assert found.code == 0, found.err
+
+
+def test_bad_input(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
+    out = ["--out", place / "out.safetensors"]
+    assert_refused(run("merge", *loras, "--weights", "1", *out), 1, "2 task vectors and 1 --weights")
+    assert_refused(run("merge", *loras, "--weights", "a,b", *out), 1, "--weights takes numbers separated by commas")
+    assert_refused(run("merge", *loras, "--rule", "mean", *out), 1, "unknown rule 'mean'")
+    assert_refused(run("merge", *loras, "--density", "0", "--rule", "dare", *out), 1, "--density must be above 0")
+    assert_refused(run("merge", *loras, "--rank", "2", *out), 1, "they go with --as adapter")
+    models = [zoo["vit-tuned"], zoo["vit-tuned"]]
+    assert_refused(run("merge", *models, *out), 1, "the base that was fine-tuned is not known: pass it as --base.")
+    assert run("merge", *models, "--base", zoo["vit-base"], *out).code == 0
+    assert_refused(run("merge", *models, "--base", zoo["vit-base"], *out), 1, "exists")
+
+
+def test_a_transfer_of_several_fine_tunes(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
+    """The maps do not depend on the fine-tune, so that the sum of two transfers is the transfer of the sum."""
+    words = options(zoo, finetuned=loras[0])
+    done = run("transfer", *words, "--finetuned", loras[1], "--as", "adapter", "--out", place / "both", "--json")
+    assert done.code == 0, done.err
+    assert [part["name"] for part in done.json["finetuned"]["parts"]] == ["lora2", "lora3"]
+    assert done.json["finetuned"]["name"] == "lora2 + lora3"
+    for lora in loras:
+        alone = run("transfer", *options(zoo, finetuned=lora), "--as", "adapter", "--out", place / lora.name)
+        assert alone.code == 0, alone.err
+    ones = [place / lora.name for lora in loras]
+    assert run("merge", *ones, "--as", "model", "--out", place / "sum").code == 0
+    assert run("merge", place / "both", "--as", "model", "--out", place / "whole").code == 0
+    first, second = (load_file(place / name / "model.safetensors") for name in ("sum", "whole"))
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], atol=1e-5, rtol=1e-4)
+    command = (place / "both" / "report.html").read_text()
+    assert command.count("--finetuned") == 2
+    planned = run("plan", *words, "--finetuned", loras[1])
+    assert planned.code == 0, planned.err

@@ -1,0 +1,100 @@
+"""Every `next:` line that a command prints works when it is pasted."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders import texts
+from builders.commands import Done, Run, options
+from builders.folders import Zoo, images
+from builders.loras import adapted, saved
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
+
+
+def followed(run: Run, done: Done) -> list[str]:
+    """Run the commands of all `next:` lines, and return their first words."""
+    assert done.code == 0, done.err
+    lines = [line.removeprefix("next: ") for line in done.out.splitlines() if line.startswith("next: ")]
+    first = []
+    for line in lines:
+        program, *words = shlex.split(line)
+        if program == "tuneport":
+            next_one = run(*words)
+            assert next_one.code == 0, f"{line}: {next_one.err}"
+            first.append(words[0])
+        else:
+            assert program == "python"
+            found = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+            assert found.returncode == 0, f"{line}: {found.stderr}"
+            first.append("python")
+    return first
+
+
+OUTPUTS: dict[str, list[str]] = {"model": [], "adapter": ["--rank", "2"], "task-vector": ["--head-fit", "none"]}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("family", ["clip_vision", "vit"])
+def test_images(run: Run, zoo: Zoo, place: Path, family: str, kind: str) -> None:
+    out = place / ("a name with spaces" + (".safetensors" if kind == "task-vector" else ""))
+    words = options(zoo, family, head="animals" if family == "clip_vision" else None, method="theseus")
+    done = run("transfer", *words, "--as", kind, *OUTPUTS[kind], "--out", out)
+    assert followed(run, done) == ["evaluate", *(["python"] if kind == "adapter" else [])]
+
+
+def test_images_without_labels(run: Run, zoo: Zoo, place: Path) -> None:
+    np.savez(place / "bare.npz", x=images(30, 1)[0])
+    words = options(zoo, data=place / "bare.npz", head="animals", labels="source", samples=12)
+    assert followed(run, run("transfer", *words, "--out", place / "out")) == []
+
+
+def test_a_training_split_alone(run: Run, zoo: Zoo, place: Path) -> None:
+    kept = np.load(zoo.data)
+    np.savez(place / zoo.data.name, **{key: kept[key] for key in kept.files if not key.endswith("_test")})
+    words = options(zoo, data=place / zoo.data.name)
+    assert followed(run, run("transfer", *words, "--out", place / "out")) == []
+
+
+ROWS: dict[str, Any] = {
+    "labels": [{"text": text, "label": number % 3} for number, text in enumerate(texts.SENTENCES)],
+    "plain": [{"text": text} for text in texts.SENTENCES],
+    "targets": [{"text": text, "target": text.split()[0]} for text in texts.SENTENCES],
+    "pairs": [{"text": a, "text_pair": b} for a, b in zip(texts.SENTENCES, texts.SENTENCES[1:], strict=False)],
+}
+MODELS: dict[str, tuple[str, str, str, list[str]]] = {  # family, tokenizer, rows, what follows a model
+    "causal": ("llama", "gpt", "plain", ["evaluate"]),
+    "seq2seq": ("t5", "t5", "targets", ["evaluate"]),
+    "contrastive": ("bert", "bert", "pairs", []),
+    "classifier": ("bert", "bert", "labels", ["evaluate"]),
+}
+TARGETS = {"llama": ["q_proj"], "t5": ["q"], "bert": ["query"]}
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+@pytest.mark.parametrize("case", MODELS)
+def test_texts(run: Run, place: Path, case: str, kind: str) -> None:
+    family, tokenizer, rows, expected = MODELS[case]
+    vocabulary = {"vocab_size": 320} if tokenizer == "gpt" else {}
+    labels = {"num_labels": 3} if case == "classifier" else {}
+    models = [texts.make(family, size, **vocabulary, **labels) for size in (texts.SMALL, texts.LARGE)]
+    models = [model.bert for model in models] if case == "contrastive" else models
+    names = [place / "old", place / "new"]
+    for model, name in zip(models, names, strict=True):
+        texts.write(name, model, texts.TOKENIZERS[tokenizer]())
+    lora = saved(adapted(models[0], target_modules=TARGETS[family]), place / "lora")
+    data = texts.write_rows(place / "rows.jsonl", ROWS[rows])
+    done = run(
+        "transfer", "--source", names[0], "--finetuned", lora, "--target", names[1], "--data", data,
+        "--as", kind, "--out", place / "out",
+    )  # fmt: skip
+    assert followed(run, done) == expected + (["python"] if kind == "adapter" else [])
+    assert "the data have" in done.err, "there are fewer than 100 rows"

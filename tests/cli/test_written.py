@@ -1,0 +1,91 @@
+"""What is written is what is judged: by `--evaluate`, by `tuneport evaluate`, and by the choice of the scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from builders.commands import Run, assert_refused, options
+from builders.folders import Zoo
+from builders.loras import adapted, saved
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
+
+OUTPUTS = {
+    "model": [],
+    "cut": ["--as", "adapter", "--rank", "1"],
+    "bfloat16": ["--as", "adapter", "--rank", "2", "--adapter-dtype", "bfloat16", "--uniform-rank"],
+    "exact": ["--as", "adapter", "--energy", "1"],
+    "task-vector": ["--as", "task-vector", "--head-fit", "none"],
+}
+
+
+@pytest.mark.parametrize("family", ["clip_vision", "vit"])
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("target", ["target", "target16"])
+def test_evaluation_of_what_is_written(run: Run, zoo: Zoo, place: Path, family: str, output: str, target: str) -> None:
+    out = place / ("out.safetensors" if output == "task-vector" else "out")
+    words = options(zoo, family, target=zoo[f"{family}-{target}"], scale=3)
+    done = run("transfer", *words, *OUTPUTS[output], "--evaluate", "--out", out, "--json")
+    assert done.code == 0, done.err
+    found = run("evaluate", out, "--data", zoo.data, "--json")
+    assert found.code == 0, found.err
+    assert found.json["accuracy"] == done.json["evaluation"]["after"]
+    if "head" not in done.json:  # else the target is compared with a head that is fitted to it
+        before = run("evaluate", zoo[f"{family}-{target}"], "--data", zoo.data, "--json")
+        assert before.json["accuracy"] == done.json["evaluation"]["before"]
+
+
+def test_an_uncut_lora(run: Run, zoo: Zoo, place: Path) -> None:
+    base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
+    lora = saved(adapted(base, target_modules=["q_proj", "fc1"]), place / "lora")
+    words = options(zoo, finetuned=lora)
+    done = run("transfer", *words, "--as", "adapter", "--evaluate", "--out", place / "out", "--json")
+    assert done.code == 0, done.err
+    found = run("evaluate", place / "out", "--data", zoo.data, "--json")
+    assert found.json["accuracy"] == done.json["evaluation"]["after"]
+
+
+def test_the_scale_is_chosen_for_the_cut_update(run: Run, zoo: Zoo, place: Path) -> None:
+    """What is kept at rank 1 gives other losses than the whole update, at the same scales."""
+    words = [*options(zoo, scale="auto"), "--as", "adapter", "--json"]
+    cut = run("transfer", *words, "--rank", "1", "--out", place / "cut")
+    whole = run("transfer", *words, "--energy", "1", "--out", place / "whole")
+    model = run("transfer", *options(zoo, scale="auto"), "--json", "--out", place / "model")
+    losses = [[item["loss"] for item in done.json["scale_choice"]["candidates"]] for done in (cut, whole, model)]
+    assert losses[0][0] == losses[1][0] == losses[2][0], "at scale zero nothing is added"
+    assert all(one != pytest.approx(two, rel=1e-6) for one, two in zip(losses[0][1:], losses[1][1:], strict=True))
+    # all singular values, stored in float32: 2^-24 of each number
+    assert losses[1][1:] == pytest.approx(losses[2][1:], rel=1e-4)
+
+
+def test_a_task_vector_holds_the_scale(run: Run, zoo: Zoo, place: Path) -> None:
+    tau, whole = place / "tau.safetensors", ["--head-fit", "none"]
+    assert run("transfer", *options(zoo, "vit", scale=0.5), "--as", "task-vector", *whole, "--out", tau).code == 0
+    assert run("transfer", *options(zoo, "vit", scale=0.5), *whole, "--out", place / "model").code == 0
+    assert run("apply", tau, zoo["vit-target"], "-o", place / "applied").code == 0
+    first, second = (load_file(place / name / "model.safetensors") for name in ("model", "applied"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_base_of_a_change(run: Run, zoo: Zoo, place: Path) -> None:
+    tau = place / "tau.safetensors"
+    assert run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", tau).code == 0
+    tuned = run("evaluate", zoo["vit-tuned"], "--data", zoo.data, "--json").json
+    assert run("evaluate", tau, "--data", zoo.data, "--json").json["accuracy"] == tuned["accuracy"]
+    words = ["evaluate", zoo["vit-base"], "--base", zoo["vit-base"], "--data", zoo.data]
+    assert_refused(run(*words), 1, "--base goes with an adapter or a task vector, and", "is a model.")
+    base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
+    lora = saved(adapted(base, target_modules=["q_proj"]), place / "lora")
+    config = json.loads((lora / "adapter_config.json").read_text())
+    (lora / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    assert_refused(
+        run("evaluate", lora, "--data", zoo.data), 1, "does not name the model that it changes: pass it as --base."
+    )
+    found = run("evaluate", lora, "--base", zoo["clip_vision-base"], "--data", zoo.data, "--json")
+    assert found.code == 0, found.err
