@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from builders.folders import Zoo
@@ -93,6 +94,20 @@ def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> No
     for name, change in again.task_vector.items():
         # base + change is rounded once to float32: half an ulp of weights below 4
         assert torch.allclose(change, found.task_vector.dense(name), atol=2.4e-7), name
+
+
+def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path) -> None:
+    ported = transfer(*zoo.trio("vit"), zoo.data, samples=30)
+    found = ported.distill(12)
+    assert found.record["distilled"]["matching"] == "classes"
+    assert found.record["distilled"]["best"] > 0
+    assert ported.target.classifier_parameters <= set(found.task_vector)
+    loaded = transformers.ViTForImageClassification.from_pretrained(found.save(tmp_path / "out"))
+    pixels = torch.randn(2, 3, 24, 24)
+    with torch.no_grad():
+        one, two = (module.eval()(pixel_values=pixels).logits for module in (loaded, found.apply()))
+    # the same float32 weights, in two modules
+    assert torch.allclose(one, two, atol=1e-5)
 
 
 class TestResume:

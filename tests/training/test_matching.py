@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ class TestClasses:
         unknown = Head("unknown", ("eagle", *heads[1].classes[1:]), heads[1].class_embeds)
         with raises("1 of 4 classes of the teacher are unknown", "owl"):
             matching_of(drawn(source, target, data, Sides(heads[0], unknown)))
+
+    def test_independent_classes_are_compared_one_by_one(self, zoo: Zoo) -> None:
+        data = read_plain(zoo.data, "train").subset(range(6))
+        samples = drawn(zoo["vit-base"], zoo["vit-target"], data)
+        heads = Sides(*(choose_head(model, None, data) for model in samples.models))
+        source = replace(samples.models.source, problem="multi_label_classification")
+        found = matching_of(replace(samples, models=Sides(source, samples.models.target), heads=heads))
+        teacher, student = torch.tensor([[2.0, -1.0, 3.0]]), torch.tensor([[1.0, 1.0, 3.0]])
+        # a constant for all classes changes the answers: 1, 4 and 0 off, over a variance of 13/3
+        assert float(found.loss(teacher, student)) == pytest.approx((5 / 3) / (13 / 3))
+        assert float(found.agreement(teacher, student)) == pytest.approx(2 / 3)
 
 
 class TestSimilarities:

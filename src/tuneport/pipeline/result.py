@@ -20,7 +20,7 @@ from ..errors import TuneportError
 from ..io.companions import companion_bytes, copy_companions
 from ..io.output import check_new_file, check_new_folder, new_folder
 from ..io.tensors import LazyTensors, describe
-from ..job import Job
+from ..job import Drawn, Job
 from ..methods import LayerRecord, Method
 from ..models.base import Model
 from ..models.open import path_of
@@ -32,11 +32,12 @@ from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, pack
 from ..task_vectors.vector import TaskVector, save_task_vector
-from ..training.distill import STEPS, Lesson, Mark
+from ..training.distill import STEPS, Lesson, Mark, divide
 from ..training.state import StateFile
 from ..types import OutputKind, Progress
 from .adapter import adapter_facts, adapter_record, whole_head
 from .distill import teach
+from .heads import fit_head
 from .moved import Part, account
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
@@ -115,9 +116,12 @@ class Result:
         if self.job is None:
             raise TuneportError("this result does not know the models and samples that it was made from.")
         lesson = Lesson(steps, learning_rate, lora, self.job.seed)
+        target = self.target
+        if self.job.fits_head and isinstance(self.job.samples, Drawn):  # held-out samples must not have fitted it
+            target = target.with_head(fit_head(target, self.apply(), divide(self.job.samples)[1]))
         vector, entry = teach(
             self.job.samples,
-            self.target,
+            target,
             self.job.task_vector,
             self.task_vector * self.scale,
             lesson,
@@ -132,7 +136,7 @@ class Result:
         changed = {self.target.file_names[name] for name in vector}
         kept = tuple(item for item in self.not_transported if item.tensor not in changed)
         record["not_transported"] = [asdict(item) for item in kept]
-        return replace(self, task_vector=vector, scale=1.0, not_transported=kept, record=record)
+        return replace(self, target=target, task_vector=vector, scale=1.0, not_transported=kept, record=record)
 
     def save(
         self,

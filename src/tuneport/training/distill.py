@@ -112,7 +112,7 @@ def distill(
         saved: keeps the state of the run, and gives back that of a killed one.
     """
     lesson.check()
-    held_out, taught = _divided(samples)
+    held_out, taught = divide(samples)
     matching = matching_of(samples)
     schedule = lesson.schedule(samples.models.target, matching.batch_size)
     run = _Run(samples.models.source.module, student, matching, _autocast(samples.models.target))
@@ -135,8 +135,9 @@ def distill(
         first = run.begin(schedule, exam, saved)
         if first and progress is not None:
             progress(first)
-        for mark in run.curve if watch is not None else ():
-            watch(mark)
+        if watch is not None:
+            for mark in run.curve:
+                watch(mark)
         what = f"the distillation of {samples.models.target.name}"
         for step, loss in run_steps(
             what,
@@ -261,7 +262,7 @@ def _blended(encoded: Sides[Encoded]) -> Sides[Encoded]:
     return Sides(blend(encoded.source), blend(encoded.target))
 
 
-def _divided(samples: Drawn) -> tuple[Drawn, Drawn]:
+def divide(samples: Drawn) -> tuple[Drawn, Drawn]:
     """The samples that are held out, and those that the student learns from."""
     if len(samples) < FEWEST:
         raise DataError(

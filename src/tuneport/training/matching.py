@@ -75,9 +75,11 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
     places = list(range(len(student))) if unknown else [student.index(name) for name in teacher]
 
     def ask(model: Model, head: Head, order: list[int] | slice) -> Ask:
-        return lambda module, encoded: head.scores(model, module, batch_for(model, encoded)[0])[:, order]
+        return lambda module, encoded: head.scores(model, module, batch_for(model, encoded)[0])[..., order]
 
     asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
+    if models.source.problem == "multi_label_classification":  # each class is a question of its own
+        return Matching("classes", asked, _score_error, _same_answers, BATCH, BATCH, augmented=True)
     return Matching("classes", asked, _soft_loss, _same_class, BATCH, BATCH, augmented=True)
 
 
@@ -94,6 +96,15 @@ def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
 
 def _same_class(teacher: Tensor, student: Tensor) -> Tensor:
     return (teacher.argmax(-1) == student.argmax(-1)).float().mean()
+
+
+def _score_error(teacher: Tensor, student: Tensor) -> Tensor:
+    """The squared error of the scores over the teacher's variance of them."""
+    return F.mse_loss(student, teacher) / teacher.var().clamp(min=1e-12)
+
+
+def _same_answers(teacher: Tensor, student: Tensor) -> Tensor:
+    return ((teacher > 0) == (student > 0)).float().mean()
 
 
 def _ask_similarities(model: Model) -> Ask:
@@ -115,8 +126,7 @@ def _others(cosines: Tensor) -> Tensor:
 
 def _relative_error(teacher: Tensor, student: Tensor) -> Tensor:
     """The squared error of the cosines over the teacher's variance of them."""
-    wanted, found = _others(teacher), _others(student)
-    return F.mse_loss(found, wanted) / wanted.var().clamp(min=1e-12)
+    return _score_error(_others(teacher), _others(student))
 
 
 def _same_neighbour(teacher: Tensor, student: Tensor) -> Tensor:
