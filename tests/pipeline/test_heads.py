@@ -170,6 +170,18 @@ class TestAdapters:
         assert job.target.classes == ("0", "1", "2", "3")
         assert all(job.task_vector.spec(name).rank == 2 for name in job.task_vector)
 
+    def test_it_arrives_as_an_adapter_of_the_bare_target(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
+        """peft alone opens it on the encoder's folder: head and new pooler are in the adapter."""
+        peft = pytest.importorskip("peft")
+        result = transfer(*adapter, samples=16)
+        result.save(tmp_path / "out", kind="adapter")
+        base = transformers.AutoModelForSequenceClassification.from_pretrained(adapter[2], num_labels=4)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+        tokens = bert_tokenizer()(list(SENTENCES), padding=True, truncation=True, return_tensors="pt")
+        with torch.no_grad():
+            found, wanted = (module(**tokens).logits for module in (loaded, result.apply().eval()))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
     def test_it_arrives_as_a_classifier(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
         transfer(*adapter, samples=16).save(tmp_path / "out")
         loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
