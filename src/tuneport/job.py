@@ -135,6 +135,16 @@ class Drawn(Samples):
     def typical(self) -> PairedBatch | None:
         return next(iter(self.take_batches(0, 1)), None)
 
+    def warnings(self) -> Iterator[str]:
+        """What makes samples too poor to align models on; it reads samples until two of them differ."""
+        inputs, count, images = self.chosen.inputs, len(self), self.dataset.kind == "image"
+        if images and all(np.ptp(np.asarray(image), axis=(0, 1)).max() == 0 for image in inputs):
+            yield f"every image of the {count} samples has one colour: the maps say little about real images"
+        elif count == 1:
+            yield "there is one sample: the maps fit this sample and may say little about others"
+        elif all(np.array_equal(inputs[0], other) if images else inputs[0] == other for other in inputs):
+            yield f"all {count} samples are identical: the maps fit this sample and may say little about others"
+
     def coverage(self) -> Coverage | None:
         """The coverage over all samples; None if a model reads no text."""
         if any(model.reader is None for model in self.models):

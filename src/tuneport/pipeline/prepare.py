@@ -242,6 +242,11 @@ def _with_heads(question: _Question, models: Sides[Model], given: Options, devic
     for model in models:
         with runnable(model, device):
             heads.append(choose_head(model, given["head"], known))
+        if (embeds := heads[-1].class_embeds) is not None and bool((embeds == embeds[:1]).all()):
+            raise DataError(
+                f"all {len(embeds)} classes of the head {heads[-1].name} of {model.name} have one embedding: its loss "
+                "has no gradient. Give a head with an embedding for each class."
+            )
     if given["head_fit"] != "none" and (heads[0].class_embeds is None) != (heads[1].class_embeds is None):
         one, other = sorted(models, key=lambda model: model.logits is None)
         raise DataError(
@@ -385,6 +390,11 @@ def _record(
     by_default = given["samples"] is None and given["shots"] is None and isinstance(job.samples, Drawn)
     if by_default and len(job.samples) < DEFAULT_SAMPLES:
         notes.append(f"the data have {len(job.samples)} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
+    if isinstance(job.samples, Drawn):
+        notes += job.samples.warnings()
+        tokens = record["tokens"]["target_matched"] if "tokens" in record else 2
+        if min(tokens, given["max_tokens"] or tokens) == 1:
+            notes.append("there is one token to measure: each map has one measured direction, and the rest is a guess")
     if given["exclude"]:
         names = [names for model in job.models for names in (model.file_names, model.tensors)]
         notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))

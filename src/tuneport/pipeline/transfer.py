@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..errors import TuneportError
+from ..errors import MethodError, TuneportError, first_of
 from ..job import Given, Job
-from ..methods import LayerRecord, Method, get_method, name_of
+from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import ModelLike
 from ..pairing import Plan
 from ..report.record import to_json
@@ -27,6 +28,7 @@ from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.lora_write import AdapterForm
+from ..task_vectors.low_rank import norm_of
 from ..types import Progress, ScaleRule
 from .change import Finetuned
 from .heads import fit_head
@@ -107,8 +109,21 @@ def run(
         passes = plan_passes(job, job.memory_budget, method=method)
     job = measurable(job)
     moved = move(job, method, scale, passes=passes, progress=progress, work=work)  # lines 3 to 9
+    _check_moved(job, moved.transfer)
     head = _refitted(job, moved)
     return _result(job, method, scale, moved, head, time.perf_counter() - started)  # line 11
+
+
+def _check_moved(job: Job, done: Transfer) -> None:
+    """Raise a MethodError if neither a layer nor a head is changed; a scale of zero is a choice, and no error."""
+    entries = done.task_vector.values()
+    if job.fits_head or any(record.norm_target for record in done.records) or any(map(norm_of, entries)):
+        return
+    reasons = Counter(item.reason for item in done.kept).most_common()
+    found = first_of((f"{reason} ({count} tensors)" for reason, count in reasons), 3) or "the change is zero"
+    raise MethodError(
+        f"nothing was moved: {found}. Check that the classes of the head and the labels differ, and the samples too."
+    )
 
 
 def _refitted(job: Job, moved: Moved) -> Mapping[str, Tensor]:
