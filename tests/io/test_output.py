@@ -460,6 +460,24 @@ class TestClaims:
         assert found[1:] == ["claimed"]
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_lock_on_a_file_that_was_just_removed_protects_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The last holder removes the file after it is opened and before it is locked: a new file is locked."""
+        out, file = tmp_path / "out", tmp_path / ".out.tuneport-lock"
+        flock, calls = fcntl.flock, []
+
+        def late(descriptor: int, operation: int) -> None:
+            calls.append(operation)
+            if len(calls) == 1:
+                file.unlink()
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with claimed(out), file.open() as other, pytest.raises(BlockingIOError):
+            flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert list(tmp_path.iterdir()) == []
+
     def test_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with claimed(tmp_path / "missing" / "out"):
             pass

@@ -115,6 +115,22 @@ def test_unsupported_dtype(tmp_path: Path) -> None:
     assert "x.safetensors stores w as F4; known are BOOL, " in text or "cannot be read as safetensors" in text
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_file_that_is_changed_in_place_with_the_same_size(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model.{suffix}"
+    (save_file if suffix == "safetensors" else torch.save)({"w": torch.ones(2)}, path)
+    checkpoint, before = open_checkpoint(path), path.stat()
+    with path.open("r+b") as file:
+        content = file.read()
+        file.seek(0)
+        file.write(content.replace(torch.ones(2).numpy().tobytes(), torch.zeros(2).numpy().tobytes()))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # a clock may be too coarse to show the write
+    after = path.stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert path.read_bytes() != content
+    assert error_of(lambda: checkpoint["w"]) == f"{path} has changed since it was opened. Open it again."
+
+
 def test_vanished_and_changed_files(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(2)}, path)

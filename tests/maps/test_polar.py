@@ -18,6 +18,7 @@ from tuneport.maps import polar as solver
 from tuneport.maps.certificate import Polar, certify
 from tuneport.maps.completion import complete, complete_thin
 from tuneport.maps.polar import ROUTES, polar, polar_of_factors, polar_together, thin_factors
+from tuneport.maps.procrustes import procrustes
 from tuneport.runtime.forecast import solving_bytes
 
 CUT = 1e-9
@@ -200,6 +201,28 @@ def test_a_wrong_map_does_not_get_a_certificate() -> None:
     assert certify(C, U, Vh.T, S).holds
     assert not certify(C, U, Vh.T.roll(1, dims=1), S).holds  # orthogonal, but the wrong pairs
     assert not certify(C, U, -Vh.T, S).holds  # stationary, but the worst map
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_certificate_probes_both_sides(side: int) -> None:
+    """A factor that is not orthogonal, with values for which the product is stationary."""
+    C, _ = planted(80, 80, SPECTRA["conditioned"](80))
+    U, S, Vh = torch.linalg.svd(C)
+    factors = [U, Vh.T]
+    factors[side] = 2 * factors[side]
+    found = certify(C, *factors, 2 * S)
+    assert found.stationarity <= found.limit
+    # |(4 - 1) probe| is 3 times a root mean square of about 1
+    assert 2 < found.orthogonality < 4
+    assert not found.holds
+
+
+def test_a_value_at_the_cut_is_not_determined() -> None:
+    """All numbers are powers of two, so that no rounding moves the value off the cut."""
+    C = torch.diag(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
+    assert polar(C, 0.5, "svd").rank == 1
+    assert polar(C, 0.49, "svd").rank == 2
+    assert procrustes(C, rtol=0.5).rank == 1
 
 
 @pytest.mark.parametrize("fault", ["turned", "worst", "stretched"])

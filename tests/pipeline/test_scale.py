@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tuneport.job import FEWEST, first_half
+from builders.toy import ToyViT, batches, finetuned, loss, plan
+from tuneport.job import FEWEST, Job, first_half
+from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import SCALES, Scaled, Score, choose_scale, score_of_classes
+from tuneport.pipeline.transfer import run
+from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import ScaleRule
 
@@ -201,3 +205,30 @@ def test_a_float16_module_is_scaled_in_its_own_dtype() -> None:
         assert module[0].weight.dtype == torch.float16
         assert not torch.equal(module[0].weight, before["0.weight"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_each_half_judges_the_maps_of_the_other(groups: int) -> None:
+    """The loss of every candidate is that of a transfer from one half, applied and scored on the other half by hand."""
+    torch.manual_seed(0)
+    source, target = ToyViT(), ToyViT(width=40, depth=3)
+    tuned, pairs, given = finetuned(source), plan(source, target).pairs, batches(count=32, batch=8)
+
+    def job(samples: list) -> Job:
+        return prepare(source, tuned, target, samples, loss=loss, pairs=pairs, signals="bico")
+
+    passes = Passes((pairs[:5], pairs[5:]), 0, (0, 0)) if groups == 2 else None
+    choice = run(job(given), "bico", scale="auto", passes=passes).record["scale_choice"]
+    ported = [run(job(half), "bico") for half in (given[:2], given[2:])]
+    for scale in (0.25, 1.0, 4.0):
+        modules = [result.apply(scale) for result in ported]
+        with torch.no_grad():
+            by_other, by_own = (
+                sum(float(loss(module, batch)) for module, half in zip(modules, halves, strict=True) for batch in half)
+                for halves in ((given[2:], given[:2]), (given[:2], given[2:]))
+            )
+        (found,) = (item["loss"] for item in choice["candidates"] if item["scale"] == scale)
+        # both run the same float32 weights on the same batches
+        assert found == pytest.approx(by_other / 32, rel=1e-6)
+        assert found != pytest.approx(by_own / 32, rel=1e-4)
+    assert (choice["held_out"], choice["samples"]) == (True, 32)

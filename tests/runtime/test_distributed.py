@@ -12,10 +12,13 @@ from torch import multiprocessing
 
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
+from tuneport.pipeline import statistics
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
+from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
-from tuneport.runtime.distributed import gather_entries, processes, ranks
+from tuneport.runtime import distributed
+from tuneport.runtime.distributed import Ranks, gather_entries, processes, ranks
 from tuneport.task_vectors.low_rank import LowRank
 
 SIZES = {"two": 2, "again": 2, "four": 4}
@@ -98,6 +101,27 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
             for one, other in parts:
                 assert one.dtype == other.dtype
                 assert torch.equal(one, other)
+
+
+def test_the_shares_of_two_processes_draw_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    source, target = ToyViT(), ToyViT(width=40, depth=3)
+    given = {"loss": loss, "pairs": plan(source, target).pairs, "signals": "bico", "max_tokens": 33}
+    job = prepare(source, finetuned(source), target, batches(count=44, batch=8), **given)
+    whole = measure_job(job)
+    monkeypatch.setattr(statistics, "reduce_statistics", lambda found, _: found)
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "ranks", lambda rank=rank: Ranks(rank, 2))
+        parts.append(measure_job(job))
+    total = parts[0] + parts[1]
+    assert [part.samples for part in parts] == [24, 20]
+    assert list(total.covariances) == list(whole.covariances)
+    for key, expected in whole.covariances.items():
+        found = total.covariances[key]
+        assert found.tokens == expected.tokens
+        # the signals have the same bits; sums of 33 products in float64 differ by 33 eps of their sizes at most
+        assert float((found.matrix - expected.matrix).abs().max()) <= 33 * 2.3e-16 * float(expected.whole)
 
 
 @pytest.mark.slow
