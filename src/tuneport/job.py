@@ -135,7 +135,7 @@ class Drawn(Samples):
     def typical(self) -> PairedBatch | None:
         return next(iter(self.take_batches(0, 1)), None)
 
-    def warnings(self) -> Iterator[str]:
+    def warnings(self, one_token: bool = False) -> Iterator[str]:
         """What makes samples too poor to align models on; it reads samples until two of them differ."""
         inputs, count, images = self.chosen.inputs, len(self), self.dataset.kind == "image"
         if images and all(np.ptp(np.asarray(image), axis=(0, 1)).max() == 0 for image in inputs):
@@ -144,6 +144,8 @@ class Drawn(Samples):
             yield "there is one sample: the maps fit this sample and may say little about others"
         elif all(np.array_equal(inputs[0], other) if images else inputs[0] == other for other in inputs):
             yield f"all {count} samples are identical: the maps fit this sample and may say little about others"
+        if one_token:
+            yield "there is one token to measure: each map has one measured direction, and the rest is a guess"
 
     def coverage(self) -> Coverage | None:
         """The coverage over all samples; None if a model reads no text."""

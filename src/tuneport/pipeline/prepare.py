@@ -391,10 +391,7 @@ def _record(
     if by_default and len(job.samples) < DEFAULT_SAMPLES:
         notes.append(f"the data have {len(job.samples)} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
     if isinstance(job.samples, Drawn):
-        notes += job.samples.warnings()
-        tokens = record["tokens"]["target_matched"] if "tokens" in record else 2
-        if min(tokens, given["max_tokens"] or tokens) == 1:
-            notes.append("there is one token to measure: each map has one measured direction, and the rest is a guess")
+        notes += job.samples.warnings(1 in (given["max_tokens"], record.get("tokens", {}).get("target_matched")))
     if given["exclude"]:
         names = [names for model in job.models for names in (model.file_names, model.tensors)]
         notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))
