@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 
 from builders.samples import image_folder, picture, png, raises
+from tuneport.data import formats
 from tuneport.data.formats import read_plain
+from tuneport.errors import DataError
 
 
 def test_image_data_can_be_pickled_for_worker_processes(tmp_path: Path) -> None:
@@ -220,3 +224,47 @@ def test_broken_npz(tmp_path: Path) -> None:
 def test_unlabelled_npz_on_request(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=X)
     assert read_plain(tmp_path / "t.npz", "train", labelled=False).labels is None
+
+
+def archive(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    return path
+
+
+def member(array: Any) -> bytes:
+    content = io.BytesIO()
+    np.lib.format.write_array(content, array)
+    return content.getvalue()
+
+
+IMAGES = np.zeros((2, 3, 3, 3), np.uint8)
+
+
+def test_npz_members_that_are_no_arrays(tmp_path: Path) -> None:
+    path = archive(tmp_path / "d.npz", {"x.npy": b"PK not an array", "y.npy": member(np.array([0, 1]))})
+    with pytest.raises(DataError, match=r"cannot read .*d\.npz: the magic string is not correct"):
+        read_plain(path, "train")
+
+
+def test_npz_classes_with_impossible_code_points(tmp_path: Path) -> None:
+    for number in (0x110000, 0xFFFFFFFF, 0xD800):
+        names = np.array([number, ord("b")], "<u4").view("<U1")
+        members = {"x.npy": member(IMAGES), "y.npy": member(np.array([0, 1])), "classes.npy": member(names)}
+        with pytest.raises(DataError, match=r"a class of .*d\.npz has a name that is not Unicode text"):
+            read_plain(archive(tmp_path / "d.npz", members), "train")
+
+
+def test_npz_headers_are_checked_before_an_array_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_read_member", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(formats, "_LARGEST_ARCHIVE", 10**6)
+    many = {"x.npy": member(np.zeros((100, 100, 100, 3), np.uint8)), "y.npy": member(np.zeros(100, np.int64))}
+    with pytest.raises(DataError, match=r"refused: it has 2\.86 MiB uncompressed, and may have 976\.56 KiB"):
+        read_plain(archive(tmp_path / "d.npz", many), "train")
+    header = member(np.zeros((1, 3, 3, 3), np.uint8)).replace(b"(1, 3, 3, 3)", b"(9, 3, 3, 3)")
+    with pytest.raises(DataError, match="x claims 243 bytes, but has 155"):
+        read_plain(archive(tmp_path / "d.npz", {"x.npy": header}), "train")
+    labels = {"x.npy": member(IMAGES), "y.npy": member(np.zeros(10**7 + 1, np.uint8))}
+    with pytest.raises(DataError, match=r"y of .* has 10000001 samples, and at most 10000000 are read"):
+        read_plain(archive(tmp_path / "d.npz", labels), "train")

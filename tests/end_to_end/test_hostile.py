@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from builders.folders import Zoo, edit_json, edit_weights, write_head
 from tuneport.bench.recipe import read_recipe
-from tuneport.data import formats, tables
+from tuneport.data import formats, rows
 from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError
 from tuneport.io.checkpoint import open_checkpoint
@@ -332,7 +332,7 @@ class TestData:
 
     def test_archives_that_unpack_to_too_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(formats, "_LARGEST_ARCHIVE", 10**6)
-        monkeypatch.setattr(tables, "_LARGEST_TABLE", 10**6)
+        monkeypatch.setattr(rows, "LARGEST_TABLE", 10**6)
         np.savez_compressed(tmp_path / "d.npz", x=np.zeros((100, 100, 100, 3), np.uint8))
         with pytest.raises(DataError, match="is refused: it has"):
             read_plain(tmp_path / "d.npz", "train", labelled=False)

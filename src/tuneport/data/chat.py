@@ -6,12 +6,17 @@ and `output` (Alpaca), `prompt` and `completion`. A column `system` adds a syste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import DataError
 from ..types import Chat
+from .dataset import LazySequence
 
 CHAT_COLUMNS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
 MORE_COLUMNS = ("input", "system")  # of a chat, if the table has them
@@ -24,18 +29,21 @@ ROLES = {
 
 
 def read_chats(
-    columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: Iterable[int], path: Path
-) -> list[Chat]:
+    columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path
+) -> LazySequence:
     """The chats of some rows, by the columns `keys` of one layout; each must hold an answer of the assistant."""
     names = [name for name in (*keys, *MORE_COLUMNS) if name in columns]
-    chats = []
+    read = partial(_read_chat, {name: columns[name] for name in names}, tuple(keys), path)
     for row in rows:
-        cells = {name: columns[name][row] for name in names}
-        try:
-            chats.append(_chat(tuple(keys), cells))
-        except ValueError as error:
-            raise DataError(f"row {row + 1} of {path}: {error}.") from error
-    return chats
+        read(int(row))
+    return LazySequence(rows, read)
+
+
+def _read_chat(columns: Mapping[str, Sequence[Any]], keys: tuple[str, ...], path: Path, row: int) -> Chat:
+    try:
+        return _chat(keys, {name: column[row] for name, column in columns.items()})
+    except ValueError as error:
+        raise DataError(f"row {row + 1} of {path}: {error}.") from error
 
 
 def _chat(keys: tuple[str, ...], cells: Mapping[str, Any]) -> Chat:

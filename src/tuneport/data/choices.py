@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -13,35 +14,39 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, first_of
 from .chat import last_answer
-from .dataset import Dataset
+from .dataset import Dataset, LazySequence
 
 
 def read_choices(
-    column: Sequence[Any], labels: Sequence[Any], rows: Iterable[int], path: Path
-) -> tuple[list[list[str]], NDArray[np.int64]]:
+    column: Sequence[Any], labels: Sequence[Any], rows: NDArray[np.int64], path: Path
+) -> tuple[Sequence[list[str]], NDArray[np.int64]]:
     """The choices of some rows and the place of the right one.
 
     Choices are a list of texts, with their place from 0, their letter or their text as label; or, as in ARC,
     {"text": [...], "label": [...]} with one of its own labels.
     """
-    choices, right = [], []
+    right = []
     for row in rows:
         cell, label = column[row], labels[row]
-        texts = cell.get("text") if isinstance(cell, Mapping) else cell
+        texts = _choices(column, row)
         names = cell.get("label") if isinstance(cell, Mapping) else None
         if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
             raise DataError(
                 f"choices of row {row + 1} of {path} is {cell!r:.50}; expected a list of two texts or more."
             )
         numbers, letters = list(map(str, range(len(texts)))), list(ascii_uppercase[: len(texts)])
-        ways = [list(names)] if names else [numbers, letters, list(texts)]
+        ways = [names] if isinstance(names, list) and names else [numbers, letters, list(texts)]
         places = [way.index(str(label)) for way in ways if str(label) in way]
         if not places:
-            known = " or ".join(map(first_of, ways))
-            raise DataError(f"label of row {row + 1} of {path} is {label!r}; expected {known}.")
-        choices.append(list(texts))
+            known = " or ".join(first_of(map(str, way)) for way in ways)
+            raise DataError(f"label of row {row + 1} of {path} is {label!r:.80}; expected {known}.")
         right.append(places[0])
-    return choices, np.array(right, dtype=np.int64)
+    return LazySequence(rows, partial(_choices, column)), np.array(right, dtype=np.int64)
+
+
+def _choices(column: Sequence[Any], row: int) -> Any:
+    cell = column[row]
+    return cell.get("text") if isinstance(cell, Mapping) else cell
 
 
 def candidates_of(data: Dataset) -> list[Sequence[str]]:

@@ -26,6 +26,7 @@ from .images import check_images, open_array, open_file
 
 Kind = Literal["image", "text"]
 
+MOST_SAMPLES = 10**7
 UNLABELLED = -100  # the label of an unlabelled sample, which torch's cross_entropy ignores
 
 TABLE_SUFFIXES = (*(f"{name}{gz}" for name in (".jsonl", ".json", ".csv", ".tsv") for gz in ("", ".gz")), ".parquet")
@@ -147,6 +148,7 @@ def of_images(
         files: the files that were read, without the images themselves.
     """
     load: Callable[[int], Any]
+    check_count(len(images), name)
     if isinstance(images, np.ndarray):
         images = check_images(images, "the images", Path(name))
         load = partial(open_array, images)
@@ -168,6 +170,12 @@ def of_images(
         )
     inputs = LazySequence(np.arange(len(images)), load)
     return Dataset(inputs, numbers, tuple(classes), name, "image", split, files=tuple(files))
+
+
+def check_count(samples: int, name: object) -> None:
+    """Refuse more samples than are kept track of."""
+    if samples > MOST_SAMPLES:
+        raise DataError(f"{name} is refused: it has {samples} samples, and at most {MOST_SAMPLES} are read. Split it.")
 
 
 def files_of(dataset: Dataset) -> list[Path]:

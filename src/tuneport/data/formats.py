@@ -6,6 +6,7 @@ so its splits agree on them; a file that cannot be read is a `DataError` of one 
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from functools import partial
@@ -13,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ..errors import DataError, brief, first_of, unknown_name
+from ..errors import DataError, brief, first_of, is_text, unknown_name
+from ..io.sizes import format_bytes
 from ..types import Split
-from .dataset import SPLIT_NAMES, Dataset, LazySequence, choose_split, dataset_name, reading
+from .dataset import SPLIT_NAMES, Dataset, LazySequence, check_count, choose_split, dataset_name, reading
 from .images import IMAGE_SUFFIXES, check_images, open_array, open_file
 from .tables import is_table, read_table
 
 _FORMATS = "an image folder (class = sub-folder), .npz, table (.jsonl, .json, .csv, .tsv, .parquet) or saved HF dataset"
 _ANY_SPLIT = {name for names in SPLIT_NAMES.values() for name in names}
-_LARGEST_ARCHIVE = 16 * 2**30
+_LARGEST_ARCHIVE = 4 * 2**30  # bytes of the arrays that are read
 _MOST_CLASSES = 10**6
 
 
@@ -107,28 +110,55 @@ def _read_npz(path: Path, split: Split) -> Dataset:
 
 
 def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[str, NDArray[Any]], NDArray[Any] | None]:
-    """Of an archive: the split's name in it, its images, the labels of all splits by key, the class names."""
+    """Of an archive: the split's name in it, its images, the labels of all splits by key, the class names.
+
+    The headers of all arrays are checked before one of them is read.
+    """
     try:
-        with zipfile.ZipFile(path) as packed:
-            unpacked = sum(member.file_size for member in packed.infolist())
-        if unpacked > _LARGEST_ARCHIVE:
-            raise DataError(f"{path} is refused: it has {unpacked / 1e9:.0f} GB uncompressed. Split it.")
-        with np.load(path, allow_pickle=False) as archive:
-            found = choose_split([key[2:] for key in archive.files if key.startswith("x_")], split, path)
+        with zipfile.ZipFile(path) as archive:
+            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            found = choose_split([key[2:] for key in members if key.startswith("x_")], split, path)
             x = "x" if found is None else f"x_{found}"
-            if x not in archive.files:
+            if x not in members:
                 raise DataError(
-                    f"{path} has arrays {first_of(archive.files) or 'none'}; "
+                    f"{path} has arrays {first_of(members) or 'none'}; "
                     "expected x_train, y_train, x_test, y_test, or x, y (and classes)."
                 )
-            keys = [key for key in archive.files if key[:1] == "y" and f"x{key[1:]}" in archive.files]
-            labels = {key: archive[key] for key in keys}
-            return found, archive[x], labels, archive.get("classes")
+            keys = [key for key in members if key[:1] == "y" and f"x{key[1:]}" in members]
+            wanted = [key for key in (x, *keys, "classes") if key in members]
+            _check_headers(archive, {key: members[key] for key in wanted}, path)
+            arrays = {key: _read_member(archive, members[key]) for key in wanted}
+            return found, arrays[x], {key: arrays[key] for key in keys}, arrays.get("classes")
     except DataError:
         raise
     except Exception as error:  # errors of zipfile, zlib and NumPy share no base class
         hint = "it holds pickled objects; save plain arrays" if "pickle" in str(error) else brief(error)
         raise DataError(f"cannot read {path}: {hint}.") from error
+
+
+def _check_headers(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], path: Path) -> None:
+    """Refuse arrays that are too large together, that claim more than their member holds, or have too many labels."""
+    total = 0
+    for key, member in members.items():
+        with archive.open(member) as file:
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read(file)
+        size = math.prod(shape) * dtype.itemsize
+        if size > member.file_size and not dtype.hasobject:
+            raise DataError(f"cannot read {path}: {key} claims {size} bytes, but has {member.file_size}.")
+        if key != "classes":
+            check_count(shape[0] if shape else 0, f"{key} of {path}")
+        total += size
+    if total > _LARGEST_ARCHIVE:
+        most = format_bytes(_LARGEST_ARCHIVE)
+        raise DataError(f"{path} is refused: it has {format_bytes(total)} uncompressed, and may have {most}. Split it.")
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(member) as file:
+        array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
+    return array
 
 
 def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None, path: Path) -> tuple[str, ...]:
@@ -138,7 +168,13 @@ def _name_classes(labels: Mapping[str, NDArray[Any]], names: NDArray[Any] | None
             given = f"{names.dtype} of shape {names.shape}"
             raise DataError(f"classes of {path} is {given}; expected a list of texts, one per class.")
         decoded = np.char.decode(names, "utf-8", "replace") if names.dtype.kind == "S" else names
-        return tuple(np.atleast_1d(decoded).ravel().astype(str).tolist())
+        try:
+            found = tuple(np.atleast_1d(decoded).ravel().astype(str).tolist())
+        except (ValueError, SystemError):  # numbers that are no code points
+            found = ("\ud800",)
+        if not all(map(is_text, found)):
+            raise DataError(f"a class of {path} has a name that is not Unicode text. Rename it.")
+        return found
     tops = [int(values.max()) for values in labels.values() if values.size and values.dtype.kind in "iu"]
     most = max(tops, default=-1) + 1
     if most > _MOST_CLASSES:

@@ -1,33 +1,29 @@
 """Tables of samples: JSONL, JSON, CSV, TSV and Parquet files and saved HF datasets.
 
-A table is held in memory, up to a size limit; its images are decoded on access. Class names come from the whole table,
-so its splits agree on them. JSONL, JSON, CSV and TSV need no further package.
+The text of a table is held in memory, up to a size limit; its cells are decoded on access. Class names come from the
+whole table, so its splits agree on them. JSONL, JSON, CSV and TSV need no further package.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import importlib
-import io
 import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, brief, first_of
-from ..io.sizes import format_bytes
+from ..errors import DataError, first_of, is_text
 from ..types import Split
+from .arrow import ArrowColumn, read_arrow
 from .chat import CHAT_COLUMNS, MORE_COLUMNS, read_chats
 from .choices import read_choices
-from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, dataset_name, reading
+from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, dataset_name
 from .images import open_cell, open_file
+from .rows import read_rows
 
 _TEXT_COLUMNS = (("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))
 _INPUT_COLUMNS = (("image",), *CHAT_COLUMNS, *_TEXT_COLUMNS)  # the first complete
@@ -37,7 +33,6 @@ _COLUMNS = (
     "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target. Chats have messages, "
     "conversations, instruction and output, or prompt and completion. Map other names with `columns`"
 )
-_LARGEST_TABLE = 4 * 2**30  # uncompressed bytes, since a table is held in memory
 
 
 def is_table(path: Path) -> bool:
@@ -90,7 +85,9 @@ def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Seq
     if "label" in named and not rows:
         return None
     if rows:
-        named = {key: [column[row] for row in rows] for key, column in named.items() if key in _PLAIN_COLUMNS}
+        chosen = np.array(rows, dtype=np.int64)
+        plain = {key: column for key, column in named.items() if key in _PLAIN_COLUMNS}
+        named = {key: LazySequence(chosen, column.__getitem__) for key, column in plain.items()}
     return _from_table(_Table(named, table.classes), path, split, also)
 
 
@@ -103,94 +100,9 @@ class _Table:
 
 
 def _columns(path: Path) -> _Table:
-    name = path.name.lower().removesuffix(".gz")
-    if path.is_dir() or name.endswith(".parquet"):
-        return _read_arrow(path)
-    opened = gzip.open if path.name.lower().endswith(".gz") else open
-    with reading(path):
-        with opened(path, "rb") as packed:
-            content = packed.read(_LARGEST_TABLE + 1)  # a small archive can hold a huge table
-        if len(content) > _LARGEST_TABLE:
-            most = format_bytes(_LARGEST_TABLE)
-            raise DataError(f"{path} is refused: a table may have {most} uncompressed. Split it.")
-        file = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
-        delimiter = "\t" if name.endswith(".tsv") else ","
-        if name.endswith(".json"):
-            rows = _json_array(file, path)
-        else:
-            rows = list(_json_rows(file, path) if name.endswith(".jsonl") else _delimited_rows(file, path, delimiter))
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return _Table({key: [row.get(key) for row in rows] for key in keys})
-
-
-def _json_rows(file: TextIO, path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"line {number} of {path} is not JSON: {brief(error)}.") from error
-        if not isinstance(row, dict):
-            raise DataError(f"line {number} of {path} is a JSON {type(row).__name__}; expected an object.")
-        yield row
-
-
-def _json_array(file: TextIO, path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {brief(error)}.") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path} is no list of JSON objects; expected one object for each sample.")
-    return rows
-
-
-def _delimited_rows(file: TextIO, path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
-    reader = csv.reader(file, delimiter=delimiter, strict=True)
-    try:
-        header = next(reader, [])
-        for fields in filter(None, reader):  # the reader gives [] for a blank line
-            if len(fields) != len(header):
-                expected = f"expected {len(header)} as in its header"
-                raise DataError(f"line {reader.line_num} of {path} has {len(fields)} fields; {expected}.")
-            yield dict(zip(header, fields, strict=True))
-    except csv.Error as error:
-        raise DataError(f"line {reader.line_num} of {path} is malformed: {brief(error)}.") from error
-
-
-def _read_arrow(path: Path) -> _Table:
-    """A Parquet file, or a dataset saved by HF `datasets` with its splits concatenated."""
-    name = "datasets" if path.is_dir() else "pyarrow.parquet"
-    try:
-        module: Any = importlib.import_module(name)
-    except ImportError as error:
-        needed = f"{name.partition('.')[0]}, which is not installed. Run: pip install tuneport[data]"
-        raise DataError(f"reading {path} needs {needed}") from error
-    columns: dict[str, Sequence[Any]] = {}
-    try:
-        loaded = module.load_from_disk(str(path)) if path.is_dir() else module.ParquetFile(path).read()
-        parts = dict(loaded) if isinstance(loaded, Mapping) else {}
-        if path.is_dir():
-            loaded = (module.concatenate_datasets(list(parts.values())) if parts else loaded).with_format("arrow")[:]
-        for name in loaded.column_names:
-            plain = name in _PLAIN_COLUMNS or str(loaded[name].type).endswith("string")
-            lazy = LazySequence(np.arange(len(loaded)), partial(_cell, loaded[name]))
-            columns[name] = loaded[name].to_pylist() if plain else lazy
-    except Exception as error:  # errors of pyarrow, fsspec and json share no base class
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
-    if parts:
-        columns["split"] = [name for name, part in parts.items() for _ in range(len(part))]
-    try:  # HF `datasets` names the classes in the schema
-        notes = json.loads((loaded.schema.metadata or {})[b"huggingface"])
-        known = notes["info"]["features"]["label"]["names"]
-    except (KeyError, TypeError, ValueError):
-        return _Table(columns)
-    return _Table(columns, tuple(map(str, known)))
-
-
-def _cell(column: Any, index: int) -> Any:
-    return column[index].as_py()
+    if path.is_dir() or path.name.lower().endswith(".parquet"):
+        return _Table(*read_arrow(path))
+    return _Table(read_rows(path))
 
 
 def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
@@ -201,15 +113,15 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     keys = next((keys for keys in _INPUT_COLUMNS if all(key in columns for key in keys)), None)
     if keys is None:
         raise DataError(f"{path} has columns {first_of(columns)}; expected {_COLUMNS}.")
-    splits = [str(name or "").lower() for name in columns.get("split", [""] * size)]
-    found = choose_split(sorted(set(splits)), split, path, also)
-    rows = np.array([row for row, name in enumerate(splits) if found in (None, name)], dtype=np.int64)
-    values = columns.get("label", [None] * size)
-    choices: list[list[str]] | None = None
+    found, rows = _rows_of(split, columns.get("split"), size, path, also)
+    values = columns.get("label")
+    choices: Sequence[list[str]] | None = None
+    labels, classes = None, ()
     if "choices" in columns:
+        values = [None] * size if values is None else values
         choices, labels = read_choices(columns["choices"], values, rows, path)
         classes = tuple(map(str, range(max(map(len, choices), default=0))))
-    else:
+    elif values is not None:
         labels, classes = _read_labels(values, table.classes, rows, path)
     images, chats = keys == ("image",), keys in CHAT_COLUMNS
     inputs: Any
@@ -233,8 +145,20 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     )
 
 
+def _rows_of(
+    split: Split, column: Sequence[Any] | None, size: int, path: Path, also: Sequence[str]
+) -> tuple[str | None, NDArray[np.int64]]:
+    """The name of a split in a table, if it has splits, and its rows."""
+    if column is None:
+        return None, np.arange(size)
+    names: dict[str, int] = {}
+    codes = np.fromiter((names.setdefault(str(name or "").lower(), len(names)) for name in column), np.int64, size)
+    found = choose_split(sorted(names), split, path, also)
+    return found, np.arange(size) if found is None else np.flatnonzero(codes == names[found])
+
+
 def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazySequence:
-    if isinstance(column, LazySequence):
+    if isinstance(column, ArrowColumn) and not column.has_texts:
         return LazySequence(rows, partial(open_cell, column, path))
     names = _texts({"image": column}, ("image",), rows, path)
     paths = [path.parent / name for name in names]
@@ -247,22 +171,31 @@ def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazyS
     return LazySequence(np.arange(len(paths)), partial(open_file, paths))
 
 
-def _texts(columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path) -> list[Any]:
-    """The texts of one column, or pairs of texts of two."""
+def _texts(
+    columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path
+) -> LazySequence:
+    """The texts of one column, or pairs of texts of two, read on access."""
     for key, row in itertools.product(keys, rows):
-        if not isinstance(columns[key][row], str):
-            given = type(columns[key][row]).__name__
-            raise DataError(f"{key} of row {row + 1} of {path} is {given}; expected text.")
-    picked = [[columns[key][row] for row in rows] for key in keys]
-    return picked[0] if len(keys) == 1 else list(zip(*picked, strict=True))
+        cell = columns[key][row]
+        if not isinstance(cell, str):
+            raise DataError(f"{key} of row {row + 1} of {path} is {type(cell).__name__}; expected text.")
+    if len(keys) == 1:
+        return LazySequence(rows, columns[keys[0]].__getitem__)
+    return LazySequence(rows, partial(_together, [columns[key] for key in keys]))
+
+
+def _together(columns: Sequence[Sequence[Any]], row: int) -> tuple[Any, ...]:
+    return tuple(column[row] for column in columns)
 
 
 def _read_labels(
     values: Sequence[Any], classes: tuple[str, ...] | None, rows: NDArray[np.int64], path: Path
 ) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
     """Labels of `rows` and the class names of the whole column; None if all labels of `rows` are missing."""
-    names = [_class_name(value, row, path) for row, value in enumerate(values, start=1)]
-    present = {name for name in names if name is not None}
+    shared: dict[str | None, str | None] = {}  # each name once: rows share it
+    found = (_class_name(value, row, path) for row, value in enumerate(values, start=1))
+    names = [shared.setdefault(name, name) for name in found]
+    present = {name for name in shared if name is not None}
     if classes is None:
         numbers = all(name.isdecimal() and len(name) < 20 for name in present)
         classes = tuple(sorted(present, key=lambda name: (int(name) if numbers else 0, name)))
@@ -290,7 +223,7 @@ def _class_name(value: Any, row: int, path: Path) -> str | None:
     """A label as a class name; None if it is missing (null, NaN, empty or -1)."""
     if value is None or value in ("", "-1", -1) or value != value:
         return None
-    if isinstance(value, str):
+    if isinstance(value, str) and is_text(value):
         return value
     if isinstance(value, (int, float)) and value >= 0 and value % 1 == 0:
         return str(int(value))

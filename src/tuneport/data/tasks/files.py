@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from ...errors import DataError, brief, first_of
 from ...io.regular import check_regular
 from ..dataset import reading
 
-_LARGEST = 2**32
+_LARGEST = 2**32  # bytes of an array
+_LARGEST_LIST = 10**7  # bytes of a list of images
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -32,10 +34,13 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
     """Arrays of a MATLAB file (versions 4 to 7.2)."""
-    from scipy.io import loadmat
+    from scipy.io import loadmat, whosmat
 
     check_regular(path, DataError)
     try:
+        sizes = {name: math.prod(shape) for name, shape, _ in whosmat(path) if name in wanted}
+        if sum(sizes.values()) > _LARGEST:
+            raise ValueError(f"its arrays have {sum(sizes.values())} numbers, and at most {_LARGEST} are read")
         content: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=wanted)
     except Exception as error:  # broken files make the reader raise nearly anything
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
@@ -48,6 +53,7 @@ def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that are not blank; none of them may contain `..`, since they are file names."""
     with reading(path):
+        _check_list(path)
         text = path.read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     outside = [line for line in lines if ".." in Path(line).parts]
@@ -59,7 +65,14 @@ def read_lines(path: Path) -> list[str]:
 def read_rows(path: Path, delimiter: str) -> list[dict[str, str]]:
     """The rows of a table by column name."""
     with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        _check_list(path)
         return list(csv.DictReader(file, delimiter=delimiter))
+
+
+def _check_list(path: Path) -> None:
+    size = path.stat().st_size
+    if size > _LARGEST_LIST:
+        raise DataError(f"{path} is refused: {size / 1e6:.0f} MB are too many for a list of images.")
 
 
 def find_numbers(rows: Sequence[Mapping[str, Any]], path: Path, name: str) -> list[int]:

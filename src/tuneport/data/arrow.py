@@ -1,0 +1,144 @@
+"""Columns of Parquet files and of saved HF datasets, bounded before and while they are read.
+
+A value that is repeated a million times takes a few bytes of a Parquet file. So texts are kept as dictionaries, as
+the file stores them, and are decoded one cell at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, brief
+from ..io.json_text import parse_json
+from ..io.sizes import format_bytes
+from .dataset import check_count
+from .rows import LARGEST_TABLE, MOST_COLUMNS
+
+_BATCH = 256  # cells that are decoded together
+
+
+class ArrowColumn(Sequence[Any]):
+    """A column of Arrow whose cells become objects of Python on access."""
+
+    def __init__(self, column: Any) -> None:
+        self._column = column
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether its cells are texts, as those of paths are."""
+        kind = self._column.type
+        return str(getattr(kind, "value_type", kind)).endswith("string") and not hasattr(kind, "value_field")
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._column[int(index)].as_py()
+
+    def __iter__(self) -> Iterator[Any]:
+        for chunk in self._column.chunks:
+            if hasattr(chunk, "dictionary"):
+                values = chunk.dictionary.to_pylist()
+                yield from (None if code is None else values[code] for code in _parts(chunk.indices))
+            else:
+                yield from _parts(chunk)
+
+
+def _parts(array: Any) -> Iterator[Any]:
+    for start in range(0, len(array), _BATCH):
+        yield from array.slice(start, _BATCH).to_pylist()
+
+
+def read_arrow(path: Path) -> tuple[dict[str, Sequence[Any]], tuple[str, ...] | None]:
+    """The columns of a Parquet file or of a saved HF dataset with its splits concatenated, and its class names."""
+    name = "datasets" if path.is_dir() else "pyarrow.parquet"
+    try:
+        module: Any = importlib.import_module(name)
+    except ImportError as error:
+        needed = f"{name.partition('.')[0]}, which is not installed. Run: pip install tuneport[data]"
+        raise DataError(f"reading {path} needs {needed}") from error
+    try:
+        loaded, splits = _saved(module, path) if path.is_dir() else (_parquet(module, path), [])
+        columns: dict[str, Sequence[Any]] = {name: ArrowColumn(loaded[name]) for name in loaded.column_names}
+        notes = (loaded.schema.metadata or {}).get(b"huggingface")
+    except DataError:
+        raise
+    except Exception as error:  # errors of pyarrow, fsspec and json share no base class
+        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+    if splits:
+        columns["split"] = splits
+    return columns, _class_names(notes)
+
+
+def _saved(datasets: Any, path: Path) -> tuple[Any, list[str]]:
+    """The table of a saved HF dataset, whose files stay mapped, and the split of each row."""
+    loaded = datasets.load_from_disk(str(path))
+    parts = dict(loaded) if isinstance(loaded, Mapping) else {}
+    whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
+    check_count(len(whole), path)
+    table = whole.with_format("arrow")[:]
+    _check_size(sum(map(_decoded, (chunk for column in table.columns for chunk in column.chunks))), path)
+    return table, [name for name, part in parts.items() for _ in range(len(part))]
+
+
+def _parquet(parquet: Any, path: Path) -> Any:
+    """The table of a Parquet file, after its metadata were checked."""
+    arrow: Any = importlib.import_module("pyarrow")
+    limits = {"thrift_string_size_limit": 10**8, "thrift_container_size_limit": 10**6}
+    with parquet.ParquetFile(path, **limits) as file:
+        facts = file.metadata
+        groups = [facts.row_group(index) for index in range(facts.num_row_groups)]
+        if facts.num_columns > MOST_COLUMNS:
+            raise DataError(
+                f"{path} is refused: it has {facts.num_columns} columns, and at most {MOST_COLUMNS} are read."
+            )
+        check_count(max(facts.num_rows, sum(group.num_rows for group in groups)), path)
+        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+        most_values = max((chunk.num_values for chunk in chunks), default=0)
+        _check_size(max(sum(chunk.total_uncompressed_size for chunk in chunks), 8 * most_values), path)
+        if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
+            raise DataError(f"{path} is refused: it has columns in the encoding DELTA_BYTE_ARRAY. Save it without.")
+        texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
+    size = 0
+    tables = []
+    with parquet.ParquetFile(path, read_dictionary=texts, **limits) as file:
+        for index in range(facts.num_row_groups):
+            tables.append(file.read_row_group(index))
+            size += sum(_decoded(chunk) for column in tables[-1].columns for chunk in column.chunks)
+            _check_size(size, path)
+        return arrow.concat_tables(tables) if tables else file.schema_arrow.empty_table()
+
+
+def _check_size(size: int, path: Path) -> None:
+    if size > LARGEST_TABLE:
+        most = format_bytes(LARGEST_TABLE)
+        raise DataError(f"{path} is refused: a table may have {most} uncompressed. Split it.")
+
+
+def _decoded(array: Any) -> int:
+    """The bytes that an array would take with every value of its dictionaries written out."""
+    compute: Any = importlib.import_module("pyarrow.compute")
+    types: Any = importlib.import_module("pyarrow.types")
+    kind = array.type
+    if types.is_dictionary(kind):
+        if not len(array.dictionary) or array.null_count == len(array):
+            return int(array.nbytes)
+        lengths = compute.binary_length(array.dictionary)
+        return int(array.indices.nbytes) + int(compute.sum(lengths.take(array.indices)).as_py() or 0)
+    if types.is_struct(kind):
+        return sum(_decoded(array.field(index)) for index in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return int(array.nbytes) - int(array.values.nbytes) + _decoded(array.flatten())
+    return int(array.nbytes)
+
+
+def _class_names(notes: bytes | None) -> tuple[str, ...] | None:
+    """The names of the classes in the schema's metadata, as HF `datasets` writes them."""
+    try:
+        known = parse_json(notes or b"null")["info"]["features"]["label"]["names"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return tuple(map(str, known)) if isinstance(known, list) else None

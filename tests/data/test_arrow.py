@@ -1,0 +1,81 @@
+"""Parquet files whose few bytes stand for many values: refused, or read without writing the values out."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneport.data import arrow
+from tuneport.data.formats import read_plain
+from tuneport.errors import DataError
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def repeated(value: Any, count: int) -> Any:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
+
+
+def test_a_text_that_is_repeated_is_not_written_out(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.parquet", {"text": repeated("a" * 10**5, 10_000), "label": repeated("x" * 10**4, 10_000)}
+    )
+    assert path.stat().st_size < 300_000
+    tracemalloc.start()
+    before = pa.total_allocated_bytes()
+    data = read_plain(path, "train")
+    python, arrow_bytes = tracemalloc.get_traced_memory()[1], pa.total_allocated_bytes() - before
+    tracemalloc.stop()
+    assert len(data) == 10_000
+    assert data.inputs[9_999] == "a" * 10**5
+    assert python + arrow_bytes < 10**7  # written out it is 1.1 GB
+
+
+def test_texts_that_are_too_large_together(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", {"text": repeated("a" * 10**6, 5_000)})
+    with pytest.raises(DataError, match=r"t\.parquet is refused: a table may have 4\.00 GiB uncompressed"):
+        read_plain(path, "train", labelled=False)
+    chats = pa.ListArray.from_arrays(pa.array([0, 5_000]), repeated("a" * 10**6, 5_000))
+    path = write(tmp_path / "n.parquet", {"messages": chats})
+    with pytest.raises(DataError, match="a table may have"):
+        read_plain(path, "train", labelled=False)
+
+
+def test_declared_sizes_are_checked_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "t.parquet", {"text": [str(i) * 100 for i in range(1000)]}, use_dictionary=False)
+    monkeypatch.setattr(arrow, "LARGEST_TABLE", 10**4)
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", lambda *_: pytest.fail("too late"))
+    with pytest.raises(DataError, match="a table may have"):
+        read_plain(path, "train", labelled=False)
+
+
+def test_more_rows_than_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", {"label": pa.nulls(10**7 + 1, pa.int8())})
+    with pytest.raises(DataError, match="has 10000001 samples, and at most 10000000 are read"):
+        read_plain(path, "train", labelled=False)
+
+
+def test_encodings_that_repeat_prefixes(tmp_path: Path) -> None:
+    options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    path = write(tmp_path / "t.parquet", {"text": ["a" * 1000 + str(i) for i in range(100)]}, **options)
+    with pytest.raises(DataError, match="encoding DELTA_BYTE_ARRAY"):
+        read_plain(path, "train", labelled=False)
+
+
+@pytest.mark.parametrize("names", [1.5, {"a": 1}, None, "ab", "deep"])
+def test_class_names_in_the_metadata_that_are_no_list(tmp_path: Path, names: Any) -> None:
+    notes = json.dumps({"info": {"features": {"label": {"names": names}}}}).encode()
+    notes = b"[" * 100_000 if names == "deep" else notes
+    table = pa.table({"text": ["a", "b"], "label": [0, 1]}).replace_schema_metadata({b"huggingface": notes})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    assert read_plain(tmp_path / "t.parquet", "train").classes == ("0", "1")
