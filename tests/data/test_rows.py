@@ -29,7 +29,7 @@ def peak_of(path: Path, **options: Any) -> int:
 
 
 def bound(unpacked: int, samples: int) -> int:
-    """Four times the text and 64 bytes a sample, as docs/limits.md says; and 256 KiB for the buffers of gzip and csv."""
+    """Four times the text and 64 bytes a sample, as docs/limits.md says; and 256 KiB for the buffers of gzip."""
     return 4 * unpacked + 64 * samples + 2**18
 
 
@@ -109,5 +109,5 @@ def test_broken_lists(tmp_path: Path, content: str) -> None:
 
 def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "a", "label": "\\ud800"}')
-    with pytest.raises(DataError, match="label of row 1 of .* expected a class name"):
+    with pytest.raises(DataError, match=r"label of row 1 of .* expected a class name"):
         read_plain(tmp_path / "t.jsonl", "train")

@@ -323,6 +323,12 @@ class TestData:
         with pytest.raises(DataError, match="too large to open safely"):
             read_plain(tmp_path, "train").inputs[0]
 
+    def test_an_image_of_one_row(self, tmp_path: Path) -> None:
+        (tmp_path / "cat").mkdir()
+        Image.new("RGB", (500, 4)).save(tmp_path / "cat" / "a.png")
+        with pytest.raises(DataError, match="500 x 4 pixels, and one side may be 100 times the other"):
+            read_plain(tmp_path, "train").inputs[0]
+
     def test_formats_that_start_programs_are_not_opened(self, tmp_path: Path) -> None:
         (tmp_path / "cat").mkdir()
         Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "a.eps")

@@ -21,6 +21,7 @@ from ..io.regular import check_regular
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+LARGEST_RATIO = 100
 _IMAGES = "uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W)"
 
 
@@ -80,6 +81,9 @@ def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(source, formats=_IMAGE_FORMATS) as image:
+                if max(image.size) > LARGEST_RATIO * min(image.size):  # resized by its shorter side, it is huge
+                    size = f"{image.size[0]} x {image.size[1]} pixels"
+                    raise ValueError(f"it has {size}, and one side may be {LARGEST_RATIO} times the other")
                 if image.mode == "F":
                     raise ValueError("its pixels are floats without a known range")
                 if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
