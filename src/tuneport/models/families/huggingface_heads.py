@@ -61,11 +61,12 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
 
     config = copy.deepcopy(module.config)
     kind: Any = getattr(transformers, AUTO[labelling.task])._model_mapping.get(type(config), None)
+    none = CheckpointError(
+        f"{name} is a {type(module).__name__}, of which tuneport can make no class that labels {labelling.task}s: give "
+        'another target, or `head_fit="none"`.'
+    )
     if kind is None:
-        raise CheckpointError(
-            f"transformers has no class that labels {labelling.task}s with a {type(module).__name__}, as {name} is: "
-            'give another target, or `head_fit="none"`.'
-        )
+        raise none
     config.id2label = {i: f"LABEL_{word}" if word == str(i) else word for i, word in enumerate(labelling.classes)}
     config.label2id = {word: i for i, word in config.id2label.items()}
     config.problem_type = labelling.problem or None
@@ -76,6 +77,8 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
         known = config_classes(module.config)
         own = len(set(known)) == len(known) and sorted(known) == sorted(labelling.classes)
         _share_same(new, module, [known.index(word) for word in labelling.classes] if own else None)
+    elif new.base_model is new:  # a tower inside a model of two towers
+        raise none
     else:
         _share(new.base_model, module.base_model)
     missing = [key for key, _ in _unset(new.base_model) if "pool" not in key]
