@@ -81,8 +81,7 @@ def prepare(
         tuned: Finetuned = vector
         parts: list[Finetuned] = [vector]
     else:
-        many = finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]
-        parts = [opened(each) for each in many]
+        parts = list(map(opened, finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]))
         tuned = parts[0] if len(parts) == 1 else sum_of_changes(models.source, parts, given["exclude"])
         headed = _headed(models, tuned, data, given)
         models = headed or models
@@ -121,10 +120,13 @@ def prepare(
     )
     known: Options = {**given, "device": str(device), "dtype": dtype}
     record = _record(job, question, known, note, tuned, about)
-    if len(parts) > 1:
-        inputs = [identity_of(part) for part in parts]
-        record["finetuned"] = {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}
-    return replace(job, record=record)
+    return replace(job, record=record if len(parts) == 1 else {**record, "finetuned": _identity_of_all(parts)})
+
+
+def _identity_of_all(parts: Sequence[Finetuned]) -> records.Input:
+    """The identity of several fine-tunes whose changes are added."""
+    inputs = [identity_of(part) for part in parts]
+    return {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}
 
 
 def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Options) -> Sides[Model] | None:
