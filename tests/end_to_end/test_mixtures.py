@@ -58,7 +58,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_stay_and_the_rest_moves(name: str, tmp_path: Path, data: Path) -> None:
     paths = folders(tmp_path, mixture(name), tuned(mixture(name)), mixture(name, LARGE))
-    result = transfer(*paths, data, samples=12, method="bico")
+    result = transfer(*paths, data, samples=12, scale=1.0)
     moved = {layer.target.split(".")[-2] for layer in result.records}
     assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= moved
     assert ("gate_proj" in moved) == (name == "qwen2_moe"), "the shared expert"
@@ -80,7 +80,7 @@ def test_a_dense_source_gives_its_attention(tmp_path: Path, data: Path) -> None:
     """The layers of the dense source that no layer of the mixture takes are listed."""
     dense = {"vocab_size": 320, "max_position_embeddings": 64}
     paths = folders(tmp_path, make("llama", SMALL, **dense), tuned(make("llama", SMALL, **dense)), mixture("mixtral"))
-    result = transfer(*paths, data, samples=12)
+    result = transfer(*paths, data, samples=12, scale=1.0)
     assert {layer.target.split(".")[-2] for layer in result.records} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     reasons = {entry["reason"] for entry in result.record["left_behind"] if ".mlp." in entry["tensor"]}
     assert reasons == {f"the target has no layer with the role {role}" for role in ("gate", "up", "down")}

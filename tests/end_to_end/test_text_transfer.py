@@ -109,7 +109,7 @@ def test_the_t5_protocol_on_the_command_line(paper: dict[str, Path], tmp_path: P
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    record = run("transfer", *options, *common, "--exclude", "decoder.*", "--out", tmp_path / "out")
+    record = run("transfer", *options, *common, "--exclude", "decoder.*", "--scale", 1, "--out", tmp_path / "out")
     assert record["options"]["loss"] == "seq2seq"
     assert {layer["target"].partition(".")[0] for layer in record["layers"]} == {"encoder"}
     before, after = (load_file(path / "model.safetensors") for path in (paper["target"], tmp_path / "out"))

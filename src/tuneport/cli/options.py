@@ -85,7 +85,7 @@ Scale = Annotated[
     str | None,
     typer.Option(
         help="Strength of the transfer: a number, auto (chosen on calibration samples) or safe (the same, with "
-        "caution). The method's own unless given: 1, or auto for bico+."
+        "caution). The method's own unless given: 1, or auto for bico+ and for language models."
     ),
 ]
 As = Annotated[OutputKind, typer.Option("--as", help="What to write.")]

@@ -103,7 +103,7 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
     given = options.prepare_options(vars(asked))
     prepared = partial(prepare, asked.source, asked.finetuned, asked.target, data, signals=signals, **given)
     if not first:
-        run(prepared(), method, scale=strength)
+        run(prepared(), method, scale=None if asked.scale is None else strength)
         return None
     with claimed(asked.out):
         inputs = (asked.source, *asked.finetuned, asked.target, data, asked.head)
@@ -116,7 +116,7 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
                 job,
                 asked.out,
                 method=method,
-                scale=strength,
+                scale=None if asked.scale is None else strength,
                 kind=kind,
                 form=form,
                 distill=steps,

@@ -27,7 +27,7 @@ from ..types import OutputKind, Progress, ScaleRule, Sides
 from .evaluation import evaluate_texts
 from .heads import put
 from .result import Result, check_output, check_vector, output_bytes, updates_of
-from .transfer import check_scale, conditions_of, run
+from .transfer import conditions_of, run, scale_for
 
 
 def port(
@@ -67,7 +67,7 @@ def port(
         verdict: of a pre-flight, for the record.
     """
     out, say, method = Path(out), note or (lambda _: None), get_method(method)
-    scale = check_scale(scale, method)
+    scale = scale_for(job, method, scale)
     check_vector(kind, job.fits_head)
     if distill is not None and kind == "adapter" and form.rank is None:
         raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")

@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from ..errors import MethodError, TuneportError, first_of
 from ..job import Given, Job
+from ..measure.objectives import TokenLoss
 from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import ModelLike
 from ..pairing import Plan
@@ -62,7 +63,7 @@ def transfer(
     Args:
         source, finetuned, target, data, options: see `prepare`.
         method: the name of a method, or a Method.
-        scale: the strength, or the rule that chooses it; the method's own unless given.
+        scale: the strength, or the rule that chooses it; see `scale_for`.
         form: of the adapter that the result will be saved as: the scale is chosen for what it holds.
         progress: called with the number of samples that were measured since the last call.
     """
@@ -70,7 +71,7 @@ def transfer(
     strength = check_scale(scale, method)
     signals = method.signals | SCORED if isinstance(strength, str) else method.signals
     job = prepare(source, finetuned, target, data, signals=signals, **options)
-    result = run(replace(job, form=form), method, scale=strength, progress=progress)
+    result = run(replace(job, form=form), method, scale=None if scale is None else strength, progress=progress)
     if isinstance(job.samples, Given) or options.get("loss") is not None:
         return result  # counting would run the caller's loss once more
     return replace(result, record={**result.record, "cost": cost_of(job.for_(method), result.record["samples"])})
@@ -90,13 +91,13 @@ def run(
     Args:
         job: prepared for the signals of the method.
         method: the name of a method, or a Method.
-        scale: the strength, or the rule that chooses it; the method's own unless given.
+        scale: the strength, or the rule that chooses it; see `scale_for`.
         progress: called with the number of samples that were measured since the last call.
         work: keeps what is measured, and gives back what an earlier run under the same conditions has measured.
         passes: which layers are measured together; planned here if the job has a memory budget.
     """
     method = get_method(method)
-    scale = check_scale(scale, method)
+    scale = scale_for(job, method, scale)
     job = job.for_(method)
     at_once = method.signals and not method.by_layer
     if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
@@ -133,6 +134,18 @@ def _refitted(job: Job, moved: Moved) -> Mapping[str, Tensor]:
     with scaled_as_written(job, moved.transfer.task_vector) as ported:
         ported.set(moved.scale)
         return fit_head(job.target, ported.module, job.samples)
+
+
+def scale_for(job: Job, method: Method, scale: float | ScaleRule | None) -> float | ScaleRule:
+    """The scale that was asked for; else the method's own, or "auto" for language models where it can be judged.
+
+    A language model at full strength can be far worse than without the change. Judging needs both models in memory and
+    one process.
+    """
+    own = check_scale(scale, method)
+    judged = job.losses is not None and isinstance(job.losses.target, TokenLoss)
+    able = ranks().size == 1 and not any(model.offloaded for model in job.models)
+    return "auto" if scale is None and judged and able else own
 
 
 def check_scale(scale: float | str | None, method: str | Method = "bico") -> float | ScaleRule:
