@@ -228,7 +228,7 @@ def statistics(job: Job, more: tuple[int, int] | None = None) -> Statistics:
     if more is None:
         return measure_job(job)
     batches = []
-    for batch, (source, target) in zip(job.samples, job.samples._encoded(), strict=True):
+    for batch, (source, target) in zip(job.samples, job.samples.encoded(), strict=True):
         longer = [
             [F.pad(spans, (0, 0, 0, count), value=-1.0) for spans in side.spans]
             for side, count in zip((source, target), more, strict=True)

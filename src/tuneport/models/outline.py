@@ -52,13 +52,25 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
     return module.eval()
 
 
+PACKED = 8  # most weights in one number of a quantised file
+
+
 def count_weights(stored: Mapping[str, Tensor]) -> int:
     """The number of weights in a model's files."""
     return sum(math.prod(describe(stored, name).shape) for name in stored)
 
 
+def quantisation(config: dict[str, Any], folder: Path) -> str | None:
+    """What to say of a quantised model; None if it is not."""
+    quantised = config.get("quantization_config")
+    if not quantised:
+        return None
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    return f"{folder} is quantised (quantization_config{f': {method}' if method else ''})"
+
+
 def check_config(config: dict[str, Any], path: Path, stored: Checkpoint | None) -> None:
-    """Refuse a quantised model, and sizes that contradict the weights, before anything is built from them.
+    """Refuse sizes that contradict the weights, before anything is built from them.
 
     No width, vocabulary or number of classes exceeds the number of weights or is negative, and each block has a
     tensor. Without weights to check against, sizes that no model has are refused.
@@ -68,14 +80,7 @@ def check_config(config: dict[str, Any], path: Path, stored: Checkpoint | None) 
         if found:
             raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
         return
-    quantised = config.get("quantization_config")
-    if quantised:  # checked before transformers asks for the library that could load it
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise CheckpointError(
-            f"{path.parent} is quantised (quantization_config{f': {method}' if method else ''}), and tuneport cannot "
-            "change quantised weights. Give the model in float32, bfloat16 or float16."
-        )
-    weights = count_weights(stored)
+    weights = count_weights(stored) * (PACKED if config.get("quantization_config") else 1)
     found = oversized(config, max(weights, 10**6), max(len(stored), 256))
     if found:
         raise CheckpointError(

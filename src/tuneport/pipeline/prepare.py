@@ -74,7 +74,6 @@ def prepare(
         memory_budget=given["memory_budget"],
         trust_remote_code=given["trust_remote_code"],
     )
-    models = Sides(*(model.cut_at(given["max_length"]) for model in models))
     headed = None
     if finetuned is None:
         vector = every_layer(models.source)
@@ -86,6 +85,7 @@ def prepare(
         headed = _headed(models, tuned, data, given)
         models = headed or models
         vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
+    models = Sides(*(model.cut_at(given["max_length"]) for model in models))
     question = _ask(data, models, wanted, given, device, fits=headed is not None or _fits_projection(models, given))
     plan = plan_of(
         *models,

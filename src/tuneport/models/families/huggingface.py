@@ -20,7 +20,7 @@ from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
 from ..base import Family, HeadedTensors, Labelling, Model, Stored, live_tensors, writer_with_config
-from ..outline import check_config, check_kernels, count_weights, outline_of, unread
+from ..outline import PACKED, check_config, check_kernels, count_weights, outline_of, quantisation, unread
 from . import not_imported, quiet
 from .huggingface_heads import classifier_around, labelling_of
 from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class
@@ -40,6 +40,9 @@ class HuggingFace(Family):
         if not trust_remote_code:
             _check_kernels(folder)
         stored = open_checkpoint(folder)
+        config = read_object(folder / "config.json", "a model configuration")
+        if words := quantisation(config, folder):
+            return _dequantised(reference, stored, device, trust_remote_code, dtype, words)
         module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
         names = _file_names(module, stored)
         model = _model(module, reference, stored, names, folder, trust_remote_code)
@@ -55,6 +58,9 @@ class HuggingFace(Family):
         folder = Path(reference)
         _check_kernels(folder)
         stored = open_checkpoint(folder) if weights else None
+        config = read_object(folder / "config.json", "a model configuration")
+        if weights and (words := quantisation(config, folder)):
+            raise CheckpointError(f"{words}, and cannot be loaded block by block: leave out `memory_budget`.")
         module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
         names = _file_names(module, stored)
         tensors = unread(module, names, folder) if stored is None else stored
@@ -115,6 +121,26 @@ def _check_kernels(folder: Path) -> None:
     check_kernels(read_object(path, "a model configuration"), path)
 
 
+@quiet()
+def _dequantised(
+    reference: str, stored: Checkpoint, device: torch.device, trust_remote_code: bool, dtype: torch.dtype, words: str
+) -> Model:
+    """A quantised model as transformers dequantises it; its tensors are those values in bfloat16."""
+    folder = Path(reference)
+    kind, _ = _class_of(folder, stored)
+    failed = "Give the model in float32, bfloat16 or float16. The reason"
+    with reraised(f"{words}, and transformers cannot dequantise it here. {failed}"):
+        packed = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code)
+        unpacked = packed.dequantize(dtype)
+        module = kind(unpacked.config)  # a plain one: the first remembers how its weights were converted
+        module.load_state_dict(unpacked.state_dict())
+        module = module.to(device, dtype).eval()
+    names = _file_names(module)
+    tensors = {names[n]: t.to("cpu", torch.bfloat16) for n, t in live_tensors(module).items() if n in names}
+    model = _model(module, reference, tensors, names, folder, trust_remote_code)
+    return replace(model, write=writer_with_config(module))
+
+
 def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
     """The class that a folder's config.json names, and whether it is a text model."""
     import transformers
@@ -140,7 +166,7 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
             f"for text {', '.join(TEXT_KINDS)}, as {', '.join(HEADS)}. See docs/add-a-family.md."
         )
     if stored is not None:
-        _check_size(kind, path, stored)
+        _check_size(kind, path, stored, bool(config.get("quantization_config")))
     return kind, is_text
 
 
@@ -204,9 +230,9 @@ def _load(folder: Path, trust_remote_code: bool, dtype: torch.dtype, kind: Any, 
     return module, sorted(info["missing_keys"]), sorted(misshapen)
 
 
-def _check_size(kind: Any, path: Path, stored: Checkpoint) -> None:
+def _check_size(kind: Any, path: Path, stored: Checkpoint, packed: bool) -> None:
     """Build the model on the meta device, and refuse one that is far larger than its weights."""
-    weights = count_weights(stored)
+    weights = count_weights(stored) * (PACKED if packed else 1)
     with reraised(f"{path} describes no {kind.__name__}"), torch.device("meta"):
         model = kind(kind.config_class.from_pretrained(path.parent, local_files_only=True))
     described = sum(parameter.numel() for parameter in model.parameters())
