@@ -47,7 +47,5 @@ def test_a_quantised_target_is_measured_dequantised(name: str, tmp_path: Path) -
     for key, parameter in again.named_parameters():
         moved = result.apply().get_parameter(key)
         assert torch.equal(parameter.float(), moved.bfloat16().float()), key
-    with pytest.raises(
-        CheckpointError, match="and cannot be loaded block by block"
-    ):
+    with pytest.raises(CheckpointError, match="and cannot be loaded block by block"):
         outline_model(packed)
