@@ -9,7 +9,10 @@ from rich.console import Console
 
 from builders.commands import Run, assert_refused, options
 from builders.folders import Zoo
+from builders.texts import SENTENCES, Size, gpt_tokenizer, make, t5_tokenizer, write, write_rows
+from builders.twins import finetuned
 from tuneport.io.sizes import format_bytes
+from tuneport.models.open import describe_module
 
 
 class TestPlan:
@@ -36,6 +39,35 @@ class TestPlan:
     def test_sizes_are_shown_as_everywhere(self, run: Run, zoo: Zoo) -> None:
         size = run("plan", *options(zoo), "--json").json["expected"]["statistics_bytes"]
         assert f"expected: {format_bytes(size)} of statistics," in run("plan", *options(zoo)).out
+
+    @pytest.mark.usefixtures("no_forward")
+    @pytest.mark.parametrize(("name", "same"), [("target", True), ("other", False)])
+    def test_tokenizers(self, run: Run, tmp_path: Path, name: str, same: bool) -> None:
+        base = make("llama", vocab_size=len(gpt_tokenizer()))
+        write(tmp_path / "base", base, gpt_tokenizer())
+        write(tmp_path / "tuned", finetuned(describe_module(base)), gpt_tokenizer())
+        words = gpt_tokenizer() if same else t5_tokenizer()
+        write(tmp_path / name, make("llama", Size(seed=1), vocab_size=len(words)), words)
+        data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in SENTENCES])
+        models = {"source": tmp_path / "base", "finetuned": tmp_path / "tuned", "target": tmp_path / name}
+        given = [word for key, path in models.items() for word in (f"--{key}", path)]
+        command = ("plan", *given, "--data", data, "--samples", 8)
+        done = run(*command, "--json")
+        assert done.code == 0, done.err
+        outlook = done.json
+        assert outlook["same_tokenizer"] is same
+        found = outlook["tokens"]
+        assert 0 < found["target_matched"] <= found["target_tokens"]
+        printed = run(*command).out
+        start = "the models have one tokenizer" if same else "the tokenizers differ"
+        counts = f"{found['target_matched']} of the {found['target_tokens']} tokens of the target have a partner"
+        assert f"{start}: {counts} in the source ({100 * found['share']:.0f} %)" in printed.replace("\n", " ")
+
+    def test_shapes_need_a_memory_budget_and_the_help_says_so(self, run: Run, zoo: Zoo) -> None:
+        text = " ".join(run("plan", "--help").out.replace("│", " ").split())
+        assert "text models of any size. Needs --memory-budget." in text
+        done = run("plan", "--source", zoo["vit-base"], "--target", zoo["vit-target"], "--shapes-only")
+        assert done.code == 1
 
 
 class TestCompare:

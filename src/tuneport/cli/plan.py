@@ -44,7 +44,10 @@ def plan(
     dtype: options.DtypeName = "float32",
     shapes_only: Annotated[
         bool,
-        typer.Option("--shapes-only", help="Read config.json only, no weights and no data: text models of any size."),
+        typer.Option(
+            "--shapes-only",
+            help="Read config.json only, no weights and no data: text models of any size. Needs --memory-budget.",
+        ),
     ] = False,
     length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -81,6 +84,12 @@ def _print_plan(outlook: dict[str, Any]) -> None:
     show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
     say(f"moved: {moved_words(outlook)}")
     print_kept(outlook)
+    if "same_tokenizer" in outlook:
+        words = "the models have one tokenizer" if outlook["same_tokenizer"] else "the tokenizers differ"
+        if found := outlook.get("tokens"):
+            share = "{target_matched} of the {target_tokens} tokens of the target have a partner".format(**found)
+            words += f": {share} in the source ({100 * found['share']:.0f} %)"
+        say(words)
     cost = outlook["expected"]
     say(
         f"expected: {format_bytes(cost['statistics_bytes'])} of statistics, "

@@ -63,6 +63,7 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
         ],
         "not_transported": [asdict(item) for item in not_transported_by(job, moved, kept)],
         **account(changed_parts(job, moved, kept)),
+        **_tokenizers(job),
         "expected": {
             "statistics_bytes": cost["statistics_bytes"],
             "flops": flops.forward + flops.backward,
@@ -72,6 +73,15 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
             **within,
         },
     }
+
+
+def _tokenizers(job: Job) -> dict[str, Any]:
+    """For two text models: whether their tokenizers are equal, and how many tokens of the samples have a partner."""
+    source, target = (model.reader for model in job.models)
+    if source is None or target is None:
+        return {}
+    counted = {"tokens": job.record["tokens"]} if "tokens" in job.record else {}
+    return {"same_tokenizer": source.same_tokens(target), **counted}
 
 
 def _bytes(passes: Passes) -> dict[str, int]:
