@@ -75,7 +75,7 @@ def read_rows(path: Path) -> dict[str, Sequence[Any]]:
     name = path.name.lower()
     rows = Rows(path)
     with reading(path), gzip.open(path) if name.endswith(".gz") else path.open("rb") as packed:
-        file = io.TextIOWrapper(_Limited(packed, path), encoding="utf-8-sig", newline="")
+        file = io.TextIOWrapper(io.BufferedReader(_Limited(packed, path)), encoding="utf-8-sig", newline="")
         kind = name.removesuffix(".gz")
         if kind.endswith((".jsonl", ".json")):
             for row in _json_rows(file, path) if kind.endswith(".jsonl") else _json_array(file, path):

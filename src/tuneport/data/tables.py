@@ -116,7 +116,7 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     found, rows = _rows_of(split, columns.get("split"), size, path, also)
     values = columns.get("label")
     choices: Sequence[list[str]] | None = None
-    labels, classes = None, ()
+    labels, classes = None, tuple[str, ...]()
     if "choices" in columns:
         values = [None] * size if values is None else values
         choices, labels = read_choices(columns["choices"], values, rows, path)

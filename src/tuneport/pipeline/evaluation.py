@@ -76,8 +76,8 @@ def evaluate_texts(job: Job, changed: nn.Module, test: Dataset) -> dict[str, Any
     metric = "accuracy" if protocol == "likelihood" else "bits per character"
     values = {name: getattr(each, metric.replace(" ", "_")) for name, each in found.items()}
     details = ("accuracy", "perplexity", "tokens", "bits_per_character", "cut")
-    scores = {name: {key: getattr(each, key) for key in details} for name, each in found.items()}
-    return {**about, "protocol": protocol, "metric": metric, **values, "scores": scores}
+    rest = {name: {key: getattr(each, key) for key in details} for name, each in found.items()}
+    return {**about, "protocol": protocol, "metric": metric, **values, "scores": rest}
 
 
 def _of_finetuned(job: Job, score: Callable[[Model], Any]) -> Any:

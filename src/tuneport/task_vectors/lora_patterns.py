@@ -16,8 +16,8 @@ from typing import Any
 from ..errors import CheckpointError, shortened
 
 if sys.version_info >= (3, 11):
-    from re import _constants as codes
-    from re import _parser as parser
+    from re import _constants as codes  # type: ignore[attr-defined]
+    from re import _parser as parser  # type: ignore[attr-defined]
 else:
     import sre_constants as codes
     import sre_parse as parser
@@ -33,8 +33,8 @@ def check_patterns(config: Mapping[str, Any], name: str) -> None:
     """Refuse an adapter with patterns that could take too long to match."""
     for key in (*WHOLE, *ENDS):
         value = config.get(key)
-        several = isinstance(value, (dict, list, tuple)) and key in ENDS
-        patterns = [item for item in (value if several else [value]) if isinstance(item, str)]
+        values = value if isinstance(value, (dict, list, tuple)) and key in ENDS else [value]
+        patterns = [item for item in values if isinstance(item, str)]
         total = sum(map(steps, patterns)) * (LONGEST_NAME if key in ENDS else 1)
         if total > MOST_STEPS:
             worst = shortened(repr(max(patterns, key=steps)))
@@ -80,7 +80,7 @@ def _ways_of(code: Any, argument: Any) -> float:
         most = min(int(most), LONGEST_NAME)
         inner = _ways(part)
         if most <= 1:
-            return inner + (least == 0)
+            return inner + float(least == 0)
         if inner == 1 and not _can_be_empty(part):
             return float(max(min(most, DIGITS if _is_digit(part) else most) - least, 0) + 1)
         return float("inf")
