@@ -127,8 +127,9 @@ def test_features_must_be_finite_and_fit_the_samples(features: torch.Tensor) -> 
         select(labelled([0, 1, 1]), samples=1, sampler="centroid_near", features=lambda _: features)
 
 
-def test_select_takes_100_samples_by_default() -> None:
+def test_select_takes_100_samples_by_default_or_all() -> None:
     assert len(select(labelled(np.arange(150) % 3))) == 100
+    assert sorted(select(labelled(np.arange(12) % 3))) == list(range(12))
 
 
 @given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=20), seed=st.integers(0, 99))
@@ -148,7 +149,6 @@ def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) 
     ("options", "parts"),
     [
         ({"samples": 5000}, ["asked for 5000 samples but train split of pets has 6; lower `samples`."]),
-        ({}, ["asked for 100 samples but train split of pets has 6; lower `samples`."]),
         ({"samples": 0}, ["asked for 0 samples; expected at least 1 in `samples`."]),
         ({"samples": -1}, ["asked for -1 samples"]),
         ({"shots": 0}, ["asked for 0 shots; expected at least 1 in `shots`."]),

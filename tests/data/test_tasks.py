@@ -439,14 +439,14 @@ def test_commands_take_references(
     """The record names the file, and evaluate scores with the task's own prompts."""
     pixels = np.random.default_rng(0).integers(0, 255, (60, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "three.npz", x=pixels, y=np.arange(60) % 3)
-    reference = f"mnist:{tmp_path / 'three.npz'}"
+    reference = f"eurosat:{tmp_path / 'three.npz'}"
     models = [zoo[f"clip-{part}"] for part in ("base", "tuned", "target")]
     job = prepare(*models, reference, samples=4, device="cpu")
     assert job.record["data"]["path"] == str(tmp_path / "three.npz")
     assert list(job.record["data"]["sha256"]) == ["three.npz"]
-    assert job.record["data"]["name"] == "mnist"
+    assert job.record["data"]["name"] == "eurosat"
     assert job.heads is not None
-    assert job.heads.target.classes == TASKS["mnist"].classes
+    assert job.heads.target.classes == TASKS["eurosat"].classes
     words = ["tuneport", "evaluate", str(models[0]), "--data", reference, "--json", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as stop:
