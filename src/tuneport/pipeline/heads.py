@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels
-from ..errors import TuneportError
+from ..errors import CheckpointError, TuneportError
 from ..io.tensors import describe
 from ..job import Drawn, Job, Samples
 from ..maps.ridge import ridge
@@ -65,7 +65,11 @@ def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bo
         )
     for model in models:
         model.require_in_memory("fitting a head", 'give a larger one, or `head_fit="none"`')
-    return Sides(*(as_classifier(model, labelling, trust_remote_code=trust_remote_code) for model in models))
+    try:
+        source = as_classifier(models.source, labelling, trust_remote_code=trust_remote_code)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Check that the fine-tune was fine-tuned from {models.source.name}.") from error
+    return Sides(source, as_classifier(models.target, labelling, trust_remote_code=trust_remote_code))
 
 
 def take_head(source: Model, finetuned: Finetuned, exclude: Sequence[str]) -> TaskVector:
