@@ -121,8 +121,7 @@ from tuneport.pipeline import result
 from tuneport.training import finetune
 moment, *numbers = sys.argv.pop(1).split(",")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests run in the background have not
-if moment == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if moment == "nohup" else signal.SIG_DFL)  # not as the tests were started
 seen, remove = [], shutil.rmtree
 def signalled(work, call):
     def done(*given):
