@@ -1,9 +1,11 @@
-"""Claim: a transfer that is killed leaves no half output, and `--resume` ends in the very same files.
+"""Claim: a command that is killed leaves no half output, and running it again ends in the very same files.
 
-Runs `tuneport transfer` on the models that the package carries, kills it with SIGKILL at random moments, looks at what
-is there, and resumes it (killing some of the resumed runs again). Exits 1 if anything differs.
+Runs every command that writes on the models that the package carries: transfers to each kind of output, to a sharded
+target, with a memory budget, with a chosen scale, over an old output and with a distillation; and extract, apply,
+finetune, distill and bench. It sends SIGKILL, SIGTERM or SIGHUP at random moments, looks at what is there, and runs the
+command again. Exits 1 if anything differs.
 
-    python benchmarks/kill_test.py --out benchmarks/results/kill-test.md
+    python benchmarks/kill_test.py --kills 300 --jobs 16 --out benchmarks/results/kill-test.md
 """
 
 from __future__ import annotations
@@ -13,148 +15,276 @@ import json
 import os
 import platform
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-VOLATILE = ("seconds", "seconds_by_stage", "out")
+VOLATILE = ("seconds", "seconds_by_stage", "out", "about")
+TEXTS = ("tuneport.json", "results.json", "report.html", "README.md", "table.md")  # they contain seconds and paths
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+KEPT = ("tuneport-work", "tuneport-cells", "tuneport-models")  # what an interrupted command keeps for --resume
 
 
-def make_inputs(root: Path, samples: int, distill: int) -> list[str]:
-    """A data set and a fine-tune of the small model that the package carries; returns the options naming them."""
+@dataclass(frozen=True)
+class Case:
+    """A command without its output: how it continues (`again`), and whether it replaces an old output."""
+
+    words: Sequence[str]
+    name: str = "out"
+    again: Sequence[str] = ("--resume",)
+    over: bool = False
+
+
+def make_cases(root: Path) -> dict[str, Case]:
+    """Inputs from the models that the package carries, and the commands that read them."""
     import numpy as np
     import torch
     from safetensors.torch import load_file, save_file
 
     from tuneport.demo.run import MODELS, mirrored_digits
+    from tuneport.io.checkpoint import write_checkpoint
     from tuneport.io.companions import copy_companions
 
-    np.savez(root / "digits.npz", **mirrored_digits())
-    (root / "tuned").mkdir()
+    small, large, data = str(MODELS / "small"), str(MODELS / "large"), str(root / "digits.npz")
+    np.savez(data, **mirrored_digits())
+    for name in ("tuned", "shards"):
+        (root / name).mkdir()
     copy_companions(MODELS / "small", root / "tuned")
+    copy_companions(MODELS / "large", root / "shards")
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
         for name, tensor in load_file(MODELS / "small" / "model.safetensors").items()
     }
     save_file(tensors, root / "tuned" / "model.safetensors", {"format": "pt"})
-    models = ["--source", MODELS / "small", "--finetuned", root / "tuned", "--target", MODELS / "large"]
-    given = [*models, "--data", root / "digits.npz", "--head", "digits", "--samples", samples, "--batch-size", 4]
-    given += ["--distill", distill] if distill else []
-    return [str(word) for word in (*given, "--save-every", 0)]
+    write_checkpoint(root / "shards", load_file(MODELS / "large" / "model.safetensors"), max_shard_size="100KB")
+    extract = ["extract", small, str(root / "tuned")]
+    call([*extract, "--out", str(root / "tau.safetensors")])
+    tuned, common = str(root / "tuned"), ["--data", data, "--head", "digits", "--save-every", "0"]
+    port = ["transfer", "--source", small, "--finetuned", tuned, *common, "--samples", "160", "--batch-size", "4"]
+    to_large = [*port, "--target", large]
+    tasks = ["--finetuned", f"digits={tuned}", "--data", f"digits={data}", "--head", "digits=digits"]
+    table = ["--methods", "naive,theseus", "--samples", "8,16", "--seeds", "0,1,2", "--scales", "1"]
+    steps = ["--data", data, "--head", "digits", "--steps", "30", "--batch-size", "32"]
+    lesson = ["distill", "--finetuned", tuned, "--target", large, *common, "--samples", "64", "--steps", "12"]
+    return {
+        "model": Case(to_large),
+        "adapter": Case([*to_large, "--as", "adapter", "--rank", "4"]),
+        "task vector": Case([*to_large, "--as", "task-vector"], "out.safetensors"),
+        "shards": Case([*port, "--target", str(root / "shards")]),
+        "memory budget": Case([*to_large, "--memory-budget", "40MiB"]),
+        "scale auto": Case([*to_large, "--scale", "auto"]),
+        "overwrite": Case([*to_large, "--overwrite"], over=True),
+        "overwrite a task vector": Case(
+            [*to_large, "--as", "task-vector", "--overwrite"], "out.safetensors", over=True
+        ),
+        "transfer and distill": Case([*to_large, "--distill", "8"]),
+        "distill": Case(lesson),
+        "bench": Case(["bench", "--source", small, "--target", large, *tasks, *table]),
+        "extract": Case(extract, "out.safetensors", ()),
+        "apply": Case(["apply", str(root / "tau.safetensors"), small], again=()),
+        "finetune": Case(["finetune", small, *steps, "--checkpoint-every", "10"], again=()),
+    }
 
 
-def transfer(options: list[str], out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tuneport", "transfer", *options, "--out", str(out), *more]
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tuneport", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def call(words: Sequence[str]) -> str:
+    """Run a command to its end; what it says if it fails."""
+    process = start(words)
+    _, error = process.communicate()
+    return "" if process.returncode == 0 else f"exit code {process.returncode}: {error.strip()[-500:]}"
+
+
+def content(out: Path) -> dict[str, Any]:
+    """Every file of an output byte by byte, and its records without what differs from run to run."""
+    if out.is_file():
+        from safetensors import safe_open
+
+        with safe_open(out, framework="np") as file:
+            metadata = file.metadata() or {}
+            found: dict[str, Any] = {name: file.get_tensor(name).tobytes() for name in sorted(file.keys())}
+        return {"record": plain(json.loads(metadata.get("record", "{}"))), **found}
+    files = {str(file.relative_to(out)): file for file in sorted(out.rglob("*")) if file.is_file()}
+    records = {name: plain(json.loads(file.read_text())) for name, file in files.items() if name.endswith(TEXTS[:2])}
+    other = {name: file.read_bytes() for name, file in files.items() if not name.endswith(TEXTS)}
+    return {"names": sorted(files), "records": records, **other}
+
+
+def plain(value: Any) -> Any:
+    """JSON values without timings and places."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items() if key not in VOLATILE}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+@dataclass
+class Expected:
+    """An undisturbed run: its output, the old output where it replaces one, and its seconds."""
+
+    output: dict[str, Any]
+    old: Path | None
+    seconds: float
+    working: float  # from the first hidden file to the end
+
+
+def undisturbed(case: Case, folder: Path) -> Expected:
+    """Run a case to its end."""
+    folder.mkdir()
+    old = None
+    if case.over:
+        old = folder / f"old-{case.name}"
+        if error := call([*case.words, "--seed", "1", "--out", str(old)]):
+            raise SystemExit(f"the old output: {error}")
+    started = first = time.perf_counter()
+    process = start([*case.words, "--out", str(folder / case.name)])
+    while process.poll() is None:
+        if first == started and hidden(folder):
+            first = time.perf_counter()
+        time.sleep(0.01)
+    ended = time.perf_counter()
     _, error = process.communicate()
     if process.returncode != 0:
         raise SystemExit(f"a run that was not killed failed: {error}")
+    return Expected(content(folder / case.name), old, ended - started, ended - first)
 
 
-def content(folder: Path) -> dict[str, Any]:
-    """Every file of an output byte by byte, and its record without what differs from run to run."""
-    record = json.loads((folder / "tuneport.json").read_text())
-    plain = {key: value for key, value in record.items() if key not in VOLATILE}
-    plain.get("distilled", {}).pop("seconds", None)
-    files = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-    shown = ("tuneport.json", "report.html", "README.md")  # these tell the seconds
-    return {"record": plain, "names": sorted(files), **{name: files[name] for name in files if name not in shown}}
+def put_old(case: Case, expected: Expected, folder: Path) -> dict[str, Any] | None:
+    if expected.old is None:
+        return None
+    out = folder / case.name
+    (shutil.copytree if expected.old.is_dir() else shutil.copy)(expected.old, out)
+    return content(out)
 
 
-def work_of(out: Path) -> bool:
-    return any((out.parent / f".{out.name}.tuneport-work").rglob("[!.]*.safetensors"))
-
-
-def run_until(process: subprocess.Popen[str], out: Path, after_work: float | None, after_start: float) -> bool:
-    """Kill a process some seconds after it has saved work (or after its start); whether it was still running."""
-    started = time.perf_counter()
-    saved: float | None = None
-    while process.poll() is None:
-        now = time.perf_counter()
-        saved = now if saved is None and work_of(out) else saved
-        since, delay = (started, after_start) if after_work is None else (saved, after_work)
-        if since is not None and now - since > delay:
-            process.kill()
+def run_once(case: Case, expected: Expected, folder: Path, choose: random.Random, seen: Counter[str]) -> None:
+    """Kill a case once or more, then run it to its end; an AssertionError says what is wrong."""
+    folder.mkdir()
+    out, old, times = folder / case.name, put_old(case, expected, folder), 0
+    while times == 0 or choose.random() < 0.25:
+        # Most of a run is imports and loading: three in four kills aim at what comes after.
+        early, number = choose.random() < 0.25, choose.choice(SIGNALS)
+        delay = choose.uniform(0.0, 1.05) * (expected.seconds if early else expected.working)
+        process = start([*case.words, *(case.again if times else ()), "--out", str(out)])
+        began, first = time.perf_counter(), None
+        while process.poll() is None:
+            now = time.perf_counter()
+            first = now if first is None and hidden(folder) else first
+            since = began if early else first
+            if since is not None and now - since > delay:
+                process.send_signal(number)
+                break
+            time.sleep(0.005)
+        _, error = process.communicate()
+        times += 1
+        code, name = process.returncode, signal.Signals(number).name
+        if code == 0:
+            seen["had ended before the signal"] += 1
             break
-        time.sleep(0.005)
-    process.communicate()
-    return process.returncode != 0
+        # before the command line is set up, and after it has ended, a signal has its usual effect
+        assert code in (-number, 128 + number), f"{name}: exit code {code}: {error.strip()[-500:]}"
+        seen[f"killed by {name}"] += 1
+        seen["killed with something to resume"] += any(word in text for text in hidden(folder) for word in KEPT)
+        if code == 128 + number:
+            left = [text for text in hidden(folder) if not text.endswith(KEPT)]
+            assert not left, f"{name} left {left}"
+        if os.path.lexists(out):
+            found = content(out)
+            assert found in (old, expected.output), f"{name}: the output is neither the old one nor the new one"
+        elif old is not None:
+            assert any(".old-" in text for text in hidden(folder)), f"{name}: the old output is lost"
+        if os.path.lexists(out) and not case.again:
+            break  # it would refuse to replace its own output
+    if os.path.lexists(out) and old is None and not case.again:
+        seen["complete before the last run"] += 1
+    else:
+        error = call([*case.words, *case.again, "--out", str(out)])
+        assert not error, f"the last run: {error}"
+    assert content(out) == expected.output, "the last output differs from the undisturbed one"
+    assert not hidden(folder), f"left behind: {hidden(folder)}"
+    seen["ended in the same bytes"] += 1
+    shutil.rmtree(folder)
 
 
-def undisturbed(process: subprocess.Popen[str], out: Path) -> tuple[float, float]:
-    """Seconds of a whole run, and of its part after the first save."""
-    started = first = time.perf_counter()
-    while process.poll() is None:
-        if first == started and work_of(out):
-            first = time.perf_counter()
-        time.sleep(0.005)
-    ended = time.perf_counter()
-    finish(process)
-    return ended - started, ended - first
+def run_all(cases: Mapping[str, Case], root: Path, kills: int, jobs: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Run cases in turn, `jobs` at a time, until enough of them were killed; counts, and what went wrong."""
+    with ThreadPoolExecutor(jobs) as pool:
+        made = pool.map(lambda item: undisturbed(item[1], root / f"whole-{item[0]}"), enumerate(cases.values()))
+        expected = dict(zip(cases, made, strict=True))
+    print("undisturbed:", {name: round(found.seconds, 1) for name, found in expected.items()}, file=sys.stderr)
+    total, wrong, lock, numbers = Counter[str](), list[str](), threading.Lock(), iter(range(100 * kills))
+
+    def work() -> None:
+        while True:
+            with lock:
+                if sum(count for what, count in total.items() if what.startswith("killed by")) >= kills:
+                    return
+                number = next(numbers)
+            name = list(cases)[number % len(cases)]
+            seen = Counter[str]({f"runs of {name}": 1})
+            try:
+                run_once(
+                    cases[name], expected[name], root / f"run-{number}", random.Random(seed * 10**6 + number), seen
+                )
+            except Exception as error:
+                with lock:
+                    wrong.append(f"{name}, run {number}: {type(error).__name__}: {error}")
+            with lock:
+                total.update(seen)
+                print(number, name, dict(seen), *wrong[-1:], file=sys.stderr)
+
+    threads = [threading.Thread(target=work) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return total, wrong
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--samples", type=int, default=240)
-    parser.add_argument("--distill", type=int, default=0, help="steps of a distillation after the port")
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="commands at a time")
+    parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    choose, seen = random.Random(options.seed), Counter[str]()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        root = Path(scratch)
-        given = make_inputs(root, options.samples, options.distill)
-        whole, after = undisturbed(transfer(given, root / "whole"), root / "whole")
-        expected = content(root / "whole")
-        for number in range(options.runs):
-            out = root / f"out-{number}"
-            kills = 0
-            while kills == 0 or choose.random() < 0.25:
-                # Most of a run is imports and loading: three in four kills aim at what comes after.
-                early = choose.random() < 0.25
-                delay = choose.uniform(0.0, 1.05) * (whole if early else after)
-                process = transfer(given, out, *(["--resume"] if kills else []))
-                killed = run_until(process, out, None if early else delay, delay)
-                kills += 1
-                seen["killed" if killed else "had ended before the kill"] += 1
-                seen["killed with work saved"] += killed and work_of(out)
-                if out.exists():
-                    seen["output complete after the kill"] += killed
-                    if content(out) != expected:
-                        raise SystemExit(f"run {number}: the output after the kill is not the whole one")
-                else:
-                    seen["no output after the kill"] += 1
-            finish(transfer(given, out, "--resume"))
-            if content(out) != expected:
-                raise SystemExit(f"run {number}: the resumed output differs from the undisturbed one")
-            seen["resumed to the same bytes"] += 1
-            left = [path.name for path in root.iterdir() if path.name.startswith(".")]
-            if left:
-                raise SystemExit(f"run {number} left {left}")
-            print(f"{number + 1}/{options.runs} {dict(seen)}", file=sys.stderr)
+        made = make_cases(Path(scratch))
+        cases = {name: made[name] for name in options.only or made}
+        seen, wrong = run_all(cases, Path(scratch), options.kills, options.jobs, options.seed)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    distilled = f", {options.distill} steps of distillation" if options.distill else ""
     lines = [
         "# Killed runs",
         "",
-        f"{options.runs} runs of `tuneport transfer` (two small vision transformers, {options.samples} samples"
-        f"{distilled}, saved after each batch and step), each aimed at with SIGKILL at a random moment once or more, "
-        "then resumed; some had ended before. "
-        "After each kill the output was absent or whole; each resumed run ended in the same bytes as an undisturbed "
-        "one (except timings) and left no other file behind.",
+        "Commands on two small vision transformers, each stopped by SIGKILL, SIGTERM or SIGHUP at a random moment once "
+        "or more, then run again; some had ended before. After each signal the output was absent, the old one or the "
+        "new one, byte by byte, and SIGTERM and SIGHUP left no temporary file. Each last run ended in the same bytes "
+        "as an undisturbed one (except timings) and left no other file.",
+        "",
+        f"{len(wrong)} failures.",
+        *(f"- {line}" for line in wrong),
         "",
         "| what happened | times |",
         "|---|---|",
@@ -162,13 +292,14 @@ def main() -> None:
         "",
         f"- command: `python benchmarks/kill_test.py {' '.join(sys.argv[1:])}`",
         f"- machine: {platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}",
-        f"- one undisturbed run: {whole:.0f} s; all: {time.perf_counter() - started:.0f} s",
+        f"- seconds: {time.perf_counter() - started:.0f}",
         f"- commit: {commit.stdout.strip() or 'unknown'}",
         f"- date: {time.strftime('%Y-%m-%d')}",
     ]
     print("\n".join(lines))
     if options.out is not None:
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
