@@ -123,10 +123,10 @@ class TestTransfer:
         assert sorted(file.name for file in place.iterdir()) == ["applied", "model", "tau.safetensors"]
 
     def test_a_task_vector_file_as_the_fine_tune(self, run: Run, zoo: Zoo, place: Path) -> None:
-        tau = place / "tau.safetensors"
+        tau, whole = place / "tau.safetensors", ("--head-fit", "none")  # a fitted head differs in rounding
         assert run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", tau).code == 0
-        assert run("transfer", *options(zoo, "vit", finetuned=tau), "--out", place / "one").code == 0
-        assert run("transfer", *options(zoo, "vit"), "--out", place / "two").code == 0
+        assert run("transfer", *options(zoo, "vit", finetuned=tau), *whole, "--out", place / "one").code == 0
+        assert run("transfer", *options(zoo, "vit"), *whole, "--out", place / "two").code == 0
         one, two = ((place / name / "model.safetensors").read_bytes() for name in ("one", "two"))
         assert one == two
 

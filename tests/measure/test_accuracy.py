@@ -211,6 +211,6 @@ def test_a_module_of_no_known_family_is_refused() -> None:
 def test_protocols() -> None:
     assert [check_protocol(name) for name in ("zero-shot", "linear-probe")] == ["zero-shot", "linear-probe"]
     with pytest.raises(
-        TuneportError, match=r"unknown protocol 'zeroshot'. Did you mean 'zero-shot'\? Known: linear-pr"
+        TuneportError, match=r"unknown protocol 'zeroshot'. Did you mean 'zero-shot'\? Known: likelihood, linear-pr"
     ):
         check_protocol("zeroshot")

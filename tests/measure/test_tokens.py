@@ -378,7 +378,9 @@ class Split:
 
     def error(self, method: str = "bico", samples: int = 512) -> float:
         """The distance of the ported twin's logits from the true ones, relative to the distance before."""
-        result = transfer(self.source, self.moved, self.target, self.data, method=method, samples=samples)
+        result = transfer(
+            self.source, self.moved, self.target, self.data, method=method, samples=samples, head_fit="none"
+        )
         reading = open_model(self.target)
         batch = reading.encode(list(self.data.inputs[:64]))
         with torch.no_grad():
