@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ _HEAD = re.compile(r"(classifier|score|head|classification_head)(\.modules_to_sa
 
 def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
     """What the classification layer of a fine-tune decides; that of its source where the fine-tune says nothing."""
-    if isinstance(finetuned, TaskVector):
+    if isinstance(finetuned, TaskVector) or (isinstance(finetuned, (str, Path)) and Path(finetuned).is_file()):
         return source.labelling
     if not isinstance(finetuned, Adapter):
         return labelling_of(finetuned)
