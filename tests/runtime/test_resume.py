@@ -30,6 +30,7 @@ from tuneport.pipeline.port import port
 from tuneport.pipeline.prepare import prepare
 from tuneport.runtime.passes import Passes
 from tuneport.runtime.resume import Work, fingerprint, load_statistics, save_statistics
+from tuneport.task_vectors.lora_write import AdapterForm
 
 SAMPLES, BATCH = 24, 4
 VOLATILE = ("seconds", "seconds_by_stage", "out")
@@ -270,7 +271,9 @@ class TestPort:
         assert "is dropped; `resume=True` continues from it" in notes[0]
         assert names(tmp_path) == ["out"]
 
-    @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])
+    @pytest.mark.parametrize(
+        ("kind", "given"), [("model", {}), ("adapter", {"form": AdapterForm(rank=2)}), ("task-vector", {})]
+    )
     def test_a_complete_output_is_not_computed_again(
         self, zoo: Zoo, tmp_path: Path, kind: str, given: dict[str, Any]
     ) -> None:
