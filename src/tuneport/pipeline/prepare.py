@@ -131,10 +131,9 @@ def _identity_of_all(parts: Sequence[Finetuned]) -> records.Input:
 
 def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Options) -> Sides[Model] | None:
     """Both models with a head for the classes of the fine-tune, if it has one and it is to be fitted."""
+    fits = given["head_fit"] != "none" and given["head"] is None and given["loss"] in (None, "classification")
     own_batches = not isinstance(data, (str, Path, Dataset))
-    if given["head_fit"] == "none" or given["head"] is not None or given["loss"] not in (None, "classification"):
-        return None
-    labelling = None if own_batches else labelling_by(tuned, models.source)
+    labelling = labelling_by(tuned, models.source) if fits and not own_batches else None
     if labelling is None:
         return None
     headed = with_heads(models, labelling, given["trust_remote_code"])
@@ -389,10 +388,9 @@ def _record(
     if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
         record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
         notes += _text_notes(job.models, job.samples, Sides(found.source_cut, found.target_cut))
-    by_default = given["samples"] is None and given["shots"] is None and isinstance(job.samples, Drawn)
-    if by_default and len(job.samples) < DEFAULT_SAMPLES:
-        notes.append(f"the data have {len(job.samples)} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
     if isinstance(job.samples, Drawn):
+        if given["samples"] is None and given["shots"] is None and (count := len(job.samples)) < DEFAULT_SAMPLES:
+            notes.append(f"the data have {count} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
         notes += job.samples.warnings(1 in (given["max_tokens"], record.get("tokens", {}).get("target_matched")))
     if given["exclude"]:
         names = [names for model in job.models for names in (model.file_names, model.tensors)]
