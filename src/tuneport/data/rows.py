@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ LARGEST_TABLE = 4 * 2**30  # uncompressed bytes
 LARGEST_ROW = 8 * 2**20  # characters; parsed, they take at most about 256 MiB
 MOST_COLUMNS = 1000
 _CHUNK = 2**16
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Rows:
@@ -39,20 +41,31 @@ class Rows:
 
     def name(self, keys: Iterable[str]) -> None:
         """Add names of columns."""
-        self.keys.update(dict.fromkeys(keys))
-        if len(self.keys) > MOST_COLUMNS:
+        new = [key for key in keys if key not in self.keys]
+        self.keys.update(dict.fromkeys(new))
+        if new and len(self.keys) > MOST_COLUMNS:
             raise DataError(f"{self.path} is refused: it has more than {MOST_COLUMNS} columns.")
 
     def add(self, row: dict[str, Any] | list[str]) -> None:
         """Append one row."""
-        self._text += json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        self._text += _encode(row).encode("utf-8", "surrogatepass") + b","
         self._ends.append(len(self._text))
         check_count(len(self), self.path)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        start = self._ends[index - 1] if index else 0
-        row = json.loads(self._text[start : self._ends[index]].decode("utf-8", "surrogatepass"))
-        return row if isinstance(row, dict) else dict(zip(self.keys, row, strict=True))
+    def after(self, start: int, size: int) -> int:
+        """The end of the rows from `start` on that take about `size` bytes, at least one."""
+        begin = self._ends[start - 1] if start else 0
+        return max(bisect_right(self._ends, begin + size), start + 1)
+
+    def values(self, key: str, start: int, stop: int) -> list[Any]:
+        """The values of one key in some rows; None where a row lacks it."""
+        begin = self._ends[start - 1] if start else 0
+        text = self._text[begin : self._ends[stop - 1] - 1].decode("utf-8", "surrogatepass")
+        rows = json.loads(f"[{text}]")
+        if isinstance(rows[0], dict):
+            return [row.get(key) for row in rows]
+        place = list(self.keys).index(key)
+        return [row[place] for row in rows]
 
 
 class Column(Sequence[Any]):
@@ -67,7 +80,15 @@ class Column(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self._rows[int(index) % len(self)].get(self._key)
+        row = int(index) % len(self)
+        return self._rows.values(self._key, row, row + 1)[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        start = 0
+        while start < len(self):
+            stop = self._rows.after(start, _CHUNK)
+            yield from self._rows.values(self._key, start, stop)
+            start = stop
 
 
 def read_rows(path: Path) -> dict[str, Sequence[Any]]:
@@ -112,6 +133,7 @@ def _lines(file: TextIO, path: Path, row_ended: Callable[[], bool] = lambda: Tru
     """The lines of a file; a row, which ends with each line or when `row_ended` says so, may not be too long."""
     length = 0
     for number, line in enumerate(iter(lambda: file.readline(LARGEST_ROW + 1), ""), start=1):
+        check_count(number - 1, path)  # of lines, since blank ones take time too
         length = len(line) if row_ended() else length + len(line)
         if length > LARGEST_ROW:
             raise DataError(f"line {number} of {path} is refused: a row may have {LARGEST_ROW} characters.")

@@ -6,7 +6,6 @@ whole table, so its splits agree on them. JSONL, JSON, CSV and TSV need no furth
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -175,10 +174,12 @@ def _texts(
     columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path
 ) -> LazySequence:
     """The texts of one column, or pairs of texts of two, read on access."""
-    for key, row in itertools.product(keys, rows):
-        cell = columns[key][row]
-        if not isinstance(cell, str):
-            raise DataError(f"{key} of row {row + 1} of {path} is {type(cell).__name__}; expected text.")
+    for key in keys:
+        wanted = np.zeros(len(columns[key]), dtype=bool)
+        wanted[rows] = True
+        for row, cell in enumerate(columns[key]):
+            if wanted[row] and not isinstance(cell, str):
+                raise DataError(f"{key} of row {row + 1} of {path} is {type(cell).__name__}; expected text.")
     if len(keys) == 1:
         return LazySequence(rows, columns[keys[0]].__getitem__)
     return LazySequence(rows, partial(_together, [columns[key] for key in keys]))
