@@ -41,10 +41,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     >>> unknown_name("method", "bicco", ["naive", "bico"])
     "unknown method 'bicco'. Did you mean 'bico'? Known: bico, naive."
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    names, given = sorted(known), shortened(name)
+    near = difflib.get_close_matches(given, names, n=1)
     guess = f" Did you mean '{near[0]}'?" if near else ""
-    return f"unknown {kind} '{name}'.{guess} Known: {', '.join(names)}."
+    return f"unknown {kind} '{given}'.{guess} Known: {', '.join(names)}."
 
 
 def plain(text: str) -> str:

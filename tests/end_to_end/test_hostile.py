@@ -130,6 +130,21 @@ class TestConfigurations:
             with pytest.raises(CheckpointError, match=words):
                 open_model(folder)
 
+    def test_sizes_that_are_no_numbers(self, zoo: Zoo, tmp_path: Path) -> None:
+        folder = copied(zoo, "vit-base", tmp_path)
+        edit_json(folder / "preprocessor_config.json", size={"height": "16", "width": [16]})
+        encode = open_model(folder).encode
+        assert encode is not None
+        with pytest.raises(CheckpointError, match=r"preprocessor_config\.json cannot be used"):
+            encode([Image.new("RGB", (9, 9))])
+
+    def test_long_names_of_classes_are_shortened(self, zoo: Zoo, tmp_path: Path) -> None:
+        folder = copied(zoo, "vit-base", tmp_path)
+        edit_json(folder / "config.json", architectures=["N" * 10**5])
+        with pytest.raises(CheckpointError, match=r"holds a NNN.* which tuneport does not know") as caught:
+            open_model(folder)
+        assert len(str(caught.value)) < 2000
+
     def test_tokenizers_that_are_too_large(self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tuneport.models.families.LARGEST_TOKENIZER", 100)
         folder = copied(zoo, "clip-base", tmp_path)
@@ -252,6 +267,16 @@ class TestHeadsAndTaskVectors:
         save_file({"n" * 10**5: torch.full((1,), float("nan"))}, path)
         with pytest.raises(CheckpointError, match="hold NaN") as caught:
             check_finite(open_checkpoint(path))
+        assert len(str(caught.value)) < 1000
+        for notes in ({"format": "n" * 10**5}, {"format": "tuneport-task-vector", "version": "n" * 10**5}):
+            save_file({"w": torch.ones(1)}, path, notes)
+            with pytest.raises(CheckpointError, match="nnn") as caught:
+                load_task_vector(path)
+            assert len(str(caught.value)) < 1000
+        header = json.dumps({"w": {"dtype": "n" * 10**5, "shape": [1], "data_offsets": [0, 4]}}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+        with pytest.raises(CheckpointError, match="cannot be read as safetensors") as caught:
+            open_checkpoint(path)
         assert len(str(caught.value)) < 1000
 
     def test_nested_and_complex_ones(self, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class SafetensorsFile:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            reason = f"cannot be read as safetensors ({error}). Download or save it again."
+            reason = f"cannot be read as safetensors ({brief(error)}). Download or save it again."
             if isinstance(error, SafetensorError):
                 with self.path.open("rb") as file:
                     if file.read(23) == b"version https://git-lfs":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError, TuneportError, first_of
+from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import open_checkpoint
 from ..io.output import PathLike, check_file_name, check_space, new_file
 from ..io.tensors import LazyMapping, LazyTensors, TensorSpec, all_finite, describe, pieces, unknown_tensors
@@ -240,11 +240,11 @@ def load_task_vector(path: PathLike) -> TaskVector:
     stored = open_checkpoint(path)
     found = stored.metadata.get("format")
     if found != FORMAT:
-        why = f"its metadata have format {found!r}, expected {FORMAT!r}"
+        why = f"its metadata have format {shortened(repr(found))}, expected {FORMAT!r}"
         raise CheckpointError(f"{path} is not a task vector: {why}. Make one with tuneport extract.")
     if stored.metadata.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {stored.metadata.get('version')!r} of the task-vector format, "
+            f"{path} has version {shortened(repr(stored.metadata.get('version')))} of the task-vector format, "
             f"this tuneport reads {VERSION!r}. Upgrade tuneport or make the file again."
         )
     low = dict.fromkeys(n.removesuffix(_OUT).removesuffix(_IN) for n in stored if n.endswith((_OUT, _IN)))

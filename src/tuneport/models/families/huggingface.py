@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, first_of, reraised
+from ...errors import CheckpointError, first_of, reraised, shortened
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
 from ..base import Family, HeadedTensors, Labelling, Model, Stored, live_tensors, writer_with_config
@@ -162,8 +162,9 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
     is_text = text_class(name, str(config.get("model_type"))) is not None
     if kind is None or not (is_text or name in ARCHITECTURES):
         raise CheckpointError(
-            f"{folder} holds a {name}, which tuneport does not know. Known: {', '.join(sorted(ARCHITECTURES))}; and "
-            f"for text {', '.join(TEXT_KINDS)}, as {', '.join(HEADS)}. See docs/add-a-family.md."
+            f"{folder} holds a {shortened(name)}, which tuneport does not know. "
+            f"Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(TEXT_KINDS)}, as {', '.join(HEADS)}. "
+            "See docs/add-a-family.md."
         )
     if stored is not None:
         _check_size(kind, path, stored, bool(config.get("quantization_config")))

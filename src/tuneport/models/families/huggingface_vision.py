@@ -124,8 +124,9 @@ def _check_sizes(processor: Any, path: Path, tower: Any, architecture: Architect
         )
     reads = getattr(tower, "image_size", None)
     reads = (reads, reads) if isinstance(reads, int) else tuple(reads or ())
-    makes = tuple(used[-1].get(key) for key in ("height", "width")) if used else (None, None)
-    wrong = None not in makes and len(reads) == 2 and makes != reads and not architecture.any_size
+    last = used[-1] if used else {}
+    makes = tuple(last[key] for key in ("height", "width") if isinstance(last.get(key), (int, float)))
+    wrong = len(makes) == 2 and len(reads) == 2 and makes != reads and not architecture.any_size
     if wrong or (reads and max(sides, default=0) > LARGEST_SHARE * max(reads)):
         given = makes if wrong else (max(sides),) * 2
         raise CheckpointError(
