@@ -71,11 +71,42 @@ class Evaluation(TypedDict):
     data: str
     samples: Count
     protocol: str
-    metric: NotRequired[Literal["accuracy", "bits per character", "fidelity"]]
+    metric: Literal["accuracy", "bits per character", "fidelity"]
     before: float
     after: float
     source: NotRequired[float]
     scores: NotRequired[dict[str, dict[str, float | None]]]
+
+
+class ScoredModel(TypedDict):
+    role: Literal["finetuned", "target", "port", "distilled"]
+    name: str
+    words: str
+    value: float
+    low: float | None
+    high: float | None
+    samples: Count
+
+
+ByClass = TypedDict("ByClass", {"class": str, "samples": Count, "before": float, "after": float})
+
+
+class TurnedSample(TypedDict):
+    index: Count
+    label: str
+    before: str
+    after: str
+    text: NotRequired[str]
+    thumbnail: NotRequired[str]
+
+
+class Turned(TypedDict):
+    """Samples of the test split whose class became right or wrong: all counts, and a dozen samples each."""
+
+    right_count: Count
+    wrong_count: Count
+    right: list[TurnedSample]
+    wrong: list[TurnedSample]
 
 
 class MarkEntry(TypedDict):
@@ -156,6 +187,12 @@ class RunRecord(PreparedRecord):
     cost: NotRequired[Cost]
     distilled: NotRequired[DistilledEntry]
     evaluation: NotRequired[Evaluation]
+    outcome: NotRequired[Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]]
+    headline: NotRequired[str]
+    recommendation: NotRequired[str]
+    accuracies: NotRequired[list[ScoredModel]]
+    by_class: NotRequired[list[ByClass]]
+    turned: NotRequired[Turned]
     verdict: NotRequired[VerdictEntry]
     similarity: NotRequired[list[SimilarityEntry]]
 

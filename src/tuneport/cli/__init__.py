@@ -1,8 +1,8 @@
 """The command line: parse, call one library function, print. The only importer of typer and rich.
 
 Results go to stdout (`--json`: one JSON object and nothing else), progress to stderr. Exit codes: 0 done,
-1 a TuneportError (one clear line), 2 wrong usage, 128 + N stopped by signal N (Ctrl-C: 130). Heavy imports happen
-inside the commands, so that help answers at once.
+1 a TuneportError (one clear line), 2 wrong usage, 3 harm with --fail-on-harm, 128 + N stopped by signal N (Ctrl-C:
+130). Heavy imports happen inside the commands, so that help answers at once.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Each checks its output path before it opens a model.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -190,8 +189,7 @@ def evaluate(
         size = batch_size or (16 if chosen in ("perplexity", "likelihood") else 128)
         result = score(batch_size=size, progress=advance)
     if json:
-        found = {key: value for key, value in asdict(result).items() if value is not None}
-        emit_json({"model": model, "data": data, "head": head, **found})
+        emit_json({"model": model, "data": data, "head": head, **result.plain()})
         return
     if result.cut:
         note(f"{result.cut} of {result.samples} texts are cut; --max-length sets where")

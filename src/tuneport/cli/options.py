@@ -109,7 +109,15 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue what a killed r
 SaveEvery = Annotated[float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)]
 Compare = Annotated[bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")]
 Evaluate = Annotated[
-    bool, typer.Option("--evaluate", help="Score the target before and after, on the data's test split.")
+    bool | None,
+    typer.Option(
+        "--evaluate/--no-evaluate",
+        help="Score the old and the new model on the data's test split. Unless given, 500 samples of it are scored "
+        "where there is one with labels.",
+    ),
+]
+FailOnHarm = Annotated[
+    bool, typer.Option("--fail-on-harm", help="Exit with code 3 where the test split shows harm; the output stays.")
 ]
 
 

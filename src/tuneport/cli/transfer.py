@@ -13,6 +13,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ..errors import TuneportError
 from ..types import OutputKind
 from . import options
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from ..models.base import Model
     from ..pipeline.preflight import Preflight
     from ..task_vectors.lora_write import AdapterForm
+
+
+HARM = 3  # the exit code of --fail-on-harm
 
 
 def transfer(
@@ -61,7 +66,8 @@ def transfer(
     resume: options.Resume = False,
     save_every: options.SaveEvery = 60.0,
     compare: options.Compare = False,
-    evaluate: options.Evaluate = False,
+    evaluate: options.Evaluate = None,
+    fail_on_harm: options.FailOnHarm = False,
     overwrite: options.Overwrite = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -79,17 +85,19 @@ def transfer(
     job, record = done
     if json:
         emit_json(record)
-        return
-    _print_result(record)
-    for command in next_commands(job.target, record, data, head, columns):
-        say(f"next: {command}")
+    else:
+        _print_result(record)
+        for command in next_commands(job.target, record, data, head, columns):
+            say(f"next: {command}")
+    if fail_on_harm and record["outcome"] == "harm":
+        raise typer.Exit(HARM)
 
 
 def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | None:
     """The transfer that the options ask for: the first process writes it, the others only help to measure."""
     from ..io.output import claimed
     from ..methods import get_method
-    from ..pipeline.evaluation import read_test
+    from ..pipeline.evaluation import USUAL, read_test, usual_test
     from ..pipeline.port import port
     from ..pipeline.prepare import SCORED, prepare
     from ..pipeline.transfer import check_scale, run
@@ -108,7 +116,11 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
     with claimed(asked.out):
         inputs = (asked.source, *asked.finetuned, asked.target, data, asked.head)
         _check_output(asked.out, kind, form, asked.overwrite or asked.resume, *inputs)
-        test, job = read_test(data, given.get("columns")) if asked.evaluate else None, prepared()
+        columns, untested = given.get("columns"), ""
+        test, job = read_test(data, columns) if asked.evaluate else None, prepared()
+        if asked.evaluate is None:
+            usual = usual_test(job, data, columns)
+            test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
         _check_job(job, method, kind, form, test)
         verdict = compare_models(job, method).record() if asked.compare else None
         with _measuring(job, method, steps or 0) as callbacks:
@@ -125,6 +137,8 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
                 save_every=asked.save_every,
                 note=note,
                 test=test,
+                test_samples=None if asked.evaluate else USUAL,
+                untested=untested,
                 verdict=verdict,
                 **callbacks,
             )
@@ -191,8 +205,15 @@ def print_notes(job: Job) -> None:
 
 
 def _print_result(record: dict[str, Any]) -> None:
-    from ..report.summary import summary_rows
+    from ..report.summary import score_rows, score_words, summary_rows
 
+    say(record["headline"])
+    if scores := score_rows(record):
+        width = max(len(label) for label, _ in scores)
+        for label, text in scores:
+            say(f"  {label:<{width}}  {text}")
+        say(f"  {score_words(record)}")
+    say(record["recommendation"])
     for label, text in summary_rows(record):
         say(f"{label:<12} {text}")
     print_kept(record)

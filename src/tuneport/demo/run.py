@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from ..data.formats import read_plain
 from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
-from ..measure.accuracy import evaluate_change, zero_shot
+from ..measure.accuracy import zero_shot
 from ..methods import METHODS
 from ..models.base import Model
 from ..models.heads import choose_head
 from ..models.open import open_model
+from ..pipeline.evaluation import evaluate
+from ..pipeline.outcome import outcome_of
 from ..pipeline.prepare import prepare
 from ..pipeline.result import Result
 from ..pipeline.statistics import measure_job, problem_of
@@ -37,7 +39,7 @@ from ..report.record import write_record
 from ..runtime.cost import cost_of
 from ..training.finetune import finetune
 from ..training.loop import Schedule
-from ..types import Progress, Sides, Stage, count_steps
+from ..types import Progress, Stage, count_steps
 
 MODELS = Path(__file__).parent / "models"
 SAMPLES = 100
@@ -76,11 +78,13 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             ported = Result(large, moved.task_vector, moved.records, (), 1.0, {})
             found[f"target, ported by {name}"] = accuracy(ported.apply())
             porting(1)
-        best = run(job, "bico")
+        best = run(job, "bico", scale=1.0)
+        scored = evaluate(job, {"port": (large, best.written())}, test)
         more = {
             "out": str(out / "large-mirrored"),
             "cost": cost_of(job.for_(METHODS["bico"])),
-            "evaluation": evaluate_change(Sides(large, large), best.written(), test, "digits"),
+            **scored.record(),
+            **asdict(outcome_of(scored, scale=best.scale)),
         }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         reference = _finetuned(large, train, count_steps(stage, "fine-tuning the target", STEPS))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..errors import DataError, TuneportError, unknown_name
 from ..models.base import Model
-from ..models.heads import Head, choose_head
-from ..types import Progress, Sides
+from ..models.heads import Head
+from ..types import Progress
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
@@ -27,6 +28,8 @@ class Evaluation:
 
     For language models it is that of next tokens (perplexity) or of answers (likelihood). Perplexities compare only
     under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
+    Of each sample, `predicted` is its class or answer, and `bits` those of its text; `error` is the standard error of
+    the bits per character.
     """
 
     accuracy: float
@@ -36,6 +39,14 @@ class Evaluation:
     tokens: int | None = None
     bits_per_character: float | None = None
     cut: int | None = None
+    predicted: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    bits: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    error: float | None = field(default=None, compare=False, repr=False)
+
+    def plain(self) -> dict[str, Any]:
+        """The known numbers over all samples, as JSON values."""
+        found = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def zero_shot(
@@ -43,12 +54,13 @@ def zero_shot(
 ) -> Evaluation:
     """Accuracy of the highest class score, with the head as it is."""
     data = align_labels(data, head.classes)
-    right = 0
-    for batch, labels in encode_batches(model, data, batch_size, progress):
+    found = []
+    for batch, _ in encode_batches(model, data, batch_size, progress):
         with torch.inference_mode():
-            scores = head.scores(model, model.module, batch)
-        right += int((scores.argmax(-1).cpu() == labels).sum())
-    return Evaluation(100.0 * right / len(data), len(data), "zero-shot")
+            found.append(head.scores(model, model.module, batch).argmax(-1).cpu().numpy())
+    predicted = np.concatenate(found)
+    right = 100.0 * float(np.mean(predicted == data.labels))
+    return Evaluation(right, len(data), "zero-shot", predicted=predicted)
 
 
 @contextmanager
@@ -65,24 +77,6 @@ def changed(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(own[name])
-
-
-def evaluate_change(
-    models: Sides[Model], tensors: Mapping[str, Tensor], test: Dataset, head: str | None = None
-) -> dict[str, Any]:
-    """Zero-shot accuracy before and after, as plain values for a run record.
-
-    Args:
-        models: the model before, and that after, whose head may be another.
-        tensors: the parameters that the second gets.
-        test: what is scored.
-        head: as in `choose_head`; each model chooses its own.
-    """
-    before = zero_shot(models[0], choose_head(models[0], head, test), test)
-    with changed(models[1].module, tensors):
-        after = zero_shot(models[1], choose_head(models[1], head, test), test)
-    described = {"data": test.name, "samples": before.samples, "protocol": before.protocol}
-    return {**described, "before": before.accuracy, "after": after.accuracy}
 
 
 def linear_probe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,9 +30,14 @@ class _Scores:
 
     def evaluation(self, accuracy: float, samples: int, protocol: str) -> Evaluation:
         """Perplexity and bits per character over all samples."""
-        nats, tokens, characters = self.losses.sum(), int(self.tokens.sum()), int(self.characters.sum())
-        bits = float(nats / math.log(2) / characters) if characters else None
-        return Evaluation(accuracy, samples, protocol, float(np.exp(nats / tokens)), tokens, bits, int(self.cut.sum()))
+        bits, tokens, characters = self.losses / math.log(2), int(self.tokens.sum()), int(self.characters.sum())
+        each = float(bits.sum() / characters) if characters else None
+        rate, cut = float(np.exp(self.losses.sum() / tokens)), int(self.cut.sum())
+        error = None
+        if each is not None and len(bits) > 1:  # of a ratio of two sums
+            spread = np.square(bits - each * self.characters).sum() * len(bits) / (len(bits) - 1)
+            error = float(np.sqrt(spread) / characters)
+        return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, bits=bits, error=error)
 
 
 def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
@@ -57,7 +62,7 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     _check(model, data)
     answers = candidates_of(data)
     assert data.labels is not None
-    parts, right = [], 0
+    parts, predicted = [], []
     for start in range(0, len(data), batch_size):
         rows = range(start, min(start + batch_size, len(data)))
         repeated = data.subset(np.repeat(rows, [len(answers[row]) for row in rows]))
@@ -66,13 +71,14 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
         for row in rows:
             losses = found.losses[begin : begin + len(answers[row])]
             label = int(data.labels[row])
-            right += int(losses.argmin()) == label
+            predicted.append(int(losses.argmin()))
             parts.append([values[begin + label] for values in vars(found).values()])
             begin += len(losses)
         if progress is not None:
             progress(len(rows))
     chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
-    return chosen.evaluation(100.0 * right / len(data), len(data), "likelihood")
+    right = 100.0 * float(np.mean(np.array(predicted) == data.labels))
+    return replace(chosen.evaluation(right, len(data), "likelihood"), predicted=np.array(predicted))
 
 
 def usual_protocol(model: Model, data: Dataset, head: str | None = None) -> Protocol:

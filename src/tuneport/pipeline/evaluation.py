@@ -1,27 +1,47 @@
-"""What a transfer does on the test split: the target before and after, next to the fine-tuned source.
+"""What a transfer does on the test split: the row that decides.
 
-Language models are scored by bits per character or by their likeliest answers, encoders without classes by their
-fidelity to the fine-tuned source. `measure.accuracy` scores classifiers.
+The fine-tuned source, the target, the port and what a distillation made of it answer the same samples, so that two of
+them are compared sample by sample. Language models are scored by bits per character or by their likeliest answers,
+encoders without classes by their fidelity to the fine-tuned source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data
-from ..errors import DataError
+from ..errors import DataError, TuneportError
 from ..job import Job
-from ..measure.accuracy import compute_features
+from ..measure.accuracy import Evaluation, changed, compute_features, zero_shot
+from ..measure.chance import direction, share_interval, shift
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
+from ..models.heads import choose_head
+from ..report.samples import shown
 from .scale import Scaled
+
+Metric = Literal["accuracy", "bits per character", "fidelity"]
+Role = Literal["finetuned", "target", "port", "distilled"]
+WORDS: dict[Role, str] = {
+    "finetuned": "the fine-tuned source",
+    "target": "the target as it was",
+    "port": "the port",
+    "distilled": "the port, distilled",
+}
+USUAL = 500  # most samples of the test split that are scored unless all of them are asked for
+SHOWN = 12  # samples that turned right, and that turned wrong
+SMALL = 0.01  # a change of fidelity, which has no interval, that says nothing
 
 
 def read_test(data: str | Path | None, columns: Mapping[str, str] | None = None) -> Dataset:
@@ -30,6 +50,21 @@ def read_test(data: str | Path | None, columns: Mapping[str, str] | None = None)
         raise DataError("an accuracy needs labelled data and a head for it: pass `data`.")
     test = read_data(data, "test", labelled=False, columns=columns)
     return read_data(data, "test") if test.kind == "image" and test.labels is None else test
+
+
+def usual_test(job: Job, data: str | Path | None, columns: Mapping[str, str] | None = None) -> Dataset | str:
+    """A labelled test split that the job's models can be scored on; where there is none, the reason."""
+    try:
+        test = read_test(data, columns)
+        if test.split == "all":
+            return "the data have no test split"
+        if test.labels is None:
+            return "the test split has no labels"
+        check_test(job, test)
+        job.target.require_in_memory("an evaluation", "evaluate the result afterwards")
+    except TuneportError as error:
+        return str(error).partition(": ")[0].rstrip(".")
+    return test
 
 
 def check_test(job: Job, test: Dataset) -> None:
@@ -54,33 +89,165 @@ def fidelity(features: Tensor, reference: Tensor) -> float:
     return float(torch.corrcoef(torch.stack(cosines))[0, 1])
 
 
-def evaluate_texts(job: Job, changed: nn.Module, test: Dataset) -> dict[str, Any]:
-    """Scores of the target as it is and with a changed module, and of the fine-tuned source, for a run record.
 
-    Without all of the fine-tune (`exclude`) or of the source in memory, a fine-tuned language model is not scored.
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What one model does on the test split; `right` has a flag for each sample that has a class."""
+
+    role: Role
+    name: str
+    value: float
+    found: Evaluation | None = None
+    right: NDArray[np.bool_] | None = None
+
+    def row(self, samples: int) -> dict[str, Any]:
+        """For the record, with a 95 % interval where it is known."""
+        low, high = None, None
+        if self.right is not None:
+            low, high = (100 * end for end in share_interval(int(self.right.sum()), len(self.right)))
+        elif self.found is not None and self.found.error is not None:
+            low, high = self.value - 1.96 * self.found.error, self.value + 1.96 * self.found.error
+        ends = {"low": low, "high": high, "samples": samples}
+        return {"role": self.role, "name": self.name, "words": WORDS[self.role], "value": self.value, **ends}
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """The scores of all models on one test split; the last is that of what is written."""
+
+    test: Dataset  # with labels of the target's classes
+    indices: NDArray[np.int64]  # of its samples in the whole split
+    protocol: str
+    metric: Metric
+    scored: Mapping[Role, Scored]
+
+    @property
+    def written(self) -> Scored:
+        return self.scored.get("distilled", self.scored["port"])
+
+    def better(self, first: Scored, second: Scored) -> int:
+        """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
+        if first.right is not None and second.right is not None:
+            return direction(int((second.right & ~first.right).sum()), int((first.right & ~second.right).sum()))
+        if first.found is not None and second.found is not None:
+            assert first.found.bits is not None
+            assert second.found.bits is not None
+            return shift(first.found.bits - second.found.bits)
+        return int(np.sign(second.value - first.value)) if abs(second.value - first.value) > SMALL else 0
+
+    def record(self) -> dict[str, Any]:
+        """The entries of the run record."""
+        before, after, samples = self.scored["target"], self.written, len(self.test)
+        entry: dict[str, Any] = {"data": self.test.name, "samples": samples}
+        entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}
+        if "finetuned" in self.scored:
+            entry["source"] = self.scored["finetuned"].value
+        if before.found is not None and before.found.bits is not None:
+            names = {"target": "before", "finetuned": "source"}
+            kept = {names.get(role, "after"): each.found for role, each in self.scored.items() if each.found}
+            details = ("accuracy", "perplexity", "tokens", "bits_per_character", "cut")
+            entry["scores"] = {name: {key: getattr(each, key) for key in details} for name, each in kept.items()}
+        rows = [each.row(samples) for each in self.scored.values()]
+        return {"evaluation": entry, "accuracies": rows, **self._by_sample(before, after)}
+
+    def _by_sample(self, before: Scored, after: Scored) -> dict[str, Any]:
+        """Accuracy by class, and samples that turned right or wrong, where samples have classes."""
+        if before.right is None or after.right is None:
+            return {}
+        flips = {"right": after.right & ~before.right, "wrong": before.right & ~after.right}
+        turned: dict[str, Any] = {f"{name}_count": int(which.sum()) for name, which in flips.items()}
+        turned |= {
+            name: [self._turned(int(index), before, after) for index in np.flatnonzero(which)[:SHOWN]]
+            for name, which in flips.items()
+        }
+        if self.test.choices is not None:  # a label is a place among the answers of its sample
+            return {"turned": turned}
+        classes = []
+        for number, name in enumerate(self.test.classes):
+            if len(mine := np.flatnonzero(self.test.labels == number)):
+                shares = (100 * float(each.right[mine].mean()) for each in (before, after) if each.right is not None)
+                classes.append({"class": name, "samples": len(mine), **dict(zip(("before", "after"), shares, strict=True))})
+        return {"by_class": classes, "turned": turned}
+
+    def _turned(self, index: int, before: Scored, after: Scored) -> dict[str, Any]:
+        names = self.test.choices[index] if self.test.choices is not None else self.test.classes
+        assert self.test.labels is not None
+        numbers = {"label": self.test.labels[index]}
+        for key, each in (("before", before), ("after", after)):
+            assert each.found is not None
+            assert each.found.predicted is not None
+            numbers[key] = each.found.predicted[index]
+        words = {key: str(names[int(number)]) for key, number in numbers.items()}
+        return {"index": int(self.indices[index]), **words, **shown(self.test.inputs[index])}
+
+
+def evaluate(
+    job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], test: Dataset, samples: int | None = None
+) -> Evaluated:
+    """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
+
+    Args:
+        job: whose models and heads are scored.
+        made: each output, as a model and the parameters that it gets.
+        test: what is scored.
+        samples: at most as many of them, in a fixed draw; all unless given.
     """
-    target, modules = job.target, {"before": job.target.module, "after": changed}
-    about: dict[str, Any] = {"data": test.name, "samples": len(test)}
-    protocol = usual_protocol(target, test)
-    if protocol == "zero-shot":  # an encoder without classes
-        job.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
-        wanted = _of_finetuned(job, lambda source: compute_features(source, test))
-        rows = {name: compute_features(target.with_module(module), test) for name, module in modules.items()}
-        scores = {name: fidelity(features, wanted) for name, features in rows.items()}
-        return {**about, "protocol": "fidelity", "metric": "fidelity", **scores}
-    measure = likelihood if protocol == "likelihood" else perplexity
-    found = {name: measure(target.with_module(module), test) for name, module in modules.items()}
-    whole = set(job.task_vector) <= {name for name, _ in job.source.module.named_parameters()}
-    if whole and not job.source.offloaded and not job.record["options"]["exclude"]:
-        found["source"] = _of_finetuned(job, lambda source: measure(source, test))
-    metric = "accuracy" if protocol == "likelihood" else "bits per character"
-    values = {name: getattr(each, metric.replace(" ", "_")) for name, each in found.items()}
-    details = ("accuracy", "perplexity", "tokens", "bits_per_character", "cut")
-    rest = {name: {key: getattr(each, key) for key in details} for name, each in found.items()}
-    return {**about, "protocol": protocol, "metric": metric, **values, "scores": rest}
+    drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).numpy()
+    indices = np.sort(drawn[:samples])
+    test = test.subset(indices)
+    protocol = "zero-shot" if job.heads is not None else usual_protocol(job.target, test)
+    if protocol == "zero-shot" and job.heads is None:  # an encoder without classes
+        return _by_fidelity(job, made, test, indices)
+    head = job.record["options"]["head"]
+    classes: list[Dataset] = []
+
+    def score(role: Role, model: Model) -> Scored:
+        if protocol == "zero-shot":
+            chosen = choose_head(model, head, test)
+            found, labelled = zero_shot(model, chosen, test), align_labels(test, chosen.classes)
+        else:
+            found, labelled = (likelihood if protocol == "likelihood" else perplexity)(model, test), test
+        classes.append(labelled)
+        right = None if found.predicted is None else found.predicted == labelled.labels
+        value = found.bits_per_character if protocol == "perplexity" else found.accuracy
+        assert value is not None
+        return Scored(role, model.name, value, found, right)
+
+    scored: dict[Role, Scored] = {}
+    if _whole(job):
+        with finetuned_source(job):
+            scored["finetuned"] = replace(score("finetuned", job.source), name=job.record["finetuned"]["name"])
+    scored["target"] = score("target", job.target)
+    aligned = classes[-1]
+    for role, (model, tensors) in made.items():
+        with changed(model.module, tensors):
+            scored[role] = score(role, model)
+    metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
+    return Evaluated(aligned, indices, protocol, metric, scored)
 
 
-def _of_finetuned(job: Job, score: Callable[[Model], Any]) -> Any:
+def _by_fidelity(
+    job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], test: Dataset, indices: NDArray[np.int64]
+) -> Evaluated:
+    job.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
+    with finetuned_source(job):
+        wanted = compute_features(job.source, test)
+    scored: dict[Role, Scored] = {}
+    for role, (model, tensors) in {"target": (job.target, {}), **made}.items():
+        with changed(model.module, tensors):
+            scored[role] = Scored(role, model.name, fidelity(compute_features(model, test), wanted))
+    return Evaluated(test, indices, "fidelity", "fidelity", scored)
+
+
+def _whole(job: Job) -> bool:
+    """Whether the fine-tuned source is known whole, and can run."""
+    known = set(job.task_vector) <= {name for name, _ in job.source.module.named_parameters()}
+    return known and not job.source.offloaded and not job.record["options"]["exclude"]
+
+
+@contextmanager
+def finetuned_source(job: Job) -> Iterator[None]:
+    """Context in which the source of a job has its fine-tune."""
     with Scaled(job.source.module, job.task_vector, job.source.stored_parameters()) as tuned:
         tuned.set(1.0)
-        return score(job.source)
+        yield

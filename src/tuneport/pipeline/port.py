@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -14,7 +13,6 @@ from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.output import claimed
 from ..job import Job
-from ..measure.accuracy import evaluate_change
 from ..methods import Method, get_method
 from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
@@ -23,9 +21,9 @@ from ..runtime.resume import SAVE_EVERY, Work, fingerprint
 from ..task_vectors.lora_write import UNCUT, AdapterForm
 from ..training.distill import Mark
 from ..training.state import StateFile
-from ..types import OutputKind, Progress, ScaleRule, Sides
-from .evaluation import evaluate_texts
-from .heads import put
+from ..types import OutputKind, Progress, ScaleRule
+from .evaluation import Role, evaluate
+from .outcome import outcome_of
 from .result import Result, check_output, check_vector, output_bytes, updates_of
 from .transfer import conditions_of, run, scale_for
 
@@ -45,6 +43,8 @@ def port(
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
     test: Dataset | None = None,
+    test_samples: int | None = None,
+    untested: str = "",
     verdict: Mapping[str, Any] | None = None,
     passes: Passes | None = None,
     watch: Callable[[Mark], None] | None = None,
@@ -63,7 +63,8 @@ def port(
         resume: continue what a killed run has measured; the files are the same as without the interruption.
         save_every: seconds between two saves of what is measured.
         note: called with a line about what is resumed or dropped.
-        test: data on which the scores before and after go into the record.
+        test, test_samples: data on which the scores go into the record, and how many of them, if not all.
+        untested: why there are no such data.
         verdict: of a pre-flight, for the record.
     """
     out, say, method = Path(out), note or (lambda _: None), get_method(method)
@@ -94,12 +95,26 @@ def port(
             result = run(
                 job, method, scale=scale, progress=progress, work=work if ranks().size == 1 else None, passes=passes
             )
+            ported = result
             if distill is not None:
                 lora = form.rank if kind == "adapter" else None
                 result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
             cost = cost_of(job.for_(method), result.record["samples"])
-            more = {"fingerprint": fingerprint(conditions), "cost": cost, **_evaluation(job, result, test, kind, form)}
-            result = replace(result, record={**result.record, **more, **(verdict or {})})
+            made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
+            found = None
+            if test is not None:
+                outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
+                found = evaluate(job, outputs, test, test_samples)
+            more = {"fingerprint": fingerprint(conditions), "cost": cost, **(found.record() if found else {})}
+            told = outcome_of(
+                found,
+                scale=result.scale,
+                rule=scale if isinstance(scale, str) else None,
+                head=job.fits_head,
+                distilled=bool(result.record.get("distilled", {}).get("best")),
+                reason=untested,
+            )
+            result = replace(result, record={**result.record, **more, **asdict(told), **(verdict or {})})
             result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
         except KeyboardInterrupt:
             if work.exists():
@@ -118,19 +133,6 @@ def _check_memory(job: Job, test: Dataset | None, distill: int | None) -> None:
         job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
     for model in job.models if distill is not None else ():
         model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
-
-
-def _evaluation(job: Job, result: Result, test: Dataset | None, kind: OutputKind, form: AdapterForm) -> dict[str, Any]:
-    """The scores of the target as it is, and of what is written."""
-    if test is None:
-        return {}
-    written = result.written(kind, form)
-    if job.heads is None:
-        module = copy.deepcopy(result.target.module)
-        put(module, written)
-        return {"evaluation": evaluate_texts(job, module, test)}
-    models, head = Sides(job.target, result.target), job.record["options"]["head"]
-    return {"evaluation": evaluate_change(models, written, test, head)}
 
 
 def state_file(work: Work) -> StateFile:

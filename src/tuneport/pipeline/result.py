@@ -39,6 +39,7 @@ from .adapter import adapter_facts, adapter_record, whole_head
 from .distill import teach
 from .heads import fit_head
 from .moved import Part, account
+from .outcome import outcome_of
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
 
@@ -136,6 +137,7 @@ class Result:
         changed = {self.target.file_names[name] for name in vector}
         kept = tuple(item for item in self.not_transported if item.tensor not in changed)
         record["not_transported"] = [asdict(item) for item in kept]
+        record |= asdict(outcome_of(None, scale=1.0, distilled=True))
         return replace(self, target=target, task_vector=vector, scale=1.0, not_transported=kept, record=record)
 
     def save(

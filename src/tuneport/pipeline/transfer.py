@@ -37,6 +37,7 @@ from .labels import measurable
 from .move import Moved, move
 from .moved import account, changed_parts
 from .options import Options
+from .outcome import outcome_of
 from .plan import not_transported_by
 from .prepare import SCORED, Data, prepare
 from .result import Result
@@ -196,6 +197,7 @@ def _result(
         "layers": _layer_entries(job.plan, done.records),
         "not_transported": [asdict(item) for item in kept],
         **account(parts),
+        **asdict(outcome_of(None, scale=moved.scale, head=bool(head))),
     }
     if (choice := moved.choice) is not None:
         candidates = [

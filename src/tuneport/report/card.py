@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from .record import Record
-from .summary import kept_rows, summary_rows
+from .summary import kept_rows, score_rows, score_words, summary_rows
 
 
 def model_card(record: Record, library: str | None = None) -> str:
@@ -23,7 +23,8 @@ def model_card(record: Record, library: str | None = None) -> str:
     `library` is the library that loads the model, if known; an adapter is always loaded by peft.
     """
     metadata = _metadata(record, library).to_yaml()
-    parts = {"metadata": metadata, "rows": summary_rows(record), "kept": kept_rows(record)}
+    parts: dict[str, Any] = {"metadata": metadata, "rows": summary_rows(record), "kept": kept_rows(record)}
+    parts |= {"scores": score_rows(record), "score_words": score_words(record) if "accuracies" in record else ""}
     return _ENVIRONMENT.get_template("card.md.jinja").render(record=record, **parts)
 
 

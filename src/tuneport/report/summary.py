@@ -6,13 +6,12 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 from .record import Record
 
-SCORE_FORMS = {"accuracy": (".2f", " %"), "bits per character": (".4f", ""), "fidelity": (".3f", "")}
+SCORE_FORMS = {"accuracy": (".1f", " %"), "bits per character": (".4f", ""), "fidelity": (".3f", "")}
 
 
 def number_text(value: float | None, form: str = "") -> str:
@@ -50,13 +49,24 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
-    if found := record.get("evaluation"):
-        form, unit = SCORE_FORMS[metric := found.get("metric", "accuracy")]
-        text = f"{found['before']:{form}}{unit} before, {found['after']:{form}}{unit} after"
-        if "source" in found:
-            text += f", {found['source']:{form}}{unit} of the fine-tuned source"
-        rows.append((metric, f"{text} ({found['data']}, test)"))
     return [*rows, ("time", f"{record['seconds']:.1f} s")]
+
+
+def score_rows(record: Record) -> list[tuple[str, str]]:
+    """The scores on the test split, by model: what decides between them."""
+    form, unit = SCORE_FORMS[record.get("evaluation", {}).get("metric", "accuracy")]
+    rows = []
+    for item in record.get("accuracies", ()):
+        ends = "" if item["low"] is None else f" ({item['low']:{form}} to {item['high']:{form}})"
+        rows.append((item["words"], f"{item['value']:{form}}{unit}{ends}"))
+    return rows
+
+
+def score_words(record: Record) -> str:
+    """What the scores are of."""
+    found = record["evaluation"]
+    ends = ", with 95 % intervals" if record["accuracies"][0]["low"] is not None else ""
+    return f"{found['metric']} on {found['samples']} test samples of {found['data']}{ends}"
 
 
 def distilled_words(found: Mapping[str, Any]) -> str:
@@ -132,7 +142,7 @@ def repeat_command(record: Record) -> str | None:
     choice = record.get("scale_choice")
     given = {
         **places,
-        "out": Path(record.get("out", "OUT")).name,
+        "out": record.get("out", "OUT"),
         "method": record["method"],
         "shots": options.get("shots"),
         "samples": None if options.get("shots") else options.get("samples"),
@@ -148,6 +158,7 @@ def repeat_command(record: Record) -> str | None:
     listed = [(name, each) for name, value in pairs for each in (value if isinstance(value, list) else [value])]
     words = [word for name, value in listed for word in (f"--{name}", str(value))]
     words += ["--uniform-rank"] if options.get("uniform_rank") else []
+    words += [] if "evaluation" in record or record.get("command") == "distill" else ["--no-evaluate"]
     return shlex.join(["tuneport", record.get("command", "transfer"), *words])
 
 
