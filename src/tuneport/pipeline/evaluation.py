@@ -89,7 +89,6 @@ def fidelity(features: Tensor, reference: Tensor) -> float:
     return float(torch.corrcoef(torch.stack(cosines))[0, 1])
 
 
-
 @dataclass(frozen=True, eq=False)
 class Scored:
     """What one model does on the test split; `right` has a flag for each sample that has a class."""
@@ -166,7 +165,9 @@ class Evaluated:
         for number, name in enumerate(self.test.classes):
             if len(mine := np.flatnonzero(self.test.labels == number)):
                 shares = (100 * float(each.right[mine].mean()) for each in (before, after) if each.right is not None)
-                classes.append({"class": name, "samples": len(mine), **dict(zip(("before", "after"), shares, strict=True))})
+                classes.append(
+                    {"class": name, "samples": len(mine), **dict(zip(("before", "after"), shares, strict=True))}
+                )
         return {"by_class": classes, "turned": turned}
 
     def _turned(self, index: int, before: Scored, after: Scored) -> dict[str, Any]:
