@@ -4,7 +4,8 @@ Fine-tunes MiniLM-L6 as a sequence classifier (all weights, or a LoRA on queries
 with N sentences and no label, writes the result, and scores it in a process that imports transformers and peft only.
 Next to it, with the same sentences: (a) a linear probe on the bare target, with their labels; (b) the head that is
 fitted to the fine-tuned source on the target as it is; (c) few-shot fine-tuning with their labels; (d) the target
-fine-tuned on the whole training split. Rates and steps of (c) are chosen on validation data.
+fine-tuned on the whole training split. Rates and steps of (c) are chosen on validation data. Distilled is the port
+after 300 steps with the fine-tuned source as the teacher, on the same sentences and without labels.
 
     python benchmarks/claims/classifiers.py --encoders ENCODERS --data SHARED/data/text --out benchmarks/results
 
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
@@ -36,6 +37,7 @@ from tuneport.data.tasks import TASKS
 from tuneport.measure.accuracy import linear_probe
 from tuneport.models.open import open_model, pick_device
 from tuneport.pipeline.prepare import SCORED, prepare
+from tuneport.pipeline.result import Result
 from tuneport.pipeline.transfer import run
 
 FILES = {"trec6": "trec6.jsonl.gz", "sst2": "sst2_stsa.jsonl.gz", "subj": "subj.jsonl.gz"}
@@ -46,6 +48,7 @@ COLUMNS = {
     "source": "fine-tuned source",
     "port": "ported with head",
     "port_auto": "the same, scale auto",
+    "distilled": "and distilled",
     "probe": "(a) probe, labels",
     "head": "(b) head alone",
     "few": "(c) few-shot, labels",
@@ -57,21 +60,24 @@ FEW = [(rate, steps) for rate in (5e-5, 2e-4) for steps in (30, 90)]
 
 CHILD = """
 import json, sys, torch, transformers
-folder, base, texts, device = sys.argv[1], sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4]
-kind = transformers.AutoModelForSequenceClassification
-if base:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(kind.from_pretrained(base, num_labels=int(sys.argv[5])), folder)
-else:
-    model = kind.from_pretrained(folder)
-tokenizer, model = transformers.AutoTokenizer.from_pretrained(base or folder), model.to(device).eval()
-found = []
-with torch.no_grad():
-    for start in range(0, len(texts), 256):
-        part = tokenizer(texts[start : start + 256], padding=True, truncation=True, max_length=512, return_tensors="pt")
-        found += model(**part.to(device)).logits.argmax(-1).tolist()
+outputs, base, texts, device = json.loads(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4]
+kind, answers = transformers.AutoModelForSequenceClassification, {}
+tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+for folder, adapts in outputs.items():
+    if adapts:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(kind.from_pretrained(base, num_labels=int(sys.argv[5])), folder)
+    else:
+        model = kind.from_pretrained(folder)
+    model, found = model.to(device).eval(), []
+    with torch.no_grad():
+        for start in range(0, len(texts), 256):
+            part = texts[start : start + 256]
+            part = tokenizer(part, padding=True, truncation=True, max_length=512, return_tensors="pt")
+            found += model(**part.to(device)).logits.argmax(-1).tolist()
+    answers[folder] = found
 assert "tuneport" not in sys.modules
-print(json.dumps(found))
+print(json.dumps(answers))
 """
 
 
@@ -123,6 +129,16 @@ class Trainer:
         return 100.0 * float(np.mean(np.asarray(found) == data.labels))
 
 
+def whole_base(options: argparse.Namespace) -> Path:
+    """The source with a pooler: the files of the encoder have none, and an adapter would not save the one it reads."""
+    folder: Path = options.work / f"{SOURCE}-base"
+    if not (folder / "tokenizer.json").is_file():
+        torch.manual_seed(0)
+        AutoModel.from_pretrained(options.encoders / SOURCE).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(options.encoders / SOURCE).save_pretrained(folder)
+    return folder
+
+
 def make_source(
     folder: Path, out: Path, kind: str, data: dict[str, Dataset], device: torch.device, steps: int
 ) -> float:
@@ -150,15 +166,17 @@ def few_shot(folder: Path, samples: Dataset, data: dict[str, Dataset], device: t
     return max(found, key=lambda pair: pair[0])[1]
 
 
-def score(out: Path, base: Path | None, test: Dataset, device: torch.device) -> float:
-    """The accuracy of a written model or adapter, in a process without tuneport."""
-    texts = out.parent / "texts.json"
+def score(outputs: dict[Path, bool], base: Path, test: Dataset, device: torch.device) -> dict[str, float]:
+    """The accuracies of written models, and of adapters (True) on their base, in a process without tuneport."""
+    texts = next(iter(outputs)).parent / "texts.json"
     texts.write_text(json.dumps(list(test.inputs)))
-    words = [str(out), str(base or ""), str(texts), device.type, str(len(test.classes))]
+    folders = json.dumps({str(folder): adapts for folder, adapts in outputs.items()})
+    words = [folders, str(base), str(texts), device.type, str(len(test.classes))]
     done = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    return 100.0 * float(np.mean(np.asarray(json.loads(done.stdout.splitlines()[-1])) == test.labels))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {Path(name).name: 100.0 * float(np.mean(np.asarray(found[name]) == test.labels)) for name in found}
 
 
 def port_rows(
@@ -178,25 +196,33 @@ def port_rows(
         seed=draw,
         device=device,
     )
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, scale in (("port", 1.0), ("head", 0.0), ("port_auto", "auto")):
-            result, out = run(job, scale=scale), Path(folder) / name
-            adapts = kind == "lora" and name == "port"
-            result.save(out, kind="adapter" if adapts else "model")
-            found[name] = score(out, target if adapts else None, data["test"], place)
-            if name == "port":
-                found["seconds"] = round(time.perf_counter() - started, 1)
-            if name == "port_auto":
-                found["scale"] = result.scale
-    return found
+        outputs: dict[Path, bool] = {}
+
+        def write(name: str, result: Result, adapter: bool = False) -> None:
+            out = Path(folder) / name
+            result.save(out, kind="adapter" if adapter else "model")
+            outputs[out] = adapter
+
+        ported = run(job, scale=1.0)
+        write("port", ported, adapter=kind == "lora")
+        seconds["seconds"] = round(time.perf_counter() - started, 1)
+        write("head", run(job, scale=0.0))
+        chosen = run(job, scale="auto")
+        write("port_auto", chosen)
+        started = time.perf_counter()
+        taught = ported.distill()
+        write("distilled", taught)
+        seconds["distill_seconds"] = round(time.perf_counter() - started, 1)
+        return {**score(outputs, target, data["test"], place), **seconds, "scale": chosen.scale}
 
 
 def cell(options: argparse.Namespace, task: str, kind: str, target: str, cache: dict[Any, Any]) -> list[dict[str, Any]]:
     """The rows of one task, kind of fine-tune and target: one for each draw."""
     device = pick_device(options.device)
     data = cache.setdefault(task, read_splits(task, options.data, options.most))
-    source, place = options.encoders / SOURCE, options.encoders / target
+    source, place = whole_base(options), options.encoders / target
     tuned = options.work / f"{SOURCE}-{task}-{kind}-{options.steps}"
     if not (tuned / "accuracy.json").is_file():
         accuracy = make_source(source, tuned, kind, data, device, options.steps)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from builders.classifiers import CLASSES, WIDER, bert, classifier_of, grow, write_classifier
@@ -22,7 +22,7 @@ from builders.folders import Zoo, edit_json, images, write_data, write_processor
 from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
-from tuneport.errors import DataError, TuneportError
+from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
 from tuneport.pipeline.labels import measurable
@@ -181,6 +181,13 @@ class TestAdapters:
         with torch.no_grad():
             found, wanted = (module(**tokens).logits for module in (loaded, result.apply().eval()))
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+    def test_a_pooler_that_no_file_holds_is_refused(self, adapter: tuple[Path, ...]) -> None:
+        """peft saves the classifier only: with a base without a pooler, the one of the training is lost."""
+        place = adapter[0] / "model.safetensors"
+        save_file({k: v for k, v in load_file(place).items() if "pooler" not in k}, place, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"reads through bert\.pooler\.dense\.weight, which neither"):
+            prepare(*adapter, samples=16)
 
     def test_it_arrives_as_a_classifier(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
         transfer(*adapter, samples=16).save(tmp_path / "out")

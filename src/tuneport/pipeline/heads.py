@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels
-from ..errors import CheckpointError, TuneportError
+from ..errors import CheckpointError, TuneportError, first_of
 from ..io.tensors import describe
 from ..job import Drawn, Job, Samples
 from ..maps.ridge import ridge
@@ -78,6 +78,13 @@ def take_head(source: Model, finetuned: Finetuned, exclude: Sequence[str]) -> Ta
     vector = change_of(source, finetuned, exclude)
     others = [glob for glob in exclude if not any(source.matches(name, [glob]) for name in source.head)]
     whole = vector if len(others) == len(exclude) else change_of(source, finetuned, others)
+    lost = sorted(name for name in source.fresh if name.endswith("weight") and name not in whole)
+    if lost:
+        raise CheckpointError(
+            f"the fine-tune reads through {first_of(lost)}, which neither {source.name} nor the fine-tune holds: it was "
+            "drawn when the training began and never saved. Save the base that was trained from with this part and "
+            "give that as `source`, or train with it in modules_to_save."
+        )
     stored = source.stored_parameters()
     changed = {name: stored[name].double() + whole.dense(name).double().cpu() for name in source.head if name in whole}
     put(source.module, changed)
