@@ -81,8 +81,8 @@ def take_head(source: Model, finetuned: Finetuned, exclude: Sequence[str]) -> Ta
     lost = sorted(name for name in source.fresh if name.endswith("weight") and name not in whole)
     if lost:
         raise CheckpointError(
-            f"the fine-tune reads through {first_of(lost)}, which neither {source.name} nor the fine-tune holds: it was "
-            "drawn when the training began and never saved. Save the base that was trained from with this part and "
+            f"the fine-tune reads through {first_of(lost)}, which neither {source.name} nor the fine-tune holds: it "
+            "was drawn when the training began and never saved. Save the base that was trained from with this part and "
             "give that as `source`, or train with it in modules_to_save."
         )
     stored = source.stored_parameters()
