@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tuneport.bench.recipe import Recipe
 from tuneport.bench.run import check_models, run_pair
@@ -21,11 +21,32 @@ from tuneport.io.output import new_folder
 from tuneport.training.loop import Schedule
 from tuneport.types import Stage
 
+T = TypeVar("T")
+
 
 def commit() -> str:
     """The commit of the code, if git knows it."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file with one JSON object a line; none without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_row(path: Path, row: dict[str, Any]) -> None:
+    """Print a row and append it to such a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+def part_of(items: Iterable[T], part: str) -> list[T]:
+    """Every Nth item from the Ith, for a part "I/N" of the work."""
+    index, count = map(int, part.split("/"))
+    return list(items)[index::count]
 
 
 def run_comparison(comparison: Comparison, *, stage: Stage | None = None) -> Comparing:

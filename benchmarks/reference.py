@@ -1,170 +1,244 @@
-"""Algorithm 1 of the paper, written down plainly: the oracle of the tests and the baseline of the timings.
+"""Algorithm 1 of the paper, written down plainly in float64 and from files: the oracle of the tests.
 
-Every signal of every layer is stored, nothing is shared or streamed, and each map comes from its own float64
-`torch.linalg.svd`. It reads Hugging Face CLIP vision towers (`CLIPVisionModelWithProjection`) and shares no
-code with the library. Rules it keeps: the two *base* models see the same samples, once forwards and once
-backwards; target block j takes source block floor(j(D_A-1)/(D_B-1) + 1/2); a bias moves as tau_b R_out; the
-pixels are one space for both models, so the patch embedding has R_in = identity.
-Not unique below full rank: there U V^T depends on the LAPACK build, here as in any plain thin SVD.
+It shares no code with the library: it reads head files itself, has its own loss and hooks, stores every signal of every
+layer, and takes each map from its own SVD in numpy. It knows CLIP: vision towers with a projection, with a head file or
+with a text tower. `tests/end_to_end/test_reference.py` compares it with `tuneport.transfer` on small towers, and
+`benchmarks/claims/reference.py` on trained ones.
+
+Below full rank U V^T is not unique. CLIP's residual stream never has it on the side of the gradients: every path to the
+loss goes through a LayerNorm, so that these gradients are orthogonal to the vector of ones.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import transformers
+from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor, nn
 
-Loss = Callable[[nn.Module, object], Tensor]
-Grid = tuple[int, int]
+Array = NDArray[np.float64]
+Signals = dict[tuple[str, str], Tensor]  # by layer and signal, each (samples, tokens, width)
 
-SIGNALS = ("input", "output", "output_gradient", "input_gradient")
-BICO = ("input", "output_gradient")
-THESEUS = ("input", "output")
-NAIVE = (None, None)
+METHODS: dict[str, tuple[str | None, str | None]] = {
+    "bico": ("input", "output_gradient"),
+    "theseus": ("input", "output"),
+    "input_only": ("input", None),
+    "output_only": (None, "output_gradient"),
+    "gradient_only": ("input_gradient", "output_gradient"),
+    "naive": (None, None),
+}
+ZERO = 1e-11  # of the largest singular value: float64 leaves 1e-16 of a zero
+PROMPTS = (
+    "a photo of a {}.",
+    "a picture that shows a {}.",
+    "a close view of a {}.",
+    "a small image of a {}.",
+    "an example of a {}.",
+)
 
 
-def reference_transfer(
-    source: nn.Module,
-    source_finetuned: nn.Module,
-    target: nn.Module,
-    batches: Iterable[object],
-    loss_source: Loss,
-    loss_target: Loss,
-    in_signal: str | None = "input",
-    out_signal: str | None = "output_gradient",
-    grids: tuple[Grid, Grid] | None = None,
-) -> dict[str, Tensor]:
-    """Return tau_B = R_out^T tau_A R_in (eq. 8) for each Linear and Conv2d parameter of the target.
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """The target's task vector by parameter, and the layers both of whose maps have full rank."""
 
-    `loss_source(source, batch)` and `loss_target(target, batch)` run the model and return the *sum* of the
-    per-sample losses. A signal of None means zero-pad / crop. `grids` holds the patch grids (rows, columns)
-    of source and target and is needed only where their token counts differ.
+    deltas: dict[str, Array]
+    full: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Class embeddings and the factor of their cosines."""
+
+    embeds: Tensor
+    factor: float
+    classes: tuple[str, ...]
+
+
+def measure(
+    source: Path,
+    target: Path,
+    samples: tuple[NDArray[np.uint8], NDArray[np.int64], Sequence[str]],
+    head: str | None = None,
+    factor: Callable[[float], float] = math.exp,
+) -> tuple[Signals, Signals]:
+    """The signals of both base models.
+
+    Args:
+        source, target: folders of CLIP models.
+        samples: images, labels and class names; every sample is used.
+        head: the name of the head files of both models; without one, their text towers read the class names.
+        factor: of a stored `logit_scale`.
     """
-    for signal in (in_signal, out_signal):
-        if signal is not None and signal not in SIGNALS:
-            raise ValueError(f"unknown signal {signal!r}. Known: {', '.join(SIGNALS)}, None.")
-    source_layers, target_layers, finetuned_layers = layers(source), layers(target), layers(source_finetuned)
-    pairs = {name: source_name(name, source_layers, target_layers) for name in target_layers}
-    batches = list(batches)
-    if in_signal is None and out_signal is None:
-        batches = []
-    source_signals = record(source, source_layers, batches, loss_source)
-    target_signals = record(target, target_layers, batches, loss_target)
+    images, labels, classes = samples
 
-    def alignment(name: str, signal: str | None, d_source: int, d_target: int) -> Tensor:
-        if signal is None:
-            return torch.eye(d_source, d_target, dtype=torch.float64)
-        a, b = source_signals[pairs[name]][signal], target_signals[name][signal]
-        return procrustes(match_tokens(a, b, grids), b)
+    def signals(folder: Path) -> Signals:
+        model = open_tower(folder)
+        found = read_head(folder, head, factor) if head else text_head(folder, model, classes, factor)
+        places = torch.tensor([found.classes.index(classes[label]) for label in labels])
+        return record(model, prepare_images(folder, images), lambda features: loss(features, found, places))
 
-    deltas = {}
-    for name, layer in target_layers.items():
-        before, after = source_layers[pairs[name]], finetuned_layers[pairs[name]]
-        pixels = isinstance(layer, nn.Conv2d)
-        if pixels and before.weight.shape[1:] != layer.weight.shape[1:]:
-            raise ValueError(f"{name}: patch embeddings of different patch sizes are not in the reference.")
-        tau = (after.weight - before.weight).detach().cpu().double().flatten(1)  # (d_out_A, d_in_A)
+    return signals(source), signals(target)
+
+
+def move(
+    folders: tuple[Path, Path, Path], signals: tuple[Signals, Signals], method: str, complete: bool = True
+) -> Moved:
+    """tau_B = R_out^T tau_A R_in (eq. 8) for each linear layer of the target's vision tower.
+
+    It takes the layer of the same role from the source block that the depth rule gives. The folders are those of
+    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values.
+    """
+    source, changed, target = (vision_layers(open_tower(folder)) for folder in folders)
+    sides = METHODS[method]
+    deltas: dict[str, Array] = {}
+    full = set()
+    for name, layer in target.items():
+        other = source_name(name, depth(source), depth(target))
+        weight = difference(changed[other].weight, source[other].weight)
+        weight = weight.reshape(len(weight), -1)  # (d_out_A, d_in_A)
         d_out, d_in = layer.weight.flatten(1).shape
-        R_in = alignment(name, None if pixels else in_signal, tau.shape[1], d_in)
-        R_out = alignment(name, out_signal, tau.shape[0], d_out)
-        delta = R_out.T @ tau @ R_in  # (d_out_B, d_in_B)
-        deltas[f"{name}.weight"] = delta.reshape(layer.weight.shape).to(layer.weight.dtype)
+        pixels = isinstance(layer, nn.Conv2d)  # one space for both models
+
+        def align(signal: str | None, widths: tuple[int, int], names: tuple[str, str]) -> tuple[Array, bool]:
+            if signal is None:
+                return np.eye(*widths), True
+            return procrustes(*(found[key, signal] for found, key in zip(signals, names, strict=True)), complete)
+
+        R_in, full_in = align(None if pixels else sides[0], (weight.shape[1], d_in), (other, name))
+        R_out, full_out = align(sides[1], (weight.shape[0], d_out), (other, name))
+        deltas[f"{name}.weight"] = (R_out.T @ weight @ R_in).reshape(layer.weight.shape)  # (d_out_B, d_in_B)
         if layer.bias is not None:
-            tau_b = (after.bias - before.bias).detach().cpu().double()
-            deltas[f"{name}.bias"] = (tau_b @ R_out).to(layer.bias.dtype)
-    return deltas
+            deltas[f"{name}.bias"] = difference(changed[other].bias, source[other].bias) @ R_out
+        if full_in and full_out:
+            full.add(name)
+    return Moved(deltas, frozenset(full))
 
 
-def apply(target: nn.Module, deltas: dict[str, Tensor], scale: float = 1.0) -> None:
-    """Add the deltas to the target's parameters in place (eq. 9)."""
-    parameters = dict(target.named_parameters())
-    with torch.no_grad():
-        for name, delta in deltas.items():
-            parameters[name].add_(delta.to(parameters[name].device), alpha=scale)
+def difference(after: Tensor, before: Tensor) -> Array:
+    """In float64: that of two stored numbers is then exact, or nearly so."""
+    return (after - before).numpy()
 
 
-def layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+def procrustes(a: Tensor, b: Tensor, complete: bool) -> tuple[Array, bool]:
+    """R = U V^T of C = A^T B (eq. 6, 7), and whether C has full rank."""
+    C = match_tokens(a, b).flatten(0, 1).numpy().T @ b.flatten(0, 1).numpy()  # (d_A, d_B)
+    U, values, Vh = np.linalg.svd(C, full_matrices=False)
+    rank = int((values > ZERO * values[0]).sum())
+    kept = slice(None if complete else rank)
+    return U[:, kept] @ Vh[kept], rank == len(values)
 
 
-def source_name(name: str, source_layers: dict[str, nn.Module], target_layers: dict[str, nn.Module]) -> str:
-    """The name of the source layer that a target layer takes: same role, block by the depth rule."""
+def match_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """Resize the source's square patch grid to the target's, bilinearly; its class token stays as it is."""
+    if a.shape[1] == b.shape[1]:
+        return a
+    sides = [math.isqrt(signal.shape[1]) for signal in (a, b)]
+    special = a.shape[1] - sides[0] ** 2  # 1 with a class token, 0 at the patch embedding
+    patches = a[:, special:].mT.unflatten(2, (sides[0], sides[0]))  # (samples, width, rows, columns)
+    patches = nn.functional.interpolate(patches, size=(sides[1], sides[1]), mode="bilinear", align_corners=False)
+    return torch.cat([a[:, :special], patches.flatten(2).mT], dim=1)
+
+
+@cache
+def open_tower(folder: Path) -> Any:
+    """The model of a folder in float64, with what it computes in a pass as transformers defines it."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    return model.eval().requires_grad_(False)
+
+
+def prepare_images(folder: Path, images: NDArray[np.uint8]) -> Tensor:
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    return processor(list(images), return_tensors="pt")["pixel_values"].double()
+
+
+def read_head(folder: Path, name: str, factor: Callable[[float], float]) -> Head:
+    """Class embeddings and the temperature, which CLIP stores as a logarithm."""
+    with safe_open(folder / "heads" / f"{name}.safetensors", "pt") as file:
+        embeds, scale = file.get_tensor("class_embeds").double(), float(file.get_tensor("logit_scale"))
+        return Head(embeds, factor(scale), tuple(json.loads(file.metadata()["classes"])))
+
+
+def text_head(folder: Path, model: Any, classes: Sequence[str], factor: Callable[[float], float]) -> Head:
+    """The mean direction of each class in the prompts, as the text tower reads them one by one."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    rows = []
+    for name in classes:
+        vectors = []
+        for prompt in PROMPTS:
+            tokens = tokenizer(prompt.format(name), return_tensors="pt")
+            text = model.text_projection(model.text_model(**tokens).pooler_output)[0]
+            vectors.append(text / text.norm())
+        rows.append(torch.stack(vectors).mean(0))
+    return Head(torch.stack(rows), factor(float(model.logit_scale)), tuple(classes))
+
+
+def loss(features: Tensor, head: Head, places: Tensor) -> Tensor:
+    """The sum over samples of -log softmax(factor * cosine)[label]."""
+    features = features / features.norm(dim=1, keepdim=True)
+    embeds = head.embeds / head.embeds.norm(dim=1, keepdim=True)
+    scores = head.factor * features @ embeds.T
+    return (scores.logsumexp(1) - scores[torch.arange(len(places)), places]).sum()
+
+
+def vision_layers(model: nn.Module) -> dict[str, Any]:
+    inside = ("vision_model.", "visual_projection")
+    named = ((name, part) for name, part in model.named_modules() if name.startswith(inside))
+    return {name: part for name, part in named if isinstance(part, (nn.Linear, nn.Conv2d))}
+
+
+def record(model: Any, pixels: Tensor, value: Callable[[Tensor], Tensor]) -> Signals:
+    """All four signals of every layer, from one forward and one backward pass over all samples."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    layers = vision_layers(model)
+
+    def keep(name: str, x: Tensor, y: Tensor) -> None:
+        seen[name] = (x, y if y.requires_grad else y.requires_grad_())  # the graph begins at the first layer
+
+    hooks = [
+        layer.register_forward_hook(lambda _, args, y, name=name: keep(name, args[0], y))
+        for name, layer in layers.items()
+    ]
+    total = value(model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output))
+    for hook in hooks:
+        hook.remove()
+    gradients = torch.autograd.grad(total, [y for _, y in seen.values()])
+    signals: Signals = {}
+    for (name, (x, y)), gradient in zip(seen.items(), gradients, strict=True):
+        if isinstance(layers[name], nn.Conv2d):
+            signals[name, "output"], signals[name, "output_gradient"] = tokens_of(y), tokens_of(gradient)
+            continue
+        signals[name, "input"], signals[name, "output"] = tokens_of(x), tokens_of(y)
+        signals[name, "output_gradient"] = tokens_of(gradient)
+        signals[name, "input_gradient"] = tokens_of(gradient @ layers[name].weight)
+    return signals
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """(samples, tokens, width): a projection sees one pooled token, a convolution a grid of patches."""
+    x = x.detach()
+    return x.flatten(2).mT if x.ndim == 4 else x.unsqueeze(1) if x.ndim == 2 else x
+
+
+def source_name(name: str, depth_source: int, depth_target: int) -> str:
+    """The name of the source layer: the same role, in block floor(j (D_A - 1) / (D_B - 1) + 1/2)."""
     found = re.search(r"\.layers\.(\d+)\.", name)
     if found is None:
         return name
-    depth_source, depth_target = depth(source_layers), depth(target_layers)
-    j = int(found.group(1))
-    steps = j * (depth_source - 1) / (depth_target - 1) if depth_target > 1 else depth_source - 1
-    i = math.floor(steps + 0.5)
-    return name[: found.start(1)] + str(i) + name[found.end(1) :]
+    steps = int(found[1]) * (depth_source - 1) / (depth_target - 1) if depth_target > 1 else depth_source - 1
+    return f"{name[: found.start(1)]}{math.floor(steps + 0.5)}{name[found.end(1) :]}"
 
 
-def depth(named_layers: dict[str, nn.Module]) -> int:
-    return 1 + max(int(m.group(1)) for n in named_layers if (m := re.search(r"\.layers\.(\d+)\.", n)))
-
-
-def record(
-    model: nn.Module, named_layers: dict[str, nn.Module], batches: list[object], loss: Loss
-) -> dict[str, dict[str, Tensor]]:
-    """Store all four signals of every layer on every batch, each (samples, tokens, d), float32."""
-    model.eval()
-    rows: dict[str, dict[str, list[Tensor]]] = {n: {s: [] for s in SIGNALS} for n in named_layers}
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def keep(name: str, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if not output.requires_grad:  # every parameter is frozen: let the graph begin here
-            output.requires_grad_()
-        seen[name] = (args[0], output)
-
-    handles = [
-        layer.register_forward_hook(lambda _layer, args, output, name=name: keep(name, args, output))
-        for name, layer in named_layers.items()
-    ]
-    try:
-        for batch in batches:
-            seen.clear()
-            value = loss(model, batch)
-            gradients = torch.autograd.grad(value, [output for _, output in seen.values()])
-            for (name, (x, y)), g in zip(seen.items(), gradients, strict=True):
-                row = rows[name]
-                if isinstance(named_layers[name], nn.Conv2d):  # its input is never aligned: pixels are shared
-                    row["output"].append(y.detach().flatten(2).mT)  # (n, d, h, w) -> (n, h*w, d)
-                    row["output_gradient"].append(g.flatten(2).mT)
-                    continue
-                row["input"].append(as_tokens(x.detach()))
-                row["output"].append(as_tokens(y.detach()))
-                row["output_gradient"].append(as_tokens(g))
-                row["input_gradient"].append(as_tokens(g @ named_layers[name].weight.detach()))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {n: {s: torch.cat(v) for s, v in signals.items() if v} for n, signals in rows.items()}
-
-
-def as_tokens(x: Tensor) -> Tensor:
-    return x.unsqueeze(1) if x.dim() == 2 else x  # the projection sees one pooled token per sample
-
-
-def match_tokens(a: Tensor, b: Tensor, grids: tuple[Grid, Grid] | None) -> Tensor:
-    """Resize the source's patch grid to the target's, bilinearly, and keep its class token as it is."""
-    if a.shape[1] == b.shape[1]:
-        return a
-    if grids is None:
-        raise ValueError(f"source has {a.shape[1]} tokens, target {b.shape[1]}. Pass grids=(source, target).")
-    (rows, columns), size = grids
-    n_class = a.shape[1] - rows * columns
-    if n_class not in (0, 1) or b.shape[1] - n_class != size[0] * size[1]:
-        raise ValueError(f"grids {grids} do not fit {a.shape[1]} and {b.shape[1]} tokens.")
-    patches = a[:, n_class:].mT.unflatten(2, (rows, columns))  # (n, d, rows, columns)
-    patches = nn.functional.interpolate(patches, size=size, mode="bilinear", align_corners=False)
-    return torch.cat([a[:, :n_class], patches.flatten(2).mT], dim=1)
-
-
-def procrustes(a: Tensor, b: Tensor) -> Tensor:
-    """R = U V^T of C = A^T B (eq. 6, 7): the orthogonal map that best takes the rows of A to those of B."""
-    C = a.flatten(0, 1).double().T @ b.flatten(0, 1).double()  # (d_A, d_B)
-    U, _, Vh = torch.linalg.svd(C, full_matrices=False)
-    return (U @ Vh).cpu()
+def depth(layers: dict[str, Any]) -> int:
+    return 1 + max(int(found[1]) for name in layers if (found := re.search(r"\.layers\.(\d+)\.", name)))

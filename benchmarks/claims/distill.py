@@ -33,7 +33,7 @@ from torch import nn
 
 from benchmarks.claims.text import SOURCE, TARGETS, read_splits, tune
 from benchmarks.claims.zoo import PAIRS, STATED
-from benchmarks.common import commit
+from benchmarks.common import add_row, commit, rows_in
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.tasks import read_data
 from tuneport.data.views import Views
@@ -213,13 +213,7 @@ def measure(options: argparse.Namespace) -> None:
         if cell is None or (cell.pair, cell.task) != (pair, task):
             cell = (TextCell if pair.startswith(SOURCE) else Cell)(pair, task, options)
         row = row_of(cell, *rest)
-        print(json.dumps(row), flush=True)
-        with options.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def rows_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        add_row(options.out, row)
 
 
 def write(options: argparse.Namespace) -> None:
