@@ -97,9 +97,9 @@ def write(options: argparse.Namespace) -> None:
     lines = [
         "# Transfers of the zoo against the plain reference",
         "",
-        "Relative distances between the task vectors of `tuneport.transfer` and `benchmarks/reference.py` (float64, own",
-        "reading of heads, own loss, own hooks, SVD of numpy): the largest over tensors, or over all together where it",
-        "says so. Models of tuneport run in float64, except in the column float32.",
+        "Relative distances between the task vectors of `tuneport.transfer` and `benchmarks/reference.py` (float64,",
+        "own reading of heads, own loss, own hooks, SVD of numpy): the largest over tensors, or over all together",
+        "where it says so. Models of tuneport run in float64, except in the column float32.",
         "",
         "| pair | task | N | method | layers of full rank | these, default | determined part | the same, float32 "
         "| all together, float32 | all, default against plain SVD | share that the plain SVD fills |",
@@ -121,7 +121,9 @@ def write(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/images/")
-    parser.add_argument("--cells", nargs="+", default=CELLS, type=lambda text: tuple(text.split(":")), help="a:a2:mnist")
+    parser.add_argument(
+        "--cells", nargs="+", default=CELLS, type=lambda text: tuple(text.split(":")), help="a:a2:mnist"
+    )
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
     parser.add_argument("--device", default="cpu")

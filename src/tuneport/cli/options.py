@@ -72,7 +72,8 @@ LabelsName = Annotated[
     ),
 ]
 DtypeName = Annotated[
-    str, typer.Option(help="What models run in: float32, float64, bfloat16 or float16; what is written does not change.")
+    str,
+    typer.Option(help="What models run in: float32, float64, bfloat16 or float16; what is written does not change."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
