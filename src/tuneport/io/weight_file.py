@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, brief, first_of, shortened
 from .json_text import parse_json
+from .pickle_size import check_pickle
 from .regular import check_regular
 from .tensors import TensorSpec, describe
 
@@ -145,6 +146,7 @@ class PickleFile:
         return self._state[name].detach().clone(memory_format=torch.contiguous_format)
 
     def _load(self) -> dict[Any, Any]:
+        check_pickle(self.path)
         try:
             # Files from before torch 1.6 are not zip files and cannot be mapped.
             mapped = zipfile.is_zipfile(self.path)
