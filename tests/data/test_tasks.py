@@ -18,9 +18,9 @@ from scipy.io import savemat
 from builders.folders import Zoo
 from tuneport import cli, prepare
 from tuneport.data.dataset import files_of
-from tuneport.data.tasks import TASKS, get_task, read_data, split_reference
+from tuneport.data.tasks import TASKS, files, get_task, read_data, split_reference
 from tuneport.data.tasks.base import VALIDATION_SHARE
-from tuneport.data.tasks.files import read_idx
+from tuneport.data.tasks.files import read_idx, read_mat
 from tuneport.data.tasks.layouts import scene_name
 from tuneport.errors import DataError
 from tuneport.models.heads import PROMPTS, class_embeddings
@@ -453,3 +453,25 @@ def test_commands_take_references(
         cli.main()
     assert stop.value.code in (0, None)
     assert json.loads(capsys.readouterr().out)["samples"] == 6
+
+
+class TestBounds:
+    def test_matlab_files_count_with_what_they_unpack_to(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also inside cells, whose shapes do not say it."""
+        monkeypatch.setattr(files, "_LARGEST", 10**6)
+        cell = np.empty(2, dtype=object)
+        cell[:] = [np.zeros(9 * 10**5, np.uint8), np.zeros(9 * 10**5, np.uint8)]
+        for name, value in (("cell", cell), ("array", np.zeros(2 * 10**5))):
+            savemat(tmp_path / f"{name}.mat", {"X": value}, do_compression=True)
+            assert (tmp_path / f"{name}.mat").stat().st_size < 10**4
+            with pytest.raises(DataError, match=rf"{name}\.mat is refused: a file may have .* uncompressed"):
+                read_mat(tmp_path / f"{name}.mat", "X")
+        for packed in (True, False):
+            savemat(tmp_path / "small.mat", {"X": cell[:1], "Y": "text"}, do_compression=packed)
+            assert len(read_mat(tmp_path / "small.mat", "X")["X"]) == 9 * 10**5
+
+    def test_lists_of_many_columns(self, tmp_path: Path) -> None:
+        """Each of the rows would get them all: memory that is quadratic in the size of the file."""
+        (tmp_path / "t.csv").write_text(",".join(map(str, range(2000))) + "\n" + "a\n" * 2000)
+        with pytest.raises(DataError, match=r"t\.csv is refused: it has more than 1000 columns"):
+            files.read_rows(tmp_path / "t.csv", ",")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import gzip
-import math
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError, brief, first_of
-from ...io.regular import check_regular
+from ...io.sizes import format_bytes
 from ..dataset import reading
+from ..rows import MOST_COLUMNS
 
-_LARGEST = 2**32  # bytes of an array
+_LARGEST = 2**32  # uncompressed bytes
 _LARGEST_LIST = 10**7  # bytes of a list of images
 
 
@@ -34,13 +36,13 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
     """Arrays of a MATLAB file (versions 4 to 7.2)."""
-    from scipy.io import loadmat, whosmat
+    from scipy.io import loadmat
 
-    check_regular(path, DataError)
+    with reading(path):
+        size = _unpacked(path)
+    if size > _LARGEST:
+        raise DataError(f"{path} is refused: a file may have {format_bytes(_LARGEST)} uncompressed. Split it.")
     try:
-        sizes = {name: math.prod(shape) for name, shape, _ in whosmat(path) if name in wanted}
-        if sum(sizes.values()) > _LARGEST:
-            raise ValueError(f"its arrays have {sum(sizes.values())} numbers, and at most {_LARGEST} are read")
         content: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=wanted)
     except Exception as error:  # broken files make the reader raise nearly anything
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
@@ -48,6 +50,23 @@ def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
     if missing:
         raise DataError(f"{path} has no {first_of(missing)}.")
     return content
+
+
+def _unpacked(path: Path) -> int:
+    """The bytes of a MATLAB file with its compressed arrays unpacked; it stops counting when there are too many."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(128)
+        order = "<" if header[126:128] == b"IM" else ">"
+        while len(tag := file.read(8)) == 8 and size <= _LARGEST:
+            kind, left = struct.unpack(f"{order}II", tag)
+            unpack = zlib.decompressobj() if kind == 15 else None  # miCOMPRESSED
+            if unpack is None:
+                file.seek(left, 1)
+            while unpack and size <= _LARGEST and (packed := unpack.unconsumed_tail or file.read(min(left, 2**16))):
+                left -= 0 if unpack.unconsumed_tail else len(packed)
+                size += len(unpack.decompress(packed, 2**20))
+    return size
 
 
 def read_lines(path: Path) -> list[str]:
@@ -66,7 +85,10 @@ def read_rows(path: Path, delimiter: str) -> list[dict[str, str]]:
     """The rows of a table by column name."""
     with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
         _check_list(path)
-        return list(csv.DictReader(file, delimiter=delimiter))
+        reader = csv.DictReader(file, delimiter=delimiter)
+        if len(reader.fieldnames or ()) > MOST_COLUMNS:  # each row would have them all
+            raise DataError(f"{path} is refused: it has more than {MOST_COLUMNS} columns.")
+        return list(reader)
 
 
 def _check_list(path: Path) -> None:
