@@ -96,10 +96,13 @@ def brief(error: BaseException) -> str:
 
 @contextmanager
 def reraised(what: str, kind: type[TuneportError] = CheckpointError) -> Iterator[None]:
-    """Context in which any error of another library becomes one line: `what` failed, and why."""
+    """Context in which any error of another library becomes one line: `what` failed, and why.
+
+    A panic of a library in Rust is no Exception.
+    """
     try:
         yield
-    except TuneportError:
+    except (TuneportError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise kind(f"{what}: {brief(error)}.") from error

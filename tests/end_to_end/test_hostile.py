@@ -27,7 +27,7 @@ from builders.folders import Zoo, edit_json, edit_weights, write_head
 from tuneport.bench.recipe import read_recipe
 from tuneport.data import formats, rows
 from tuneport.data.formats import read_plain
-from tuneport.errors import CaptureError, CheckpointError, DataError
+from tuneport.errors import CaptureError, CheckpointError, DataError, reraised
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.io.validate import check_finite
 from tuneport.measure.capture import measure_pairs
@@ -152,6 +152,20 @@ class TestConfigurations:
         assert embed is not None
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is refused: .* a file of a tokenizer may have"):
             embed(["a"])
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+def test_panics_of_other_libraries_are_errors_of_one_line() -> None:
+    with (
+        pytest.raises(CheckpointError, match="the tokenizer cannot read the texts: retry limit"),
+        reraised("the tokenizer cannot read the texts"),
+    ):
+        raise Panic("retry limit")
+    with pytest.raises(KeyboardInterrupt), reraised("no"):
+        raise KeyboardInterrupt
 
 
 class TestPipes:
