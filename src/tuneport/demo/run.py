@@ -36,7 +36,6 @@ from ..pipeline.result import Result
 from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
 from ..report.record import write_record
-from ..runtime.cost import cost_of
 from ..training.finetune import finetune
 from ..training.loop import Schedule
 from ..types import Progress, Stage, count_steps
@@ -82,7 +81,6 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         scored = evaluate(job, {"port": (large, best.written())}, test)
         more = {
             "out": str(out / "large-mirrored"),
-            "cost": cost_of(job.for_(METHODS["bico"])),
             **scored.record(),
             **asdict(outcome_of(scored, scale=best.scale)),
         }

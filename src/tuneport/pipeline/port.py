@@ -14,7 +14,6 @@ from ..io.checkpoint import open_checkpoint, read_json
 from ..io.output import claimed
 from ..job import Job
 from ..methods import Method, get_method
-from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import SAVE_EVERY, Work, fingerprint
@@ -99,13 +98,12 @@ def port(
             if distill is not None:
                 lora = form.rank if kind == "adapter" else None
                 result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
-            cost = cost_of(job.for_(method), result.record["samples"])
             made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
             found = None
             if test is not None:
                 outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
                 found = evaluate(job, outputs, test, test_samples)
-            more = {"fingerprint": fingerprint(conditions), "cost": cost, **(found.record() if found else {})}
+            more = {"fingerprint": fingerprint(conditions), **(found.record() if found else {})}
             told = outcome_of(
                 found,
                 scale=result.scale,
@@ -114,7 +112,7 @@ def port(
                 distilled=bool(result.record.get("distilled", {}).get("best")),
                 reason=untested,
             )
-            result = replace(result, record={**result.record, **more, **asdict(told), **(verdict or {})})
+            result = replace(result, record={**result.record, **more, **asdict(told), **(verdict or {})}).counted()
             result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
         except KeyboardInterrupt:
             if work.exists():

@@ -17,14 +17,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..errors import MethodError, TuneportError, first_of
-from ..job import Given, Job
+from ..job import Job
 from ..measure.objectives import TokenLoss
 from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import ModelLike
 from ..pairing import Plan
 from ..report.record import to_json
 from ..runtime.budget import plan_passes
-from ..runtime.cost import cost_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
@@ -72,10 +71,7 @@ def transfer(
     strength = check_scale(scale, method)
     signals = method.signals | SCORED if isinstance(strength, str) else method.signals
     job = prepare(source, finetuned, target, data, signals=signals, **options)
-    result = run(replace(job, form=form), method, scale=None if scale is None else strength, progress=progress)
-    if isinstance(job.samples, Given) or options.get("loss") is not None:
-        return result  # counting would run the caller's loss once more
-    return replace(result, record={**result.record, "cost": cost_of(job.for_(method), result.record["samples"])})
+    return run(replace(job, form=form), method, scale=None if scale is None else strength, progress=progress)
 
 
 def run(
