@@ -412,13 +412,15 @@ def test_seconds_are_work_over_rate() -> None:
 
 def test_a_probe_divides_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every measurement takes one second
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 8)  # every measurement takes an eighth of a second
     rates = probe(CPU, torch.float32)
-    assert rates.passes == 20 * 2 * 512**3, "20 products of 512 x 512 matrices"
-    assert rates.products == 3 * 2 * 512**3
-    assert (rates.link, rates.back) == (4 * 2**25, 2 * 2**25)
-    assert rates.dense == 20 * 128**3
-    assert rates.thin == 30 * (512 + 512) * 128**2 + 100 * 128**3
+    assert rates.passes == 8 * 20 * 2 * 512**3, "20 products of 512 x 512 matrices"
+    assert rates.products == 8 * 3 * 2 * 512**3
+    assert (rates.link, rates.back) == (8 * 4 * 2**25, 8 * 2 * 2**25)
+    assert rates.dense == 8 * 20 * 128**3
+    assert rates.thin == 8 * (30 * (512 + 512) * 128**2 + 100 * 128**3)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    assert probe(CPU, torch.float32).passes == 2 * 512**3, "a product that takes a second is not repeated"
 
 
 @pytest.mark.usefixtures("half_units")

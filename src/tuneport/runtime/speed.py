@@ -18,6 +18,8 @@ from ..maps.procrustes import procrustes_together
 from .cost import SVD, Flops, thin_flops
 from .passes import Passes
 
+LONG = 0.5  # seconds of a run that needs no repetition
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -62,13 +64,18 @@ def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    for repeat in (1, times):  # the first run is not counted
+    """The mean of some runs after a first one; on a CPU, that of the first one if it is long."""
+    seconds = 0.0
+    for repeat in (1, times):
         started = time.perf_counter()
         for _ in range(repeat):
             run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return max((time.perf_counter() - started) / times, 1e-9)
+        seconds = (time.perf_counter() - started) / repeat
+        if seconds > LONG and device.type == "cpu":  # on a GPU, the first run also loads kernels
+            break
+    return max(seconds, 1e-9)
 
 
 def seconds_of(flops: Flops, rates: Rates, passes: Passes | None = None, devices: int = 1) -> dict[str, float]:
