@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from builders.folders import Zoo
+from builders.processes import Done, run_program
 
 COMMANDS = ("transfer", "plan", "compare", "extract", "apply", "evaluate", "methods", "samplers", "demo", "bench")
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        content = json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-        assert isinstance(content, dict)
-        return content
-
 
 Run = Callable[..., Done]
 
@@ -42,9 +24,9 @@ def options(zoo: Zoo, family: str = "clip_vision", **changes: Any) -> list[str]:
     return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
 
 
-def subprocess_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tuneport", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+def run_apart(*arguments: str) -> Done:
+    """Run a command as `python -m tuneport` does, in a process of its own."""
+    return run_program('import runpy; runpy.run_module("tuneport", run_name="__main__", alter_sys=True)', *arguments)
 
 
 def assert_refused(done: Done, code: int, *words: str) -> None:

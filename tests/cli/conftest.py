@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from builders.commands import Done, Run
+from builders.commands import Run
+from builders.processes import Done
 from tuneport import cli
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from builders.commands import Run, assert_refused, options, subprocess_run
+from builders.commands import Run, assert_refused, options, run_apart
 from builders.folders import Zoo
+from builders.processes import Done, run_program
 from tuneport import cli
 
 
@@ -40,19 +40,18 @@ class TestExitCodes:
 
     def test_an_error_in_a_process_of_its_own(self, zoo: Zoo, tmp_path: Path) -> None:
         missing = str(tmp_path / ("nowhere" * 20))
-        done = subprocess_run("transfer", *options(zoo, source=missing), "--out", str(tmp_path / "out"), "--json")
-        assert done.returncode == 1
-        assert done.stdout == ""
-        assert done.stderr == (
+        done = run_apart("transfer", *options(zoo, source=missing), "--out", str(tmp_path / "out"), "--json")
+        assert (done.code, done.out) == (1, "")
+        assert done.err == (
             f"CheckpointError: there is no model at {missing}: no such folder. Give a model folder (transformers, "
             "open_clip, timm), open_clip's NAME:TAG or NAME:FILE, or timm:NAME[:FILE].\n"
         )
 
     def test_debug_shows_the_traceback(self, tmp_path: Path) -> None:
-        done = subprocess_run("--debug", "apply", str(tmp_path / "tau"), "base", "-o", str(tmp_path / "out"))
-        assert done.returncode == 1
-        assert "Traceback (most recent call last)" in done.stderr
-        assert done.stderr.rstrip().splitlines()[-1].startswith("tuneport.errors.CheckpointError: ")
+        done = run_apart("--debug", "apply", str(tmp_path / "tau"), "base", "-o", str(tmp_path / "out"))
+        assert done.code == 1
+        assert "Traceback (most recent call last)" in done.err
+        assert done.err.rstrip().splitlines()[-1].startswith("tuneport.errors.CheckpointError: ")
 
     def test_debug_raises_and_is_forgotten(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         words = ["apply", str(tmp_path / "tau"), "base", "-o", str(tmp_path / "out")]
@@ -93,25 +92,25 @@ class TestExitCodes:
         words = ["transfer", *options(zoo), "--batch-size", "4", "--save-every", "0"]
         if training:
             words = ["finetune", str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"]
-        process, err = self.signalled(moment, [number], *words, "--out", str(place / "out"))
+        done = self.signalled(moment, [number], *words, "--out", str(place / "out"))
         kept = "note: what was measured is kept; the same call with --resume continues from it\n"
-        assert err == ("" if training else kept) + "interrupted; no partial output remains\n"
-        assert process.returncode == 128 + number
+        assert done.err == ("" if training else kept) + "interrupted; no partial output remains\n"
+        assert done.code == 128 + number
         assert [file.name for file in place.iterdir()] == ([] if training else [".out.tuneport-work"])
 
     def test_further_signals_do_not_disturb_the_removal_of_files(self, zoo: Zoo, place: Path) -> None:
         words = ["transfer", *options(zoo), "--out", str(place / "out")]
-        process, err = self.signalled("writing", [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM], *words)
-        assert (process.returncode, err) == (128 + signal.SIGTERM, "interrupted; no partial output remains\n")
+        done = self.signalled("writing", [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM], *words)
+        assert (done.code, done.err) == (128 + signal.SIGTERM, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
     def test_nohup(self, zoo: Zoo, place: Path) -> None:
         words = ["transfer", *options(zoo), "--out", str(place / "out")]
-        process, err = self.signalled("nohup", [signal.SIGHUP], *words)
-        assert (process.returncode, err) == (0, "")
+        done = self.signalled("nohup", [signal.SIGHUP], *words)
+        assert (done.code, done.err) == (0, "")
         assert [file.name for file in place.iterdir()] == ["out"]
 
-    def signalled(self, moment: str, numbers: list[int], *words: str) -> tuple[subprocess.Popen[str], str]:
+    def signalled(self, moment: str, numbers: list[int], *words: str) -> Done:
         """Run a command that sends itself signals at a moment; the further ones while it removes its files."""
         program = """
 import os, shutil, signal, sys
@@ -142,7 +141,4 @@ if moment in ("writing", "nohup"):
 finetune.rows_of = signalled(finetune.rows_of, 3)
 cli.main()
 """
-        call = [sys.executable, "-c", program, ",".join([moment, *map(str, map(int, numbers))]), *words]
-        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            _, err = process.communicate(timeout=600)
-        return process, err
+        return run_program(program, ",".join([moment, *map(str, map(int, numbers))]), *words)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,10 @@ import numpy as np
 import pytest
 
 from builders import texts
-from builders.commands import Done, Run, options
+from builders.commands import Run, options
 from builders.folders import Zoo, images
 from builders.loras import adapted, saved
+from builders.processes import Done, run_program
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
@@ -32,9 +31,9 @@ def followed(run: Run, done: Done) -> list[str]:
             assert next_one.code == 0, f"{line}: {next_one.err}"
             first.append(words[0])
         else:
-            assert program == "python"
-            found = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-            assert found.returncode == 0, f"{line}: {found.stderr}"
+            assert (program, words[0]) == ("python", "-c")
+            found = run_program(*words[1:])
+            assert found.code == 0, f"{line}: {found.err}"
             first.append("python")
     return first
 

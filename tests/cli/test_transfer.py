@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from builders.commands import Run, assert_refused, npz, options, subprocess_run
+from builders.commands import Run, assert_refused, npz, options, run_apart
 from builders.folders import Zoo, images
 from tuneport.io.output import claimed
 from tuneport.measure import capture
@@ -25,10 +25,10 @@ from tuneport.measure import capture
 
 class TestTransfer:
     def test_json_in_a_process_of_its_own(self, zoo: Zoo, place: Path) -> None:
-        done = subprocess_run("transfer", *options(zoo), "--out", str(place / "out"), "--json")
-        assert done.returncode == 0, done.stderr
-        record = json.loads(done.stdout)
-        assert "Traceback" not in done.stderr
+        done = run_apart("transfer", *options(zoo), "--out", str(place / "out"), "--json")
+        assert done.code == 0, done.err
+        record = done.json
+        assert "Traceback" not in done.err
         assert [file.name for file in place.iterdir()] == ["out"]
         assert record == json.loads((place / "out" / "tuneport.json").read_text())
 

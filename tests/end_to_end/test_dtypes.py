@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from typer.testing import CliRunner
 from builders.clip_twins import clip_twin, random_clip
 from builders.folders import FAMILIES, WITH_TEXT, Zoo, edit_weights
 from builders.half import live_transfer
+from builders.processes import run_program
 from builders.samples import empty_dataset
 from builders.toy import batches
 from tuneport.cli import app
@@ -249,8 +248,5 @@ def test_this_cpu_runs_what_it_can_and_torch_prints_no_stack(zoo: Zoo, capfd: py
 
 def test_live_bfloat16_modules_print_no_stack() -> None:
     """In a process of its own: torch gives that warning once in each."""
-    code = "from builders.half import live_transfer; live_transfer()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
+    done = run_program("from builders.half import live_transfer; live_transfer()")
+    assert (done.code, done.err) == (0, "")

@@ -1,0 +1,50 @@
+"""Programs in processes of their own, forked from one that has imported the libraries: importing them takes seconds."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["tuneport.cli.transfer", "tuneport.pipeline.port", "transformers.models.clip.modeling_clip", "peft"]
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        content = json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert isinstance(content, dict)
+        return content
+
+
+def run_program(program: str, *words: str) -> Done:
+    """Run a program as `python -c` does, in a new process; a negative code is the signal that ended it."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = _context.Process(target=_run, args=(program, words, folder))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
+        return Done(process.exitcode, out, err)
+
+
+def _run(program: str, words: tuple[str, ...], folder: str) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    sys.argv[:] = ["-c", *words]
+    exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
