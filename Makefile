@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/tuneport demo --overwrite
 
+# Two workers share the cores, also with the programs that they start.
+test test-families: export OMP_NUM_THREADS := 1
+
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 

@@ -123,6 +123,7 @@ def test_code_runs(
     work = tmp_path / "work"
     shutil.copytree(example_inputs, work)
     monkeypatch.chdir(work)
+    monkeypatch.setattr("tuneport.demo.run.STEPS", 2)  # tests/demo runs it whole
     namespace: dict[str, Any] = {"__name__": f"docs_{page.stem.replace('-', '_')}"}
     monkeypatch.setitem(sys.modules, namespace["__name__"], type(sys)(namespace["__name__"]))  # for dataclasses
     for block in blocks(page):
