@@ -187,7 +187,7 @@ class Result:
         return out
 
     def counted(self) -> Result:
-        """The result with the FLOPs of the transfer in its record; as it is if the caller gave the batches or the loss."""
+        """The result with its FLOPs in the record; as it is if the caller gave the batches or the loss."""
         if (job := self.job) is None or "cost" in self.record:
             return self
         if (job.signals and isinstance(job.samples, Given)) or "loss" in job.record["options"]["python"]:
