@@ -2,15 +2,15 @@
 
 Takes small good files of every kind that is read (weights, indexes, pickles, configurations, models that run,
 tokenizers, heads, task vectors, adapters and their patterns, tables, Parquet, archives, images, recipes, saved
-statistics), spoils them at random, or puts a pipe, a link or a bomb in their place, and reads them; the command line is
-run as well. Counted: good reads, refusals, and what must not happen: other exceptions, more than 10 s of CPU time or
+work), spoils them at random, or puts a pipe, a link or a bomb in their place, and reads them; the command line is run
+as well. Counted: good reads, refusals, and what must not happen: other exceptions, more than 10 s of CPU time or
 120 s, more memory than docs/limits.md allows, messages of several lines or over 2,000 characters, files opened for
 writing outside the folder, code run from a pickle. Exits 1 if any of these happened.
 
 Bombs, models that run, pipes and commands are read in a process of their own with limits. Case N is the same
-whatever the number of processes is: `--only N` repeats it.
+whatever the number of jobs is: `--only N` repeats it.
 
-    python benchmarks/fuzz.py --cases 50000 --processes 16 --out benchmarks/results/fuzz.md
+    python benchmarks/fuzz.py --cases 50000 --jobs 16 --out benchmarks/results/fuzz.md
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fuzz_kinds import MIB, TEXT, UNPACKED, Kind, kinds
-
-from tuneport import TuneportError
-from tuneport.data import arrow, formats, rows
-
 SLOW = 10.0  # seconds of CPU time
 HANGS = 120.0  # seconds
-CHEAP = 4  # cases that are read in this process, for one that has a process of its own
+CHEAP = 4  # cases that are read in the process itself, for one that has a process of its own
 LONGEST = 2000  # characters of a message
-MEMORY = 4 * UNPACKED + 512 * MIB  # four times the largest table, and what the docs allow for rows and samples
+MIB = 2**20
+BASE_MEMORY = 320 * MIB  # what docs/limits.md allows for a row, a header or a configuration, and code that is loaded
 ADDRESSES = 4 * 2**30  # further address space that a process of its own may take
 
 
@@ -73,11 +70,30 @@ class Guard:
                 self.found.append(f"{event} {arguments!r:.100}")
 
 
-def read(kind: Kind, path: Path, guard: Guard) -> dict[str, Any]:
+class TooLongError(BaseException):
+    """A case that waits is ended."""
+
+
+def too_long(*_: object) -> None:
+    raise TooLongError(f"no answer after {HANGS:.0f} s")
+
+
+def memory_of(key: str) -> int:
+    """A size of this process in bytes, as Linux reports it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def read(kind: Any, path: Path, guard: Guard) -> dict[str, Any]:
     """Read a spoiled file: what came out, and what is wrong with it."""
+    from tuneport import TuneportError
+
     wrong: list[str] = []
-    started, outcome = time.process_time(), "read"
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    before, outcome = memory_of("VmRSS"), "read"
+    began, started = time.monotonic(), time.process_time()
     guard.found, guard.on = [], True
+    signal.setitimer(signal.ITIMER_REAL, HANGS)
     try:
         kind.read(path)
     except TuneportError as error:
@@ -93,21 +109,19 @@ def read(kind: Kind, path: Path, guard: Guard) -> dict[str, Any]:
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
         wrong.append(f"{type(error).__name__}: {str(error)!r:.400} at {place}")
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         guard.on = False
-    seconds = time.process_time() - started
-    if seconds > SLOW:
-        wrong.append(f"{seconds:.1f} s of CPU time")
+    seconds, memory = time.process_time() - started, memory_of("VmHWM") - before
+    if seconds > SLOW or time.monotonic() - began > HANGS:
+        wrong.append(f"{seconds:.1f} s of CPU time, {time.monotonic() - began:.0f} s")
+    allowed = 4 * kind.unpacked + BASE_MEMORY
+    if memory > allowed:
+        wrong.append(f"{memory // MIB} MiB of memory, more than {allowed // MIB}")
     wrong += [f"outside: {what}" for what in guard.found]
-    return {"outcome": outcome, "wrong": wrong, "seconds": seconds, "memory": 0}
+    return {"outcome": outcome, "wrong": wrong, "seconds": seconds, "memory": memory}
 
 
-def memory_of(key: str) -> int:
-    """A size of this process in bytes, as Linux reports it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def read_alone(kind: Kind, path: Path, guard: Guard) -> dict[str, Any]:
+def read_alone(kind: Any, path: Path, guard: Guard) -> dict[str, Any]:
     """Read a spoiled file in a process of its own, which may neither hang nor take much memory."""
     addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     answer, hand = os.pipe()
@@ -117,41 +131,36 @@ def read_alone(kind: Kind, path: Path, guard: Guard) -> dict[str, Any]:
         os.close(answer)
         resource.setrlimit(resource.RLIMIT_AS, (addresses + ADDRESSES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-        before = memory_of("VmRSS")
         found = read(kind, path, guard)
-        found["memory"] = memory_of("VmHWM") - before
         os.write(hand, json.dumps(found).encode()[:60_000])
         os._exit(0)
     os.close(hand)
-    ready = select.select([answer], [], [], HANGS)[0]
+    ready = select.select([answer], [], [], HANGS + 10)[0]
     content = os.read(answer, 2**16) if ready else b""
     os.close(answer)
     if not content:
         os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if not ready:
-        return {"outcome": "wrong", "wrong": [f"no answer after {HANGS:.0f} s"], "seconds": HANGS, "memory": 0}
-    if not content:
-        what = f"the process ended with signal {status & 0x7F}, code {status >> 8}"
-        return {"outcome": "wrong", "wrong": [what], "seconds": 0.0, "memory": 0}
-    result: dict[str, Any] = json.loads(content)
-    if result["memory"] > MEMORY:
-        result["wrong"].append(f"{result['memory'] // MIB} MiB of memory, more than {MEMORY // MIB}")
-    return result
+    if content:
+        result: dict[str, Any] = json.loads(content)
+        return result
+    what = f"the process ended with signal {status & 0x7F}, code {status >> 8}" if ready else "no answer"
+    return failed(what)
 
 
-def fuzz(cases: range, seed: int = 0, word: str = "") -> dict[str, Any]:
-    """Run these cases over all kinds with this word in their names, and return what happened."""
-    outcomes: dict[str, Counter[str]] = {}
-    failures: list[str] = []
-    slowest, largest = 0.0, 0
-    rows.LARGEST_TABLE = TEXT
-    arrow.LARGEST_TABLE = formats._LARGEST_ARCHIVE = UNPACKED
-    with tempfile.TemporaryDirectory() as folder:
-        good, work = Path(folder) / "good", Path(folder) / "work"
+def failed(what: str) -> dict[str, Any]:
+    return {"outcome": "wrong", "wrong": [what], "seconds": 0.0, "memory": 0}
+
+
+def fuzz(cases: range, seed: int, word: str, out: Path) -> None:
+    """Run these cases over all kinds with this word in their names; write a line before and a line after each."""
+    from fuzz_kinds import kinds, set_limits
+
+    signal.signal(signal.SIGALRM, too_long)
+    set_limits()
+    with tempfile.TemporaryDirectory() as folder, out.open("w", encoding="utf-8") as lines:
+        good, work, canary = (Path(folder) / name for name in ("good", "work", "canary"))
         good.mkdir()
-        canary = Path(folder) / "canary"
         canary.mkdir()
         (canary / "file").write_text("untouched")
         chosen = [kind for kind in kinds(good) if word in kind.name]
@@ -162,19 +171,16 @@ def fuzz(cases: range, seed: int = 0, word: str = "") -> dict[str, Any]:
             kind = all_kinds[case % len(all_kinds)]
             choose = random.Random(f"{seed}/{case}")
             kind.put(work / kind.file, kind.spoil((good / kind.file).read_bytes(), choose))
+            lines.write(json.dumps({"case": case, "kind": kind.name}) + "\n")
+            lines.flush()
             result = (read_alone if kind.alone else read)(kind, work / kind.file, guard)
             restore(good / kind.file, work / kind.file)
-            outcomes.setdefault(kind.name, Counter())["wrong" if result["wrong"] else result["outcome"]] += 1
-            slowest, largest = max(slowest, result["seconds"]), max(largest, result["memory"])
-            found = [f"{kind.name} (case {case}): {what}" for what in result["wrong"]]
-            failures += found
-            for failure in found:
-                print(failure, file=sys.stderr, flush=True)
-        if (good / "RAN").exists() or (work / "RAN").exists():
-            failures.append("code of a pickle was run")
-        if sorted(path.name for path in canary.iterdir()) != ["file"] or (canary / "file").read_text() != "untouched":
-            failures.append("the canary was touched")
-    return {"outcomes": outcomes, "failures": failures, "slowest": slowest, "memory": largest}
+            if (good / "RAN").exists() or (work / "RAN").exists():
+                result["wrong"].append("code of a pickle was run")
+            if [path.name for path in canary.iterdir()] != ["file"] or (canary / "file").read_text() != "untouched":
+                result["wrong"].append("the canary was touched")
+            lines.write(json.dumps({"case": case, "kind": kind.name, **result}) + "\n")
+            lines.flush()
 
 
 def restore(good: Path, place: Path) -> None:
@@ -187,56 +193,64 @@ def restore(good: Path, place: Path) -> None:
     shutil.copy(good, place)
 
 
-def in_processes(options: argparse.Namespace) -> dict[str, Any]:
-    """Divide the cases over processes and add up what happened."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for number in range(options.processes):
-            part = [f"--part={number}", f"--processes={options.processes}", f"--part-out={folder}/{number}.json"]
-            command = [
-                sys.executable,
-                __file__,
-                f"--cases={options.cases}",
-                f"--seed={options.seed}",
-                f"--kind={options.kind}",
-            ]
-            started.append(subprocess.Popen([*command, *part], env={**os.environ, "OMP_NUM_THREADS": "1"}))
-        codes = [process.wait() for process in started]
-        found = [Path(folder, f"{number}.json") for number in range(options.processes)]
-        parts = [json.loads(path.read_text()) for path in found if path.exists()]
-    total: dict[str, Any] = {"outcomes": {}, "failures": [], "slowest": 0.0, "memory": 0}
-    for part in parts:
-        for kind, counts in part["outcomes"].items():
-            total["outcomes"].setdefault(kind, Counter()).update(counts)
-        total["failures"] += part["failures"]
-        total["slowest"], total["memory"] = max(total["slowest"], part["slowest"]), max(total["memory"], part["memory"])
-    lost = sum(code != 0 for code in codes)
-    total["failures"] += [f"{lost} of {len(codes)} processes ended early"] if lost else []
-    return total
+def run_job(first: int, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Run every case of one job in a process; after a case that ends the process, go on in another."""
+    found: list[dict[str, Any]] = []
+    while first < options.cases:
+        out = folder / f"{first}.jsonl"
+        command = [sys.executable, __file__, f"--first={first}", f"--part-out={out}", f"--cases={options.cases}"]
+        command += [f"--jobs={options.jobs}", f"--seed={options.seed}", f"--kind={options.kind}"]
+        with (folder / f"{first}.log").open("wb") as log:
+            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=log)
+            while process.poll() is None:
+                time.sleep(0.2)
+                if out.exists() and time.time() - out.stat().st_mtime > 2 * HANGS:
+                    process.kill()
+        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        found += [line for line in lines if "outcome" in line]
+        if process.returncode == 0:
+            break
+        if not lines:
+            said = (folder / f"{first}.log").read_text(errors="replace")[-2000:]
+            raise SystemExit(f"a process ended with code {process.returncode} before its first case: {said}")
+        found.append({**lines[-1], **failed(f"the process ended with code {process.returncode}")})
+        first = lines[-1]["case"] + options.jobs
+    for result in found:
+        for what in result["wrong"]:
+            print(f"{result['kind']} (case {result['case']}): {what}", file=sys.stderr, flush=True)
+    return found
 
 
-def report(result: dict[str, Any], options: argparse.Namespace, seconds: float) -> str:
+def report(results: list[dict[str, Any]], seconds: float) -> str:
     """What happened, as a page."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    outcomes = {kind: Counter(counts) for kind, counts in result["outcomes"].items()}
-    total = sum(sum(counts.values()) for counts in outcomes.values())
+    rows = []
+    for kind in dict.fromkeys(result["kind"] for result in sorted(results, key=lambda result: result["case"])):
+        of_kind = [result for result in results if result["kind"] == kind]
+        ends = Counter("wrong" if result["wrong"] else result["outcome"] for result in of_kind)
+        slowest, memory = (max(result[key] for result in of_kind) for key in ("seconds", "memory"))
+        rows.append(
+            f"| {kind} | {ends['read']} | {ends['refused']} | {ends['wrong']} | {slowest:.1f} | {memory // MIB} |"
+        )
+    failures = [f"{r['kind']} (case {r['case']}): {what}" for r in results for what in r["wrong"]]
     lines = [
         "# Spoiled files",
         "",
-        f"{total} spoiled files, pipes, links, bombs and commands of {len(outcomes)} kinds. Refused: a TuneportError "
-        "of one line. Wrong: any other end.",
+        f"{len(results)} spoiled files, pipes, links, bombs and commands of {len(rows)} kinds. Refused: a "
+        "TuneportError of one line. Wrong: any other end.",
         "",
-        "| kind | read | refused | wrong |",
-        "|---|---|---|---|",
-        *(f"| {kind} | {n['read']} | {n['refused']} | {n['wrong']} |" for kind, n in outcomes.items()),
+        f"{len(failures)} failures: other exceptions, over {SLOW:.0f} s of CPU time or {HANGS:.0f} s, messages over "
+        f"{LONGEST} characters or of several lines, writes outside, code run, or more memory than {BASE_MEMORY // MIB} "
+        "MiB and four times what a table or an archive may unpack to. While fuzzing that is 64 MiB for archives and "
+        "Parquet files and 2 MiB for other tables in place of 4 GiB.",
+        *(f"- {failure}" for failure in failures[:100]),
         "",
-        f"- failures (other exceptions, over {SLOW:.0f} s of CPU time, over {MEMORY // MIB} MiB, messages over "
-        f"{LONGEST} characters, writes outside, code run): {len(result['failures'])}",
-        f"- slowest case: {result['slowest']:.2f} s of CPU time; most memory: {result['memory'] // MIB} MiB, with "
-        f"archives limited to {UNPACKED // MIB} MiB and text tables to {TEXT // MIB} MiB in place of 4 GiB; all: "
-        f"{seconds:.0f} s",
-        f"- command: `python benchmarks/fuzz.py --cases {options.cases} --seed {options.seed} "
-        f"--processes {options.processes}`",
+        "| kind | read | refused | wrong | most seconds of CPU time | most MiB |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"- command: `python benchmarks/fuzz.py {' '.join(sys.argv[1:])}`",
+        f"- seconds: {seconds:.0f}",
         f"- machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors", "pillow")),
         f"- commit: {commit.stdout.strip() or 'unknown'}",
@@ -249,31 +263,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--kind", default="", help="a word in the names of the kinds to try")
     parser.add_argument("--only", type=int, help="repeat one case")
-    parser.add_argument("--out", type=Path, help="a page; the same as JSON is written next to it")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a page")
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--part-out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     started = time.perf_counter()
-    if options.part is not None:
-        result = fuzz(range(options.part, options.cases, options.processes), options.seed, options.kind)
-        options.part_out.write_text(json.dumps(result), encoding="utf-8")
+    if options.first is not None:
+        fuzz(range(options.first, options.cases, options.jobs), options.seed, options.kind, options.part_out)
         return
+    firsts = range(min(options.jobs, options.cases))
     if options.only is not None:
-        result = fuzz(range(options.only, options.only + 1), options.seed, options.kind)
-    else:
-        result = (
-            in_processes(options) if options.processes > 1 else fuzz(range(options.cases), options.seed, options.kind)
-        )
-    page = report(result, options, time.perf_counter() - started)
+        firsts, options.cases = range(options.only, options.only + 1), options.only + 1
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(firsts)) as pool:
+        parts = pool.map(lambda first: run_job(first, options, Path(folder)), firsts)
+        results = [result for part in parts for result in part]
+    page = report(results, time.perf_counter() - started)
     print(page)
     if options.out is not None:
         options.out.write_text(page, encoding="utf-8")
-        facts = {"cases": options.cases, "seed": options.seed, **result}
-        options.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    if result["failures"]:
+    if any(result["wrong"] for result in results):
         raise SystemExit(1)
 
 

@@ -21,8 +21,10 @@ from fuzz_spoil import (
     odd_adapter,
     odd_arrays,
     odd_head,
+    odd_pickle,
     odd_recipe,
     odd_table,
+    odd_tokenizer,
     odd_vector,
     spoil_bytes,
     spoil_header,
@@ -39,11 +41,15 @@ from safetensors.torch import save_file
 
 from tuneport import TuneportError, cli
 from tuneport.bench.recipe import read_recipe
+from tuneport.data import arrow, formats, rows
 from tuneport.data.formats import read_plain
+from tuneport.data.tasks import files
 from tuneport.io.checkpoint import open_checkpoint, read_json
 from tuneport.io.validate import check_finite
 from tuneport.maps.covariance import CrossCovariance
 from tuneport.maps.statistics import Statistics
+from tuneport.models.chat import render_chat
+from tuneport.models.families import open_tokenizer
 from tuneport.models.heads import read_head
 from tuneport.models.open import open_model
 from tuneport.pipeline.change import extract
@@ -57,6 +63,12 @@ UNPACKED = 64 * MIB  # the limit of archives and Parquet files while fuzzing, so
 TEXT = 2 * MIB  # that of text tables, whose rows are parsed one by one
 
 
+def set_limits() -> None:
+    """Lower the limits of the readers, which docs/limits.md names, to those of this page."""
+    rows.LARGEST_TABLE = TEXT
+    arrow.LARGEST_TABLE = formats._LARGEST_ARCHIVE = files._LARGEST = UNPACKED
+
+
 @dataclass(frozen=True)
 class Kind:
     """A file to spoil, how, and how its folder or file is read; `alone` in a process with limits of its own."""
@@ -66,6 +78,7 @@ class Kind:
     spoil: Callable[[bytes, random.Random], bytes]
     read: Callable[[Path], object]
     alone: bool = False
+    unpacked: int = 0  # bytes that it may unpack to, a quarter of what it may take in memory
     put: Callable[[Path, bytes], object] = Path.write_bytes
 
 
@@ -201,6 +214,8 @@ def kinds(root: Path) -> Iterator[Kind]:
     (root / "recipe.toml").write_text(recipe.replace("BASE", str(root / "model")).replace("DATA", str(root / "d.npz")))
     yield Kind("recipe", "recipe.toml", spoil_bytes, read_recipe)
     yield from text_models(root)
+    yield from known_tasks(root)
+    yield from saved_work(root)
     yield from tables(root)
     yield from bombs(root)
     yield from special_files(root)
@@ -253,6 +268,11 @@ def run_model(path: Path) -> None:
                 run(model.module, batch)
 
 
+def look_at_chat(path: Path) -> None:
+    chat = [{"role": "user", "content": "a photo"}, {"role": "assistant", "content": "cat"}]
+    render_chat(open_tokenizer(path.parent, False, "a chat"), chat)
+
+
 def text_models(root: Path) -> Iterator[Kind]:
     """A sentence encoder with a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -270,7 +290,83 @@ def text_models(root: Path) -> Iterator[Kind]:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         yield Kind(f"{name} that runs", f"bert/{name}", spoil_text, run_model, alone=True)
         yield Kind(name, f"bert/{name}", spoil_json, run_model, alone=True)
+    yield Kind("patterns of a tokenizer", "bert/tokenizer.json", odd_tokenizer, run_model, alone=True)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    fast.save_pretrained(root / "chat")
+    (root / "chat" / "config.json").write_text("{}")
+    yield Kind("chat template", "chat/chat_template.jinja", spoil_bytes, look_at_chat)
     yield Kind("text model that runs", "bert/config.json", spoil_text, run_model, alone=True)
+
+
+def known_tasks(root: Path) -> Iterator[Kind]:
+    """The files of known data sets, and model cards."""
+    images = np.zeros((3, 4, 4), np.uint8)
+    (root / "images.idx").write_bytes(np.array([0x803, 3, 4, 4], ">u4").tobytes() + images.tobytes())
+    yield Kind("idx", "images.idx", spoil_bytes, lambda path: files.read_idx(path, 3))
+    (root / "images.idx.gz").write_bytes(gzip.compress((root / "images.idx").read_bytes()))
+    yield Kind("idx.gz", "images.idx.gz", spoil_packed, lambda path: files.read_idx(path, 3))
+    (root / "list.txt").write_text("a/one.png\nb/two.png\n")
+    yield Kind("list of images", "list.txt", spoil_bytes, files.read_lines)
+    (root / "list.csv").write_text("Filename;ClassId\none.ppm;1\ntwo.ppm;2\n")
+    yield Kind("table of images", "list.csv", spoil_bytes, look_at_list)
+    try:
+        from scipy.io import savemat
+    except ImportError:
+        return
+    notes = np.array([("a.jpg", 1)], dtype=[("fname", object), ("class", object)])
+    for name, packed in (("plain", False), ("packed", True)):
+        savemat(root / f"{name}.mat", {"X": images, "y": np.arange(3), "annotations": notes}, do_compression=packed)
+        yield Kind(f"mat, {name}", f"{name}.mat", spoil_bytes, look_at_mat, alone=True)
+
+    def mat(_: bytes, choose: random.Random) -> bytes:
+        made = io.BytesIO()
+        size = choose.choice((1, 8, 60, 200)) * MIB
+        value: Any = np.zeros(size, np.uint8)
+        if choose.random() < 0.5:
+            value = np.array([value[: size // 2], value[: size // 3]], dtype=object)
+        savemat(made, {"X": value, "y": 1, "annotations": 1}, do_compression=True)
+        return made.getvalue()
+
+    yield Kind("bomb of mat", "packed.mat", mat, look_at_mat, alone=True, unpacked=UNPACKED)
+
+
+def look_at_mat(path: Path) -> None:
+    files.read_mat(path, "X", "y", "annotations")
+
+
+def look_at_list(path: Path) -> None:
+    found = files.read_rows(path, ";")
+    files.find_column(found, path, "Filename")
+    files.find_numbers(found, path, "ClassId")
+
+
+def saved_work(root: Path) -> Iterator[Kind]:
+    """What commands keep for --resume, and what they read of outputs and models beside the weights."""
+    from tuneport.bench.run import Cells
+    from tuneport.pipeline.change import stated_base
+    from tuneport.pipeline.port import finished
+    from tuneport.report.provenance import _licence
+    from tuneport.training.state import StateFile
+
+    (root / "work").mkdir()
+    StateFile(root / "work" / "state.safetensors", "x").save({"a": torch.ones(2)}, {"step": 1})
+    yield Kind("state of a training", "work/state.safetensors", spoil_header, lambda path: StateFile(path, "x").load())
+    cells = Cells(root / "work" / "bench", "x")
+    for name in ("a", "b"):
+        cells.add(name, {"rows": [1, 2.5], "seconds": 1})
+    yield Kind(
+        "cells of a bench",
+        "work/.bench.tuneport-cells",
+        spoil_lines,
+        lambda path: Cells(path.with_name("bench"), "x").load(),
+    )
+    (root / "work" / "tuneport.json").write_text(json.dumps({"method": "bico", "target": {"path": "a"}}))
+    yield Kind("run record", "work/tuneport.json", spoil_json, lambda path: finished(path.parent, "model"))
+    (root / "work" / "README.md").write_text("---\nlicense: mit\ntags: [a, b]\n---\n# A model\n")
+    yield Kind("model card", "work/README.md", spoil_bytes, _licence)
+    vector = TaskVector({"a": torch.ones(3, 2)})
+    save_task_vector(root / "tau-of.safetensors", vector, {"record": json.dumps({"target": {"path": "a"}})})
+    yield Kind("base of a task vector", "tau-of.safetensors", spoil_metadata, stated_base)
 
 
 def tables(root: Path) -> Iterator[Kind]:
@@ -393,10 +489,13 @@ def bombs(root: Path) -> Iterator[Kind]:
         text = ("{" + ",".join(f'"t{i}":{entry}' for i in range(count)) + "}").encode()[: 40 * MIB]
         return len(text).to_bytes(8, "little") + text
 
-    yield Kind("bomb of jsonl.gz", "bomb.jsonl.gz", jsonl, look_at_data, alone=True)
-    yield Kind("bomb of csv.gz", "bomb.csv.gz", csv, look_at_data, alone=True)
-    yield Kind("bomb of npz", "bomb.npz", npz, look_at_data, alone=True)
-    yield Kind("bomb of a header", "bomb.safetensors", header, look_at, alone=True)
+    yield Kind("bomb of jsonl.gz", "bomb.jsonl.gz", jsonl, look_at_data, alone=True, unpacked=TEXT)
+    yield Kind("bomb of csv.gz", "bomb.csv.gz", csv, look_at_data, alone=True, unpacked=TEXT)
+    yield Kind("bomb of npz", "bomb.npz", npz, look_at_data, alone=True, unpacked=UNPACKED)
+    yield Kind(
+        "bomb of a pickle", "pickle/pytorch_model.bin", odd_pickle, lambda path: look_at(path.parent), alone=True
+    )
+    yield Kind("bomb of a header", "bomb.safetensors", header, look_at, alone=True, unpacked=25 * 10**6)
 
     def json_bomb(_: bytes, choose: random.Random) -> bytes:
         piece = choose.choice((b"[],", b"{},", b'{"a":0},', b"0,", b'"ab",', b"1e9,"))
@@ -405,10 +504,15 @@ def bombs(root: Path) -> Iterator[Kind]:
         )
 
     yield Kind(
-        "bomb of a configuration", "model/config.json", json_bomb, lambda path: open_model(path.parent), alone=True
+        "bomb of a configuration",
+        "model/config.json",
+        json_bomb,
+        lambda path: open_model(path.parent),
+        alone=True,
+        unpacked=20 * 10**6,
     )
     if (root / "rows.parquet").exists():
-        yield Kind("bomb of parquet", "bomb.parquet", parquet_of, look_at_data, alone=True)
+        yield Kind("bomb of parquet", "bomb.parquet", parquet_of, look_at_data, alone=True, unpacked=UNPACKED)
 
 
 SPECIAL = (b"pipe", b"link to a pipe", b"link to a device", b"loop", b"folder", b"gone", b"link out", b"empty")
@@ -449,7 +553,7 @@ def special_files(root: Path) -> Iterator[Kind]:
         "recipe.toml": read_recipe,
     }
     for file, read in of.items():
-        yield Kind(f"pipe or link: {file}", file, lambda _, choose: choose.choice(SPECIAL), read, True, special)
+        yield Kind(f"pipe or link: {file}", file, lambda _, choose: choose.choice(SPECIAL), read, True, put=special)
 
 
 OPTIONS = ("--samples", "--scale", "--method", "--seed", "--head", "--loss", "--dtype", "--device", "--rank", "--as")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 import random
 import struct
 import zipfile
@@ -293,6 +294,43 @@ def odd_adapter(content: bytes, choose: random.Random) -> bytes:
     if choose.random() < 0.2:
         config["base_model_name_or_path"] = choose.choice(ODD_VALUES)
     return json.dumps(config).encode()
+
+
+def odd_tokenizer(content: bytes, choose: random.Random) -> bytes:
+    """A tokenizer that splits or replaces by regular expressions."""
+    config = json.loads(content)
+    pattern = {"Regex": odd_pattern(choose)}
+    if choose.random() < 0.5:
+        config["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    else:
+        config["normalizer"] = {"type": "Replace", "pattern": pattern, "content": choose.choice(("", "a", "a" * 999))}
+    return json.dumps(config).encode()
+
+
+def odd_pickle(content: bytes, choose: random.Random) -> bytes:
+    """A file of torch.save whose state unpacks to much: tuples in tuples, a buffer, many objects, a packed member."""
+    what = choose.randrange(6)
+    nest: Any = ("a",)
+    for _ in range(choose.choice((3, 10, 30, 60))):
+        nest = (nest,) * choose.choice((2, 3))
+    size = struct.pack("<i", choose.choice((10, 10**6, 2**31 - 1)))
+    states = (
+        b"\x80\x02}" + pickle.dumps(nest, 2)[2:-1] + b"Ns.",
+        b"\x80\x02}" + pickle.dumps(((("a",) * 3000,) * 3000,), 2)[2:-1] + b"Ns.",
+        b"\x80\x02c__builtin__\nbytearray\nJ" + size + b"\x85R.",
+        b"\x80\x02ctorch\nTensor\nJ" + size + b"\x85R.",
+        b"\x80\x02(" + choose.choice((b"]", b"}", b")", b"N")) * choose.choice((10, 10**5, 3 * 10**6)) + b"l.",
+        b"\x80\x02X" + struct.pack("<I", 10**8) + bytes(10**8) + b".",
+    )
+    if choose.random() < 0.3:
+        facts = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+        return b"".join(pickle.dumps(fact, 2) for fact in facts) + states[what % 5] + pickle.dumps([], 2)
+    made = io.BytesIO()
+    packing = choose.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)) if what < 5 else zipfile.ZIP_DEFLATED
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(made, "w", packing) as archive:
+        for name in source.namelist():
+            archive.writestr(name, states[what] if name.endswith("data.pkl") else source.read(name))
+    return made.getvalue()
 
 
 def spoil_metadata(content: bytes, choose: random.Random) -> bytes:
