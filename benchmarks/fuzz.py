@@ -169,10 +169,10 @@ def fuzz(cases: range, seed: int, word: str, out: Path) -> None:
         guard = Guard(work)
         for case in cases:
             kind = all_kinds[case % len(all_kinds)]
-            choose = random.Random(f"{seed}/{case}")
-            kind.put(work / kind.file, kind.spoil((good / kind.file).read_bytes(), choose))
             lines.write(json.dumps({"case": case, "kind": kind.name}) + "\n")
             lines.flush()
+            choose = random.Random(f"{seed}/{case}")
+            kind.put(work / kind.file, kind.spoil((good / kind.file).read_bytes(), choose))
             result = (read_alone if kind.alone else read)(kind, work / kind.file, guard)
             restore(good / kind.file, work / kind.file)
             if (good / "RAN").exists() or (work / "RAN").exists():

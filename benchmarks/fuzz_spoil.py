@@ -187,7 +187,7 @@ def odd_table(_: bytes, choose: random.Random) -> bytes:
 
 def spoil_lines(content: bytes, choose: random.Random) -> bytes:
     lines = content.split(b"\n")
-    at = choose.randrange(len(lines))
+    at = choose.choice([number for number, line in enumerate(lines) if line])
     lines[at] = spoil_json(lines[at], choose)
     return b"\n".join(lines)
 

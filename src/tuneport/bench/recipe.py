@@ -22,6 +22,7 @@ from ..models.open import path_of
 from .schema import KINDS, PATTERN, Comparison, Keys, PaperRows, validated
 
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
+LARGEST_RECIPE = 10**6  # bytes
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
 
 
@@ -94,8 +95,8 @@ def read_toml(recipe: str | Path) -> dict[str, Any]:
     if not path.is_file():
         by_path = path.suffix == ".toml" or len(path.parts) > 1
         raise DataError(f"there is no recipe at {path}." if by_path else unknown_name("recipe", str(recipe), RECIPES))
-    if path.stat().st_size > 1_000_000:
-        raise DataError(f"{path} is larger than a recipe can be (1 MB).")
+    if path.stat().st_size > LARGEST_RECIPE:
+        raise DataError(f"{path} is larger than a recipe can be ({LARGEST_RECIPE / 1e6:.0f} MB).")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:

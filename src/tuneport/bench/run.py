@@ -22,7 +22,7 @@ import torch
 from ..data.dataset import align_labels
 from ..data.tasks import read_data
 from ..errors import CheckpointError, DataError, TuneportError, first_of
-from ..io.checkpoint import read_object
+from ..io.checkpoint import LARGEST_INDEX, read_object
 from ..io.output import check_new_folder, claimed, new_folder
 from ..methods import get_method
 from ..models.base import Model
@@ -155,7 +155,7 @@ def run_recipe(
 def _is_complete(out: Path, marks: Iterable[str], conditions: str) -> bool:
     """True if `out` is the output of a run under these conditions."""
     try:
-        found = [read_object(out / mark, "results of a recipe", limit=10**9) for mark in marks]
+        found = [read_object(out / mark, "results of a recipe", limit=LARGEST_INDEX) for mark in marks]
     except CheckpointError:
         return False
     return all(content.get("fingerprint") == conditions for content in found)

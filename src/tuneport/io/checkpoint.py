@@ -23,6 +23,8 @@ from .sizes import parse_bytes
 from .tensors import LazyTensors, describe
 from .weight_file import WeightFile, open_weights, write_safetensors
 
+LARGEST_JSON = 20 * 10**6  # bytes of a configuration
+LARGEST_INDEX = 10**8  # bytes of an index or a run record
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # as transformers looks
 
@@ -102,7 +104,7 @@ def _weights_in(folder: Path) -> Path:
     )
 
 
-def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
+def read_json(path: Path, what: str, limit: int = LARGEST_JSON) -> Any:
     """Read a JSON file of at most `limit` bytes, or raise a CheckpointError that says `what` was expected."""
     check_regular(path)
     try:
@@ -116,7 +118,7 @@ def read_json(path: Path, what: str, limit: int = 20 * 10**6) -> Any:
         raise CheckpointError(f"{path} is not {what}: {brief(error)}. Download or save it again.") from error
 
 
-def read_object(path: Path, what: str, limit: int = 20 * 10**6) -> dict[str, Any]:
+def read_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
     """The JSON object in a file, or a CheckpointError that says `what` was expected."""
     content = read_json(path, what, limit)
     if not isinstance(content, dict):
@@ -126,7 +128,7 @@ def read_object(path: Path, what: str, limit: int = 20 * 10**6) -> dict[str, Any
 
 def _open_index(index: Path) -> dict[str, WeightFile]:
     """Open every shard that an index names, and check that each shard holds its tensors."""
-    content = read_json(index, "an index", limit=10**8)
+    content = read_json(index, "an index", limit=LARGEST_INDEX)
     try:
         shard_of = {str(name): str(shard) for name, shard in content["weight_map"].items()}
     except (KeyError, TypeError, AttributeError) as error:

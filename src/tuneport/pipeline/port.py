@@ -10,7 +10,7 @@ from typing import Any
 
 from ..data.dataset import Dataset
 from ..errors import TuneportError
-from ..io.checkpoint import open_checkpoint, read_json
+from ..io.checkpoint import LARGEST_INDEX, open_checkpoint, read_json
 from ..io.output import claimed
 from ..job import Job
 from ..methods import Method, get_method
@@ -120,7 +120,7 @@ def port(
             raise
         work.remove()
     if kind == "adapter":  # its record says more: ranks and what they cost
-        written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=10**8)
+        written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
         return written
     return {**result.record, "out": str(out), "as": kind}
 
@@ -143,7 +143,7 @@ def finished(out: Path, kind: OutputKind) -> dict[str, Any] | None:
     """The run record of an output that is there already."""
     try:
         if kind in ("model", "adapter"):
-            record = read_json(out / "tuneport.json", "a run record", limit=10**8)
+            record = read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
         else:
             record = json.loads(open_checkpoint(out).metadata["record"])
     except (TuneportError, KeyError, ValueError, RecursionError):

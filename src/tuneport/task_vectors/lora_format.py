@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, first_of
-from ..io.checkpoint import open_checkpoint, read_json, read_object, write_checkpoint
+from ..io.checkpoint import LARGEST_INDEX, open_checkpoint, read_json, read_object, write_checkpoint
 from ..io.output import RECORD
 from ..io.validate import check_finite, check_unquantised
 from .lora_patterns import check_patterns
@@ -136,7 +136,7 @@ def _stored_adapter(folder: Path) -> Adapter:
 def _classes(folder: Path) -> tuple[str, ...]:
     """The names of the classes that the run record of an output has: peft stores none."""
     try:
-        found = read_json(folder / RECORD, "a run record", limit=10**8)["head"]["classes"]
+        found = read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)["head"]["classes"]
     except (CheckpointError, KeyError, TypeError):
         return ()
     return tuple(map(str, found)) if isinstance(found, list) else ()

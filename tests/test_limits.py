@@ -1,0 +1,86 @@
+"""docs/limits.md names the limits of the readers; they are those of the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tuneport.bench import recipe
+from tuneport.data import arrow, dataset, formats, images, rows
+from tuneport.data.tasks import files
+from tuneport.io import checkpoint, json_text, pickle_size, weight_file
+from tuneport.models import families, outline
+from tuneport.models.families import huggingface_vision as vision
+from tuneport.report import provenance
+from tuneport.task_vectors import lora_patterns
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "limits.md"
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:g} GiB"
+
+
+def mb(size: int) -> str:
+    return f"{size / 1e6:g} MB"
+
+
+VALUES = f"{json_text.MOST_VALUES:,} values"
+LIMITS = {
+    "JSONL, JSON, CSV, TSV, also with `.gz`": (
+        f"{gib(rows.LARGEST_TABLE)} unpacked",
+        f"{rows.LARGEST_ROW:,} characters a row",
+        f"{rows.MOST_COLUMNS:,} columns",
+    ),
+    "Parquet, saved HF datasets": (gib(arrow.LARGEST_TABLE), f"{arrow.MOST_COLUMNS:,} columns", "DELTA_BYTE_ARRAY"),
+    "`.npz`": (gib(formats._LARGEST_ARCHIVE), f"{formats._MOST_CLASSES:,} classes"),
+    "idx, `.mat`": (gib(files._LARGEST),),
+    "any data": (f"{dataset.MOST_SAMPLES:,} samples",),
+    "lists of images of a known task": (mb(files._LARGEST_LIST), f"{files.MOST_COLUMNS:,} columns"),
+    "an image": (f"{Image.MAX_IMAGE_PIXELS:,} pixels", f"{images.LARGEST_RATIO} times the other"),
+    "a safetensors file": (
+        mb(weight_file._LARGEST_HEADER),
+        f"{VALUES} of header",
+        f"{weight_file._MOST_DIMENSIONS} dimensions",
+    ),
+    "a pickle (`.bin`, `.pt`)": (
+        mb(pickle_size.LARGEST_PICKLE),
+        f"{pickle_size.MOST_OPERATIONS:,} operations",
+        f"{pickle_size.MOST_OBJECTS:,} objects",
+    ),
+    "a configuration": (mb(checkpoint.LARGEST_JSON), VALUES),
+    "a configuration without weights (`plan --shapes-only`)": (
+        f"sizes over {outline.LARGEST:,}",
+        f"{outline.MOST_BLOCKS:,} blocks",
+    ),
+    "an index, a run record": (mb(checkpoint.LARGEST_INDEX), VALUES),
+    "a file of a tokenizer": (mb(families.LARGEST_TOKENIZER),),
+    "images that a preprocessor makes": (
+        f"{vision.LARGEST_IMAGE:,} pixels a side",
+        f"{vision.LARGEST_SHARE} times the side",
+    ),
+    "patterns in an adapter": (
+        f"names of {lora_patterns.LONGEST_NAME} characters",
+        f"{lora_patterns.MOST_STEPS:,} steps",
+    ),
+    "a recipe": (mb(recipe.LARGEST_RECIPE),),
+    "the licence in a model card": (f"{provenance.LARGEST_CARD // 1024} KiB",),
+}
+
+
+def rows_of_the_page() -> dict[str, str]:
+    section = PAGE.read_text(encoding="utf-8").partition("## Input files")[2].partition("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {first: second for first, second in cells[1:]}
+
+
+def test_the_table_has_a_row_for_every_reader() -> None:
+    assert list(rows_of_the_page()) == list(LIMITS)
+
+
+@pytest.mark.parametrize("reader", LIMITS)
+def test_the_numbers_are_those_of_the_code(reader: str) -> None:
+    stated = rows_of_the_page()[reader]
+    assert [number for number in LIMITS[reader] if number not in stated] == []
