@@ -73,7 +73,7 @@ LIMITS = {
 def rows_of_the_page() -> dict[str, str]:
     section = PAGE.read_text(encoding="utf-8").partition("## Input files")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return {first: second for first, second in cells[1:]}
+    return dict(cells[1:])
 
 
 def test_the_table_has_a_row_for_every_reader() -> None:
