@@ -310,7 +310,7 @@ def write_data(path: Path, classes: tuple[str, ...] = CLASSES, train: int = 60, 
 
 def cross(zoo: Zoo, source: str, target: str, part: str = "target", **options: Any) -> Result:
     """A transfer from one family of the zoo to another."""
-    options = {"samples": SAMPLES, **options}
+    options = {"samples": SAMPLES, "scale": 1.0, **options}
     return transfer(zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-{part}"], zoo.data, **options)
 
 

@@ -39,7 +39,9 @@ def test_an_adapter_of_a_headed_model_on_the_bare_base(run: Run, place: Path) ->
         "--data",
         rows(place / "r.jsonl"),
     ]
-    done = run("transfer", *words, "--labels", "source", "--as", "adapter", "--out", place / "out", "--json")
+    done = run(
+        "transfer", "--scale=1", *words, "--labels", "source", "--as", "adapter", "--out", place / "out", "--json"
+    )
     assert done.code == 0, done.err
     assert len(done.json["layers"]) == 6, "query and value of three blocks"
     assert {layer["rank"] for layer in done.json["layers"]} == {3}
@@ -65,11 +67,11 @@ def test_the_suggested_roles_work(run: Run, place: Path) -> None:
     lora = saved(adapted(old, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]), place / "lora")
     data = texts.write_rows(place / "r.jsonl", [{"text": text} for text in texts.SENTENCES])
     words = ["--source", place / "old", "--finetuned", lora, "--target", place / "new", "--data", data]
-    refused = run("transfer", *words, "--out", place / "out")
+    refused = run("transfer", "--scale=1", *words, "--out", place / "out")
     assert_refused(refused, 1, "and no gate, up, down. Pass --roles gate=none --roles up=fc1 --roles down=fc2 or see")
     advice = re.search(r"Pass (--roles .*?) or see", refused.err)
     assert advice is not None
-    done = run("transfer", *words, *shlex.split(advice[1]), "--out", place / "out", "--json")
+    done = run("transfer", "--scale=1", *words, *shlex.split(advice[1]), "--out", place / "out", "--json")
     assert done.code == 0, done.err
     sources = {layer["role"]: layer["source"].split(".")[-2] for layer in done.json["layers"]}
     assert sources == {"q": "q_proj", "fc1": "up_proj", "fc2": "down_proj"}
@@ -88,7 +90,7 @@ def test_what_moved_is_on_the_terminal_and_the_card(run: Run, place: Path) -> No
     for model, name in ((old, "old"), (tuned, "tuned"), (new, "new")):
         texts.write(place / name, model, texts.bert_tokenizer())
     words = ["--source", place / "old", "--finetuned", place / "tuned", "--target", place / "new"]
-    done = run("transfer", *words, "--data", rows(place / "r.jsonl"), "--out", place / "out")
+    done = run("transfer", "--scale=1", *words, "--data", rows(place / "r.jsonl"), "--out", place / "out")
     assert done.code == 0, done.err
     line = re.search(r"moved +([\d.]+ % of the change \(squared norm\); left behind: .*)", done.out)
     assert line is not None, done.out

@@ -153,7 +153,7 @@ class TestBadInput:
         self, run: Run, zoo: Zoo, tmp_path: Path, place: Path, case: str
     ) -> None:
         change, words = BAD[case]
-        done = run("transfer", *options(zoo, **change(Scene(zoo, tmp_path))), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo, **change(Scene(zoo, tmp_path))), "--out", place / "out")
         assert_refused(done, 1, *words)
         assert list(place.iterdir()) == []
 
@@ -165,13 +165,13 @@ class TestBadInput:
     def test_an_existing_output(self, run: Run, zoo: Zoo, place: Path) -> None:
         (place / "out").mkdir()
         (place / "out" / "precious").write_text("mine")
-        done = run("transfer", *options(zoo), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert_refused(done, 1, "out exists already", "--overwrite")
         assert (place / "out" / "precious").read_text() == "mine"
         assert [file.name for file in place.iterdir()] == ["out"]
 
     def test_an_output_in_a_missing_folder(self, run: Run, zoo: Zoo, place: Path) -> None:
-        done = run("transfer", *options(zoo), "--out", place / "missing" / "out")
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "missing" / "out")
         assert_refused(done, 1, "cannot be written: there is no folder", "Create it first")
         assert list(place.iterdir()) == []
 
@@ -185,7 +185,7 @@ class TestBadInput:
         target = Path(shutil.copytree(zoo["clip_vision-target"], tmp_path / "target"))
         paths = {"source": given["base"], "finetuned": given["tuned"], "target": target, "data": data}
         before = sorted(str(file) for file in tmp_path.rglob("*"))
-        done = run("transfer", *options(zoo, **paths), "--out", paths[role], "--overwrite")
+        done = run("transfer", "--scale=1", *options(zoo, **paths), "--out", paths[role], "--overwrite")
         assert_refused(done, 1, "cannot be overwritten: it holds the input", str(paths[role]))
         assert sorted(str(file) for file in tmp_path.rglob("*")) == before
 
@@ -216,7 +216,7 @@ class TestBadInput:
         pair = ("--source", base, "--target", zoo["vit-target"], "--samples", "8")
         task = ("--finetuned", f"pets={zoo['vit-tuned']}", "--data", f"pets={zoo.data}")
         commands: dict[tuple[Any, ...], str] = {
-            ("transfer", *options(zoo)): "tuneport.json",
+            ("transfer", "--scale=1", *options(zoo)): "tuneport.json",
             ("apply", tau, base): "tuneport.json",
             ("finetune", base, "--data", zoo.data): "tuneport.json",
             ("demo",): "demo.json",
@@ -239,12 +239,12 @@ class TestBadInput:
             mkdir(self, *args, **kwargs)
 
         monkeypatch.setattr(Path, "mkdir", refuse)
-        done = run("transfer", *options(zoo), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert_refused(done, 1, "out cannot be written", "Choose a")
 
     def test_long_lines_and_markup_come_through(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
         name = "[bold]" + "long name " * 15 + "[/nonsense]"
-        done = run("transfer", *options(zoo, source=tmp_path / name), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo, source=tmp_path / name), "--out", place / "out")
         assert_refused(done, 1, f"there is no model at {tmp_path / name}: no such folder")
 
 
@@ -260,7 +260,7 @@ class TestVanishedInput:
             finish(self, index)
 
         monkeypatch.setattr(capture._Accumulator, "finish", vanish)
-        done = run("transfer", *options(zoo, target=target), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo, target=target), "--out", place / "out")
         assert_refused(done, 1, "model.safetensors is gone or cannot be read")
         assert list(place.iterdir()) == []
 
@@ -272,7 +272,7 @@ class TestVanishedInput:
 
     def test_nor_through_tables(self, run: Run, zoo: Zoo, place: Path) -> None:
         data = shutil.copy(zoo.data, place / "a\x1b[2Jb\x07.npz")
-        done = run("transfer", *options(zoo, data=data), "--evaluate", "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo, data=data), "--evaluate", "--out", place / "out")
         assert "after (a\ufffd[2Jb\ufffd, test)" in " ".join(done.out.split())
         places = {"finetuned": zoo["vit-tuned"], "data": zoo.data}
         bases = ("--source", zoo["vit-base"], "--target", zoo["vit-target"])
@@ -323,7 +323,7 @@ class TestFullDisk:
         self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, file: str
     ) -> None:
         fill_disk(monkeypatch, place, file)
-        done = run("transfer", *options(zoo), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert_refused(done, 1, "out cannot be written: the disk is full. Free some space")
         assert list(place.iterdir()) == []
 
@@ -332,7 +332,7 @@ class TestFullDisk:
         for name in ("precious", "tuneport.json"):
             (place / "out" / name).write_text("mine")
         fill_disk(monkeypatch, place, "model.safetensors")
-        done = run("transfer", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
+        done = run("transfer", "--scale=1", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
         assert_refused(done, 1, "the disk is full")
         assert (place / "out" / "precious").read_text() == "mine"
         assert [file.name for file in place.iterdir()] == ["out"]

@@ -35,7 +35,7 @@ PARTS = {"source": "base", "target": "target"}
 class TestNothingMoved:
     def test_identical_class_embeddings(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:
         models = {key: with_head(zoo, f"clip_vision-{part}", tmp_path) for key, part in PARTS.items()}
-        done = run("transfer", *options(zoo, **models, head="same"), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo, **models, head="same"), "--out", place / "out")
         assert_refused(done, 1, f"DataError: all {len(CLASSES)} classes of the head same of", "have one embedding")
         assert list(place.iterdir()) == []
 
@@ -47,7 +47,7 @@ class TestNothingMoved:
             return 0 * module(pixel_values=batch[0]["pixel_values"])[0].sum()
 
         with pytest.raises(MethodError, match="nothing was moved: the output gradient at this layer is zero"):
-            transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, loss=constant)
+            transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=8, loss=constant)
 
 
 class TestPoorSamples:
@@ -73,7 +73,7 @@ class TestPoorSamples:
             "two": np.where(np.arange(24)[:, None, None, None] == 7, x[1], x[0]),
         }[kind]
         data = npz(tmp_path / "x.npz", x_train=given, y_train=y, x_test=given, y_test=y, classes=np.array(CLASSES))
-        done = run("transfer", *options(zoo, data=data, samples=samples), "--out", place / "out", "--json")
+        done = run("transfer", "--scale=1", *options(zoo, data=data, samples=samples), "--out", place / "out", "--json")
         assert done.code == 0, done.err
         if words is None:
             assert "notes" not in done.json
@@ -86,7 +86,7 @@ class TestPoorSamples:
         assert f"Note: {note}" in (place / "out" / "report.html").read_text()
 
     def test_one_token(self, zoo: Zoo) -> None:
-        result = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, max_tokens=1)
+        result = transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=8, max_tokens=1)
         (note,) = result.record["notes"]
         assert note.startswith("there is one token to measure")
-        assert "notes" not in transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, max_tokens=2).record
+        assert "notes" not in transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=8, max_tokens=2).record

@@ -48,7 +48,7 @@ class TestEvaluate:
         assert run(*common, "--samples", "12", "--seed", "1").json["samples"] == 30
 
     def test_a_transferred_model(self, run: Run, zoo: Zoo, place: Path) -> None:
-        assert run("transfer", *options(zoo), "--out", place / "out").code == 0
+        assert run("transfer", "--scale=1", *options(zoo), "--out", place / "out").code == 0
         assert run("evaluate", place / "out", "--data", zoo.data, "--json").code == 0
 
     def test_bad_input(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:

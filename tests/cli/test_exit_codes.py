@@ -40,7 +40,7 @@ class TestExitCodes:
 
     def test_an_error_in_a_process_of_its_own(self, zoo: Zoo, tmp_path: Path) -> None:
         missing = str(tmp_path / ("nowhere" * 20))
-        done = run_apart("transfer", *options(zoo, source=missing), "--out", str(tmp_path / "out"), "--json")
+        done = run_apart("transfer", "--scale=1", *options(zoo, source=missing), "--out", str(tmp_path / "out"), "--json")
         assert (done.code, done.out) == (1, "")
         assert done.err == (
             f"CheckpointError: there is no model at {missing}: no such folder. Give a model folder (transformers, "
@@ -67,7 +67,7 @@ class TestExitCodes:
             raise ZeroDivisionError("division\nby zero")
 
         monkeypatch.setattr("tuneport.pipeline.prepare.prepare", broken)
-        done = run("transfer", *options(zoo), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert done.code == 1
         assert done.err.count("\n") == 1
         assert done.err.startswith("ZeroDivisionError: division by zero")
@@ -80,7 +80,7 @@ class TestExitCodes:
             raise KeyboardInterrupt
 
         monkeypatch.setattr("tuneport.pipeline.statistics.measure_pairs", interrupted)
-        done = run("transfer", *options(zoo), "--out", place / "out")
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert (done.code, done.err) == (130, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
@@ -89,7 +89,7 @@ class TestExitCodes:
     def test_signals(self, zoo: Zoo, place: Path, moment: str, number: signal.Signals) -> None:
         """A real signal to a real process, which waits for it in the middle of its work."""
         training = moment == "training"
-        words = ["transfer", *options(zoo), "--batch-size", "4", "--save-every", "0"]
+        words = ["transfer", "--scale=1", *options(zoo), "--batch-size", "4", "--save-every", "0"]
         if training:
             words = ["finetune", str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"]
         done = self.signalled(moment, [number], *words, "--out", str(place / "out"))
@@ -99,13 +99,13 @@ class TestExitCodes:
         assert [file.name for file in place.iterdir()] == ([] if training else [".out.tuneport-work"])
 
     def test_further_signals_do_not_disturb_the_removal_of_files(self, zoo: Zoo, place: Path) -> None:
-        words = ["transfer", *options(zoo), "--out", str(place / "out")]
+        words = ["transfer", "--scale=1", *options(zoo), "--out", str(place / "out")]
         done = self.signalled("writing", [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM], *words)
         assert (done.code, done.err) == (128 + signal.SIGTERM, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
     def test_nohup(self, zoo: Zoo, place: Path) -> None:
-        words = ["transfer", *options(zoo), "--out", str(place / "out")]
+        words = ["transfer", "--scale=1", *options(zoo), "--out", str(place / "out")]
         done = self.signalled("nohup", [signal.SIGHUP], *words)
         assert (done.code, done.err) == (0, "")
         assert [file.name for file in place.iterdir()] == ["out"]

@@ -56,7 +56,7 @@ class TestExtractAndApply:
         assert (done.code, done.err) == (0, printed)
         done = run("plan", *options(zoo, "vit"), *words)
         assert (done.code, done.err) == (0, printed)
-        done = run("transfer", *options(zoo, "vit"), *words, "--out", place / "out", "--json")
+        done = run("transfer", "--scale=1", *options(zoo, "vit"), *words, "--out", place / "out", "--json")
         assert done.json["notes"] == [line]
         done = run("plan", *options(zoo, "vit", finetuned=tau), "--exclude", "classifier.*")
         assert (done.code, done.err) == (0, "")
@@ -108,5 +108,7 @@ class TestExtractAndApply:
     def test_a_name_by_which_the_file_would_not_be_known(self, run: Run, zoo: Zoo, place: Path, name: str) -> None:
         line = f"{place / name} must end in .safetensors"
         assert_refused(run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / name), 1, line)
-        assert_refused(run("transfer", *options(zoo), "--as", "task-vector", "--out", place / name), 1, line)
+        assert_refused(
+            run("transfer", "--scale=1", *options(zoo), "--as", "task-vector", "--out", place / name), 1, line
+        )
         assert list(place.iterdir()) == []

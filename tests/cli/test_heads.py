@@ -21,7 +21,7 @@ def given(tmp_path: Path) -> list[str]:
 
 def test_an_unlabelled_classifier(run: Run, given: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run("transfer", *given, "--out", out)
+    done = run("transfer", "--scale=1", *given, "--out", out)
     assert done.code == 0, done.err
     assert "3 classes, fitted to the scores of the fine-tuned source" in done.out
     assert "next: tuneport evaluate" not in done.out, "the data have no labels"
@@ -40,7 +40,7 @@ def test_evaluation_of_what_is_written(run: Run, given: list[str], tmp_path: Pat
     data = write_rows(tmp_path / "labelled.jsonl", rows)
     given[given.index("--data") + 1] = str(data)
     out = tmp_path / "out"
-    done = run("transfer", *given, "--labels", "data", "--evaluate", "--out", out, "--json")
+    done = run("transfer", "--scale=1", *given, "--labels", "data", "--evaluate", "--out", out, "--json")
     assert done.code == 0, done.err
     again = run("evaluate", out, "--data", data, "--json")
     assert again.json["accuracy"] == done.json["evaluation"]["after"]
@@ -60,6 +60,6 @@ def test_a_plan_runs_no_model(run: Run, given: list[str]) -> None:
 
 def test_refusals(run: Run, given: list[str], tmp_path: Path) -> None:
     words = ("cannot hold a fitted head", "--head-fit none")
-    done = run("transfer", *given, "--as", "task-vector", "--out", tmp_path / "out.safetensors")
+    done = run("transfer", "--scale=1", *given, "--as", "task-vector", "--out", tmp_path / "out.safetensors")
     assert_refused(done, 1, *words)
-    assert_refused(run("transfer", *given, "--head-fit", "some", "--out", tmp_path / "out"), 1, "head_fit")
+    assert_refused(run("transfer", "--scale=1", *given, "--head-fit", "some", "--out", tmp_path / "out"), 1, "head_fit")

@@ -97,12 +97,26 @@ def test_bad_input(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
 def test_a_transfer_of_several_fine_tunes(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
     """The maps do not depend on the fine-tune, so that the sum of two transfers is the transfer of the sum."""
     words = options(zoo, finetuned=loras[0])
-    done = run("transfer", *words, "--finetuned", loras[1], "--as", "adapter", "--out", place / "both", "--json")
+    done = run(
+        "transfer",
+        "--scale",
+        "1",
+        *words,
+        "--finetuned",
+        loras[1],
+        "--as",
+        "adapter",
+        "--out",
+        place / "both",
+        "--json",
+    )
     assert done.code == 0, done.err
     assert [part["name"] for part in done.json["finetuned"]["parts"]] == ["lora2", "lora3"]
     assert done.json["finetuned"]["name"] == "lora2 + lora3"
     for lora in loras:
-        alone = run("transfer", *options(zoo, finetuned=lora), "--as", "adapter", "--out", place / lora.name)
+        alone = run(
+            "transfer", "--scale=1", *options(zoo, finetuned=lora), "--as", "adapter", "--out", place / lora.name
+        )
         assert alone.code == 0, alone.err
     ones = [place / lora.name for lora in loras]
     assert run("merge", *ones, "--as", "model", "--out", place / "sum").code == 0

@@ -46,21 +46,21 @@ OUTPUTS: dict[str, list[str]] = {"model": [], "adapter": ["--rank", "2"], "task-
 def test_images(run: Run, zoo: Zoo, place: Path, family: str, kind: str) -> None:
     out = place / ("a name with spaces" + (".safetensors" if kind == "task-vector" else ""))
     words = options(zoo, family, head="animals" if family == "clip_vision" else None, method="theseus")
-    done = run("transfer", *words, "--as", kind, *OUTPUTS[kind], "--out", out)
+    done = run("transfer", "--scale=1", *words, "--as", kind, *OUTPUTS[kind], "--out", out)
     assert followed(run, done) == ["evaluate", *(["python"] if kind == "adapter" else [])]
 
 
 def test_images_without_labels(run: Run, zoo: Zoo, place: Path) -> None:
     np.savez(place / "bare.npz", x=images(30, 1)[0])
     words = options(zoo, data=place / "bare.npz", head="animals", labels="source", samples=12)
-    assert followed(run, run("transfer", *words, "--out", place / "out")) == []
+    assert followed(run, run("transfer", "--scale=1", *words, "--out", place / "out")) == []
 
 
 def test_a_training_split_alone(run: Run, zoo: Zoo, place: Path) -> None:
     kept = np.load(zoo.data)
     np.savez(place / zoo.data.name, **{key: kept[key] for key in kept.files if not key.endswith("_test")})
     words = options(zoo, data=place / zoo.data.name)
-    assert followed(run, run("transfer", *words, "--out", place / "out")) == []
+    assert followed(run, run("transfer", "--scale=1", *words, "--out", place / "out")) == []
 
 
 ROWS: dict[str, Any] = {

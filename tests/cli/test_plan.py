@@ -90,7 +90,7 @@ class TestCompare:
 
     def test_a_transfer_with_verdict_and_accuracy(self, run: Run, zoo: Zoo, place: Path) -> None:
         out = place / "checked"
-        record = run("transfer", *options(zoo, out=out), "--compare", "--evaluate", "--json").json
+        record = run("transfer", "--scale=1", *options(zoo, out=out), "--compare", "--evaluate", "--json").json
         after = run("evaluate", out, "--data", zoo.data, "--json").json
         before = run("evaluate", zoo["clip_vision-target"], "--data", zoo.data, "--json").json
         found = record["evaluation"]
@@ -104,5 +104,5 @@ class TestCompare:
 
     def test_accuracy_needs_data(self, run: Run, zoo: Zoo, place: Path) -> None:
         given = ("--source", zoo["vit-base"], "--finetuned", zoo["vit-tuned"], "--target", zoo["vit-target"])
-        done = run("transfer", *given, "--method", "naive", "--out", place / "out", "--evaluate")
+        done = run("transfer", "--scale=1", *given, "--method", "naive", "--out", place / "out", "--evaluate")
         assert_refused(done, 1, "--data")

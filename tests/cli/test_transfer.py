@@ -25,7 +25,7 @@ from tuneport.measure import capture
 
 class TestTransfer:
     def test_json_in_a_process_of_its_own(self, zoo: Zoo, place: Path) -> None:
-        done = run_apart("transfer", *options(zoo), "--out", str(place / "out"), "--json")
+        done = run_apart("transfer", "--scale=1", *options(zoo), "--out", str(place / "out"), "--json")
         assert done.code == 0, done.err
         record = done.json
         assert "Traceback" not in done.err
@@ -49,7 +49,7 @@ class TestTransfer:
 
     def test_the_words_for_people(self, run: Run, zoo: Zoo, place: Path) -> None:
         out = place / "a [bold]name[dim] with markup"
-        done = run("transfer", *options(zoo, head="animals"), "--out", out)
+        done = run("transfer", "--scale=1", *options(zoo, head="animals"), "--out", out)
         assert done.code == 0
         assert f"written to {out}, report in report.html\n" in done.out
         assert f"next: tuneport evaluate {shlex.quote(str(out))} --data {zoo.data} --head animals\n" in done.out
@@ -59,7 +59,7 @@ class TestTransfer:
     def test_every_option_reaches_the_record(self, run: Run, zoo: Zoo, place: Path) -> None:
         more = ["--exclude", "visual_projection.*", "--exclude", "*.bias", "--batch-size", "7", "--device", "cpu"]
         given = options(zoo, samples=None, shots=3, sampler="class_balanced", seed=4, method="theseus")
-        done = run("transfer", *given, *more, "--completion", "none", "--out", place / "out", "--json")
+        done = run("transfer", "--scale=1", *given, *more, "--completion", "none", "--out", place / "out", "--json")
         assert done.code == 0, done.err
         recorded = done.json["options"]
         assert recorded["exclude"] == ["visual_projection.*", "*.bias"]
@@ -72,7 +72,7 @@ class TestTransfer:
     def test_evaluate_looks_for_labels_first(self, run: Run, zoo: Zoo, place: Path) -> None:
         bare = npz(place / "bare.npz", x=images(30, 1)[0])
         words = options(zoo, data=bare, head="animals", labels="source")
-        done = run("transfer", *words, "--evaluate", "--out", place / "out")
+        done = run("transfer", "--scale=1", *words, "--evaluate", "--out", place / "out")
         assert_refused(done, 1, "bare.npz has no labels")
         done = run("transfer", *options(zoo, data=None, method="naive"), "--evaluate", "--out", place / "out")
         assert_refused(done, 1, "an accuracy needs labelled data and a head for it: pass --data.")
@@ -99,7 +99,7 @@ class TestTransfer:
         (place / "out").mkdir()
         for name in ("old", "tuneport.json"):
             (place / "out" / name).write_text("")
-        done = run("transfer", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
+        done = run("transfer", "--scale=1", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
         assert done.code == 0, done.err
         assert [file.name for file in place.iterdir()] == ["out"]
         assert not (place / "out" / "old").exists()
@@ -112,9 +112,9 @@ class TestTransfer:
     def test_as_a_task_vector_and_again(self, run: Run, zoo: Zoo, place: Path) -> None:
         tau = place / "tau.safetensors"
         common = [*options(zoo, "vit"), "--head-fit", "none"]  # a task vector cannot hold a fitted head
-        assert run("transfer", *common, "--out", place / "model").code == 0
-        assert run("transfer", *common, "--as", "task-vector", "--out", tau).code == 0
-        again = run("transfer", *common, "--as", "task-vector", "--out", tau, "--overwrite", "--json")
+        assert run("transfer", "--scale=1", *common, "--out", place / "model").code == 0
+        assert run("transfer", "--scale=1", *common, "--as", "task-vector", "--out", tau).code == 0
+        again = run("transfer", "--scale=1", *common, "--as", "task-vector", "--out", tau, "--overwrite", "--json")
         assert again.code == 0, again.err
         assert again.json["out"] == str(tau)
         assert run("apply", tau, zoo["vit-target"], "-o", place / "applied").code == 0
@@ -125,15 +125,17 @@ class TestTransfer:
     def test_a_task_vector_file_as_the_fine_tune(self, run: Run, zoo: Zoo, place: Path) -> None:
         tau, whole = place / "tau.safetensors", ("--head-fit", "none")  # a fitted head differs in rounding
         assert run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", tau).code == 0
-        assert run("transfer", *options(zoo, "vit", finetuned=tau), *whole, "--out", place / "one").code == 0
-        assert run("transfer", *options(zoo, "vit"), *whole, "--out", place / "two").code == 0
+        assert (
+            run("transfer", "--scale=1", *options(zoo, "vit", finetuned=tau), *whole, "--out", place / "one").code == 0
+        )
+        assert run("transfer", "--scale=1", *options(zoo, "vit"), *whole, "--out", place / "two").code == 0
         one, two = ((place / name / "model.safetensors").read_bytes() for name in ("one", "two"))
         assert one == two
 
 
 def test_the_next_line_can_be_pasted(run: Run, zoo: Zoo, place: Path) -> None:
     data = Path(shutil.copy(zoo.data, place / "x; touch INJECTED #$(touch TOO).npz"))
-    done = run("transfer", *options(zoo, data=data), "--out", place / "it's out")
+    done = run("transfer", "--scale=1", *options(zoo, data=data), "--out", place / "it's out")
     assert done.code == 0, done.err
     line = done.out.splitlines()[-1].removeprefix("next: ")
     assert shlex.split(line) == ["tuneport", "evaluate", str(place / "it's out"), "--data", str(data)]
@@ -145,7 +147,7 @@ def test_the_next_line_can_be_pasted(run: Run, zoo: Zoo, place: Path) -> None:
 
 
 def test_an_adapter_can_be_loaded_by_the_next_line(run: Run, zoo: Zoo, place: Path) -> None:
-    done = run("transfer", *options(zoo, rank=2), "--as", "adapter", "--out", place / 'a"b')
+    done = run("transfer", "--scale=1", *options(zoo, rank=2), "--as", "adapter", "--out", place / 'a"b')
     assert done.code == 0, done.err
     program, flag, code = shlex.split(done.out.splitlines()[-1].removeprefix("next: "))
     assert (program, flag) == ("python", "-c")
@@ -169,7 +171,9 @@ class TestSpace:
     ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=least))
         out = place / ("tau.safetensors" if "task-vector" in more else "out")
-        assert_refused(run("transfer", *options(zoo), *more, "--out", out), 1, "needs about", "are free in")
+        assert_refused(
+            run("transfer", "--scale=1", *options(zoo), *more, "--out", out), 1, "needs about", "are free in"
+        )
         assert list(place.iterdir()) == []
 
     def test_of_companions(self, run: Run, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +181,7 @@ class TestSpace:
         with (target / "big.txt").open("wb") as file:
             file.truncate(50 * 2**20)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 * 2**20))
-        done = run("transfer", *options(zoo, target=target), "--out", tmp_path / "out")
+        done = run("transfer", "--scale=1", *options(zoo, target=target), "--out", tmp_path / "out")
         assert_refused(done, 1, "needs about 51.", "but only 40.00 MiB are free")
 
     def test_of_extract(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,14 +196,27 @@ def test_a_companion_that_links_elsewhere_is_refused_first(run: Run, zoo: Zoo, t
     target = shutil.copytree(zoo["clip_vision-target"], tmp_path / "target")
     (tmp_path / "secret").write_text("private")
     (target / "notes.txt").symlink_to(tmp_path / "secret")
-    assert_refused(run("transfer", *options(zoo, target=target), "--out", place / "out"), 1, "outside its folder")
+    assert_refused(
+        run("transfer", "--scale=1", *options(zoo, target=target), "--out", place / "out"), 1, "outside its folder"
+    )
     assert list(place.iterdir()) == []
 
 
 class TestResume:
     def test_a_killed_run_is_resumed(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """An interrupt after some batches stands for the kill; tests/test_resume.py kills for real."""
-        command = ["transfer", *options(zoo), "--batch-size", "4", "--save-every", "0", "--out", place / "out"]
+        command = [
+            "transfer",
+            "--scale",
+            "1",
+            *options(zoo),
+            "--batch-size",
+            "4",
+            "--save-every",
+            "0",
+            "--out",
+            place / "out",
+        ]
         assert run(*command[:-1], place / "whole").code == 0
         finish, batches = capture._Accumulator.finish, []
 
@@ -241,7 +258,7 @@ class TestResume:
         thread.start()
         try:
             assert started.wait(600)
-            done = run("transfer", *options(zoo), "--out", place / "out", "--overwrite")
+            done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out", "--overwrite")
         finally:
             ready.set()
             thread.join()

@@ -31,7 +31,7 @@ OUTPUTS = {
 def test_evaluation_of_what_is_written(run: Run, zoo: Zoo, place: Path, family: str, output: str, target: str) -> None:
     out = place / ("out.safetensors" if output == "task-vector" else "out")
     words = options(zoo, family, target=zoo[f"{family}-{target}"], scale=3)
-    done = run("transfer", *words, *OUTPUTS[output], "--evaluate", "--out", out, "--json")
+    done = run("transfer", "--scale=1", *words, *OUTPUTS[output], "--evaluate", "--out", out, "--json")
     assert done.code == 0, done.err
     found = run("evaluate", out, "--data", zoo.data, "--json")
     assert found.code == 0, found.err
@@ -45,7 +45,7 @@ def test_an_uncut_lora(run: Run, zoo: Zoo, place: Path) -> None:
     base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
     lora = saved(adapted(base, target_modules=["q_proj", "fc1"]), place / "lora")
     words = options(zoo, finetuned=lora)
-    done = run("transfer", *words, "--as", "adapter", "--evaluate", "--out", place / "out", "--json")
+    done = run("transfer", "--scale=1", *words, "--as", "adapter", "--evaluate", "--out", place / "out", "--json")
     assert done.code == 0, done.err
     found = run("evaluate", place / "out", "--data", zoo.data, "--json")
     assert found.json["accuracy"] == done.json["evaluation"]["after"]
@@ -54,8 +54,8 @@ def test_an_uncut_lora(run: Run, zoo: Zoo, place: Path) -> None:
 def test_the_scale_is_chosen_for_the_cut_update(run: Run, zoo: Zoo, place: Path) -> None:
     """What is kept at rank 1 gives other losses than the whole update, at the same scales."""
     words = [*options(zoo, scale="auto"), "--as", "adapter", "--json"]
-    cut = run("transfer", *words, "--rank", "1", "--out", place / "cut")
-    whole = run("transfer", *words, "--energy", "1", "--out", place / "whole")
+    cut = run("transfer", "--scale=1", *words, "--rank", "1", "--out", place / "cut")
+    whole = run("transfer", "--scale=1", *words, "--energy", "1", "--out", place / "whole")
     model = run("transfer", *options(zoo, scale="auto"), "--json", "--out", place / "model")
     losses = [[item["loss"] for item in done.json["scale_choice"]["candidates"]] for done in (cut, whole, model)]
     assert losses[0][0] == losses[1][0] == losses[2][0], "at scale zero nothing is added"

@@ -65,7 +65,7 @@ class TestEveryFamily:
 
     def test_writes_what_float32_would_but_for_coarser_maps(self, zoo: Zoo, tmp_path: Path, family: str) -> None:
         trio = zoo.trio(family)
-        coarse, exact = (transfer(*trio, zoo.data, samples=24, dtype=name) for name in ("bfloat16", "float32"))
+        coarse, exact = (transfer(*trio, zoo.data, scale=1, samples=24, dtype=name) for name in ("bfloat16", "float32"))
         assert set(coarse.task_vector) == set(exact.task_vector)
         assert cosine(coarse.task_vector, exact.task_vector) > 0.5
         assert coarse.record["options"]["dtype"] == "bfloat16"
@@ -88,7 +88,7 @@ class TestEveryFamily:
 @pytest.mark.usefixtures("half_units")
 def test_a_float16_target_is_written_in_float16(zoo: Zoo, tmp_path: Path) -> None:
     trio = zoo.trio("clip_vision", "target16")
-    out = transfer(*trio, zoo.data, samples=24, dtype="bfloat16").save(tmp_path / "out")
+    out = transfer(*trio, zoo.data, scale=1, samples=24, dtype="bfloat16").save(tmp_path / "out")
     stored, before = (load_file(folder / "model.safetensors") for folder in (out, trio[2]))
     assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
     assert torch.equal(
@@ -98,7 +98,9 @@ def test_a_float16_target_is_written_in_float16(zoo: Zoo, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("half_units")
 def test_the_same_seed_gives_the_same_bits(zoo: Zoo) -> None:
-    one, two = (transfer(*zoo.trio("vit"), zoo.data, samples=24, dtype="bfloat16").task_vector for _ in range(2))
+    one, two = (
+        transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24, dtype="bfloat16").task_vector for _ in range(2)
+    )
     assert set(one) == set(two) != set()
     assert all(torch.equal(one.dense(name), two.dense(name)) for name in one)
 
@@ -196,7 +198,7 @@ class TestACPUWithoutUnits:
     @pytest.mark.parametrize("name", ["bfloat16", "float16"])
     def test_runs_in_float32_and_says_so(self, zoo: Zoo, name: str) -> None:
         asked, exact = (
-            transfer(*zoo.trio("vit"), zoo.data, samples=24, dtype=d, device="cpu") for d in (name, "float32")
+            transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24, dtype=d, device="cpu") for d in (name, "float32")
         )
         assert asked.record["notes"] == [f"this CPU has no {name} units that torch can use: running in float32."]
         assert asked.record["options"]["dtype"] == "float32"
@@ -210,7 +212,7 @@ class TestACPUWithoutUnits:
         words = ["--source", source, "--finetuned", tuned, "--target", target, "--data", str(zoo.data)]
         words += ["--samples", "24", "--dtype", "bfloat16", "--device", "cpu", "--json"]
         line = "note: this CPU has no bfloat16 units that torch can use: running in float32."
-        for command in (["transfer", *words, "--out", str(tmp_path / "out")], ["plan", *words]):
+        for command in (["transfer", "--scale=1", *words, "--out", str(tmp_path / "out")], ["plan", *words]):
             found = CliRunner().invoke(app, command)
             assert found.exit_code == 0, found.output
             assert found.stderr.count(line) == 1
@@ -238,7 +240,7 @@ def test_torch_says_whether_there_are_units(name: str, probe: str, monkeypatch: 
 
 
 def test_this_cpu_runs_what_it_can_and_torch_prints_no_stack(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
-    result = transfer(*zoo.trio("vit"), zoo.data, samples=24, dtype="bfloat16", device="cpu")
+    result = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24, dtype="bfloat16", device="cpu")
     runs = "bfloat16" if has_units(BF16) else "float32"
     assert result.record["options"]["dtype"] == runs
     assert {p.dtype for p in result.target.module.parameters()} == {DTYPES[runs]}

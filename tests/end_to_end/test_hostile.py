@@ -103,7 +103,7 @@ class TestConfigurations:
         folder = copied(zoo, "vit-base", tmp_path)
         edit_json(folder / "config.json", **changes)
         with pytest.raises(CheckpointError, match=r"config\.json") as caught:
-            transfer(folder, zoo["vit-tuned"], zoo["vit-target"], zoo.data, samples=6)
+            transfer(folder, zoo["vit-tuned"], zoo["vit-target"], zoo.data, scale=1, samples=6)
         assert len(str(caught.value)) < 500
 
     @pytest.mark.parametrize("part", ["", "vision_config"])
@@ -445,7 +445,7 @@ class TestNumbers:
         edit_weights(folder, lambda t: t[name].fill_(3e38))
         trio = (zoo["clip_vision-base"], zoo["clip_vision-tuned"], folder)
         with pytest.raises(CaptureError, match=r"NaN or Inf in batch 0 at .*layers\.1\.mlp"):
-            transfer(*trio, zoo.data, samples=12, method="theseus")
+            transfer(*trio, zoo.data, scale=1, samples=12, method="theseus")
 
     def test_nan_in_weight_gradients(self) -> None:
         from tuneport.layers import find_layers

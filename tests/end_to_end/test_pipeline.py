@@ -128,7 +128,7 @@ def test_class_logits_of_one_label_set_are_not_aligned(zoo: Zoo, tmp_path: Path)
     edit_json(folder / "config.json", id2label={"0": "owl", "1": "cat", "2": "dog"}, label2id=None)
     for method in ("bico", "theseus"):
         trio = zoo["vit-base"], zoo["vit-tuned"], folder
-        result = transfer(*trio, zoo.data, samples=SAMPLES, method=method, head_fit="none")
+        result = transfer(*trio, zoo.data, scale=1, samples=SAMPLES, method=method, head_fit="none")
         bias = load(zoo["vit-tuned"]).classifier.bias - load(zoo["vit-base"]).classifier.bias  # cat, dog, owl
         torch.testing.assert_close(result.task_vector.dense("classifier.bias"), bias.detach()[[2, 0, 1]])
         record = next(record for record in result.records if record.target == "classifier.weight")
@@ -149,7 +149,7 @@ def test_a_head_for_other_classes_is_never_moved(zoo: Zoo, tmp_path: Path, metho
 
     edit_weights(folder, widen)
     trio = zoo["vit-base"], zoo["vit-tuned"], folder
-    result = transfer(*trio, zoo.data, samples=SAMPLES, method=method, head_fit=head_fit)
+    result = transfer(*trio, zoo.data, scale=1, samples=SAMPLES, method=method, head_fit=head_fit)
     assert not {"classifier.weight", "classifier.bias"} & set(result.task_vector)
     module = result.apply()
     own = load_file(folder / "model.safetensors")["classifier.weight"]
@@ -180,11 +180,11 @@ class TestMethods:
             shutil.rmtree(folder / "heads")
         pixels, _ = images(30, 1)
         np.savez(tmp_path / "unlabelled.npz", x=pixels)
-        result = transfer(*trio, tmp_path / "unlabelled.npz", method="theseus", samples=SAMPLES)
+        result = transfer(*trio, tmp_path / "unlabelled.npz", method="theseus", scale=1, samples=SAMPLES)
         assert result.record["passes"] == {"forward": 1, "backward": 0}
         assert all(record.rank_in and record.rank_out for record in result.records if "patch" not in record.target)
         with pytest.raises(DataError, match="has no labels"):
-            transfer(*trio, tmp_path / "unlabelled.npz", samples=SAMPLES)
+            transfer(*trio, tmp_path / "unlabelled.npz", scale=1, samples=SAMPLES)
 
     @pytest.mark.parametrize("method", [name for name, m in METHODS.items() if name not in ("gradfix", "transfusion")])
     def test_every_method_across_shapes(self, zoo: Zoo, method: str) -> None:
@@ -195,7 +195,7 @@ class TestMethods:
     @pytest.mark.parametrize("method", sorted(METHODS))
     def test_every_method_between_twins(self, zoo: Zoo, method: str) -> None:
         base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
-        result = transfer(base, tuned, base, zoo.data, method=method, samples=SAMPLES)
+        result = transfer(base, tuned, base, zoo.data, method=method, scale=1, samples=SAMPLES)
         assert result.records
         assert result.task_vector.norm() > 0
 
@@ -225,7 +225,7 @@ class TestMethods:
 
     def test_the_source_itself_gets_its_task_vector_back_where_determined(self, zoo: Zoo) -> None:
         base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
-        result = transfer(base, tuned, base, zoo.data, samples=60)
+        result = transfer(base, tuned, base, zoo.data, scale=1, samples=60)
         moved, tau = result.task_vector, extract(base, tuned)
         determined = 0
         for record in result.records:
@@ -235,7 +235,7 @@ class TestMethods:
                 determined += 1
                 torch.testing.assert_close(delta, source, atol=1e-5, rtol=1e-4)
         assert determined >= 4
-        part = transfer(base, tuned, base, zoo.data, samples=60, completion="none").task_vector
+        part = transfer(base, tuned, base, zoo.data, scale=1, samples=60, completion="none").task_vector
         for name in part:
             assert part.norm(name) <= tau.norm(name) * (1 + 1e-5)
 
@@ -279,11 +279,13 @@ class TestDraws:
         assert train.labels is not None
         renumbered = np.argsort(order)[train.labels]
         reordered = Dataset(train.inputs, renumbered, names, name="animals", kind="image", split="train")
-        one = transfer(*zoo.trio("clip_vision"), train, samples=SAMPLES)
-        two = transfer(*zoo.trio("clip_vision"), reordered, samples=SAMPLES)
+        one = transfer(*zoo.trio("clip_vision"), train, scale=1, samples=SAMPLES)
+        two = transfer(*zoo.trio("clip_vision"), reordered, scale=1, samples=SAMPLES)
         assert same(one.task_vector, two.task_vector)
         wrong = Dataset(train.inputs, train.labels, names, name="animals", kind="image", split="train")
-        assert not same(one.task_vector, transfer(*zoo.trio("clip_vision"), wrong, samples=SAMPLES).task_vector)
+        assert not same(
+            one.task_vector, transfer(*zoo.trio("clip_vision"), wrong, scale=1, samples=SAMPLES).task_vector
+        )
 
     def test_gradients_are_those_of_the_aligned_labels(self, zoo: Zoo) -> None:
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=6)
@@ -356,7 +358,7 @@ class TestLiveModules:
 
     def test_a_path_for_a_module_that_reads_no_images(self, toys: tuple[nn.Module, ...], zoo: Zoo) -> None:
         with pytest.raises(TuneportError, match="ToyViT cannot read raw samples"):
-            transfer(*toys, zoo.data, loss=toy.loss, samples=SAMPLES)
+            transfer(*toys, zoo.data, loss=toy.loss, scale=1, samples=SAMPLES)
 
     def test_live_transformers_modules_with_their_own_batches(self, zoo: Zoo) -> None:
         source, tuned = load(zoo["vit-base"]), load(zoo["vit-tuned"])

@@ -307,7 +307,19 @@ class TestTexts:
         names = ("source", "finetuned", "target")
         options = [w for n, path in zip(names, self.trio(root, "t5"), strict=True) for w in (f"--{n}", str(path))]
         done = CliRunner().invoke(
-            app, ["transfer", *options, "--data", str(rows), "--samples", "3", "--out", str(tmp_path / "out")]
+            app,
+            [
+                "transfer",
+                "--scale",
+                "1",
+                *options,
+                "--data",
+                str(rows),
+                "--samples",
+                "3",
+                "--out",
+                str(tmp_path / "out"),
+            ],
         )
         assert done.exit_code == 1
         assert isinstance(done.exception, DataError)

@@ -47,8 +47,8 @@ def hub(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple
 
 
 def test_transfer_between_hub_ids(zoo: Zoo, hub: list[tuple[str, dict[str, Any]]]) -> None:
-    result = transfer("org/base", "org/tuned", "org/target", zoo.data, samples=24)
-    same = transfer(*zoo.trio("vit"), zoo.data, samples=24)
+    result = transfer("org/base", "org/tuned", "org/target", zoo.data, scale=1, samples=24)
+    same = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24)
     assert result.task_vector.norm() == same.task_vector.norm()
     assert (result.record["source"]["name"], result.record["source"]["revision"]) == ("org/base", "42")
     assert result.record["finetuned"]["name"] == "org/tuned"
@@ -107,7 +107,7 @@ def test_unknown_id_is_one_line() -> None:
 
 def test_data_with_a_hub_id(zoo: Zoo, hub: list[tuple[str, dict[str, Any]]]) -> None:
     with pytest.raises(DataError, match="has no images"):
-        transfer(*zoo.trio("vit"), "org/digits", samples=24)
+        transfer(*zoo.trio("vit"), "org/digits", scale=1, samples=24)
     assert hub == [("org/digits", {"repo_type": "dataset", "ignore_patterns": hub[0][1]["ignore_patterns"]})]
 
 

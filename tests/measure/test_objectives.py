@@ -278,7 +278,7 @@ def arguments(paths: dict[str, Path], bare: bool, out: Path, *more: str) -> list
     kind = "bare-" if bare else ""
     parts = {"source": f"{kind}source", "finetuned": f"{kind}tuned", "target": f"{kind}target"}
     given = [word for option, name in parts.items() for word in (f"--{option}", str(paths[name]))]
-    return ["transfer", *given, "--out", str(out), "--samples", "16", "--json", *more]
+    return ["transfer", "--scale=1", *given, "--out", str(out), "--samples", "16", "--json", *more]
 
 
 def test_custom_loss_on_the_command_line(own: str, encoders: dict[str, Path], tmp_path: Path) -> None:

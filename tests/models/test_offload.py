@@ -187,7 +187,7 @@ def result(folders: dict[str, Path], budget: int | None = None, **options: Any) 
     passes = plan_passes(job, budget) if budget is not None else None
     live = LiveBytes()
     with live:
-        found = run(job, passes=passes)
+        found = run(job, scale=1.0, passes=passes)
     return found, passes, live
 
 
@@ -454,7 +454,7 @@ def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
     passes = plan_passes(job, budget)
     assert passes.placements is not None
     assert any(placement.fetched for placement in passes.placements)
-    found = run(job, passes=passes)
+    found = run(job, scale=1.0, passes=passes)
     assert all(parameter.device.type == "cpu" for parameter in target.parameters())
     for name in whole.task_vector:
         expected = whole.task_vector.dense(name).cpu()
@@ -486,7 +486,7 @@ def test_towers_with_text_give_the_same_bits_within_a_budget(zoo: Zoo, family: s
     plain = prepare(*trio, zoo.data, signals=SCORED, memory_budget=budget, **options)
     with pytest.raises(TuneportError, match="a scale is chosen on whole models"):
         run(plain, "naive", scale="auto")
-    found, wanted = run(tight), run(prepare(*trio, zoo.data, **options))
+    found, wanted = run(tight), run(prepare(*trio, zoo.data, **options), scale=1.0)
     assert all(
         torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector
     )

@@ -62,7 +62,7 @@ print(json.dumps({
 def test_bare_encoders_and_a_full_finetune_give_a_classifier_that_transformers_loads(
     folders: Callable[..., tuple[Path, ...]], tmp_path: Path
 ) -> None:
-    result = transfer(*folders(), samples=40)
+    result = transfer(*folders(), scale=1, samples=40)
     result.save(tmp_path / "out")
     texts = list(SENTENCES[:5])
     done = subprocess.run(
@@ -87,7 +87,7 @@ def test_the_head_is_the_ridge_regression_of_the_teacher_on_the_ported_features(
 
     source, tuned, target, data = folders()
     job = prepare(source, tuned, target, data, samples=40)
-    module = run(job).apply()
+    module = run(job, scale=1.0).apply()
     texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
     tokens = bert_tokenizer()(texts, padding=True, truncation=True, return_tensors="pt")
     seen: list[Tensor] = []
@@ -109,7 +109,7 @@ def test_models_that_are_given_are_not_changed(folders: Callable[..., tuple[Path
     paths = folders()
     source, target = open_model(paths[0]), open_model(paths[2])
     before = [{name: p.clone() for name, p in model.module.named_parameters()} for model in (source, target)]
-    transfer(source, paths[1], target, paths[3], samples=12)
+    transfer(source, paths[1], target, paths[3], scale=1, samples=12)
     for model, known in zip((source, target), before, strict=True):
         assert type(model.module).__name__ == "BertModel"
         assert set(known) == {name for name, _ in model.module.named_parameters()}
@@ -134,7 +134,7 @@ def test_a_planted_twin_of_an_image_classifier_is_exact(tmp_path: Path, zoo: Zoo
     for name, module in zip(names, (base, tuned, twin), strict=True):
         module.save_pretrained(tmp_path / name)
         write_processor(tmp_path / name, 16)
-    result = transfer(*(tmp_path / name for name in names), zoo.data, samples=60)
+    result = transfer(*(tmp_path / name for name in names), zoo.data, scale=1, samples=60)
     pixels = pixels_of(20)
     with torch.no_grad():
         ported, wanted = (module(pixel_values=pixels).logits for module in (result.apply(), tuned))
@@ -173,7 +173,7 @@ class TestAdapters:
     def test_it_arrives_as_an_adapter_of_the_bare_target(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
         """peft alone opens it on the encoder's folder: head and new pooler are in the adapter."""
         peft = pytest.importorskip("peft")
-        result = transfer(*adapter, samples=16)
+        result = transfer(*adapter, scale=1, samples=16)
         result.save(tmp_path / "out", kind="adapter")
         base = transformers.AutoModelForSequenceClassification.from_pretrained(adapter[2], num_labels=4)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
@@ -190,7 +190,7 @@ class TestAdapters:
             prepare(*adapter, samples=16)
 
     def test_it_arrives_as_a_classifier(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
-        transfer(*adapter, samples=16).save(tmp_path / "out")
+        transfer(*adapter, scale=1, samples=16).save(tmp_path / "out")
         loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
         assert loaded.config.id2label == {index: f"LABEL_{index}" for index in range(4)}
 
@@ -200,7 +200,7 @@ class TestOtherBases:
         self, folders: Callable[..., tuple[Path, ...]]
     ) -> None:
         target = bert("BertForSequenceClassification", WIDER, num_labels=5)
-        result = transfer(*folders(target), samples=12)
+        result = transfer(*folders(target), scale=1, samples=12)
         assert result.apply().classifier.weight.shape == (3, 20)
         assert result.target.classes == tuple(CLASSES.values())
 
@@ -292,7 +292,7 @@ class TestLabels:
 
 class TestNone:
     def test_the_target_keeps_its_head(self, zoo: Zoo) -> None:
-        result = transfer(*zoo.trio("vit"), zoo.data, samples=24, head_fit="none", exclude=["classifier.*"])
+        result = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24, head_fit="none", exclude=["classifier.*"])
         kept = load_file(zoo["vit-target"] / "model.safetensors")
         assert torch.equal(result.apply().classifier.weight, kept["classifier.weight"])
 
@@ -305,7 +305,7 @@ class TestNone:
         assert reasons["classifier.weight"] == "classification layer for other classes: the target keeps its own"
 
     def test_a_fitted_head_is_no_task_vector(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
-        result = transfer(*folders(), samples=12)
+        result = transfer(*folders(), scale=1, samples=12)
         with pytest.raises(TuneportError, match="cannot hold a fitted head"):
             result.save(tmp_path / "out.safetensors", kind="task-vector")
 

@@ -121,8 +121,8 @@ class TestLabels:
         relabelled = found.samples.dataset
         drawn = prepare(*trio, relabelled, samples=len(relabelled)).record["data"]["indices"]
         in_order = relabelled.subset(np.argsort(drawn))  # drawn in the order of `found`, so that the bits are the same
-        given = transfer(*trio, in_order, samples=len(in_order))
-        asked = transfer(*trio, zoo.data, samples=20, labels="source")
+        given = transfer(*trio, in_order, scale=1, samples=len(in_order))
+        asked = transfer(*trio, zoo.data, scale=1, samples=20, labels="source")
         assert set(given.task_vector) == set(asked.task_vector)
         for name in given.task_vector:
             assert torch.equal(given.task_vector.dense(name), asked.task_vector.dense(name))

@@ -42,7 +42,7 @@ class TestExclude:
             tuned, lambda t: t.update({"classifier.weight": torch.ones(5, 16), "classifier.bias": torch.ones(5)})
         )
         with pytest.raises(CheckpointError, match=r"classifier.weight \(5, 16\) vs \(3, 16\).*`exclude=\[\"classifier"):
-            transfer(zoo["vit-base"], tuned, zoo["vit-target"], zoo.data, samples=SAMPLES)
+            transfer(zoo["vit-base"], tuned, zoo["vit-target"], zoo.data, scale=1, samples=SAMPLES)
         result = transfer(
             zoo["vit-base"], tuned, zoo["vit-target"], zoo.data, samples=SAMPLES, exclude=["classifier.*"]
         )

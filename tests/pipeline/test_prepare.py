@@ -18,7 +18,7 @@ class TestRefusals:
     def test_nothing_changed(self, zoo: Zoo) -> None:
         base = zoo["vit-base"]
         with pytest.raises(CheckpointError, match="equals its base in every tensor: there is nothing to transfer"):
-            transfer(base, base, zoo["vit-target"], zoo.data, samples=SAMPLES)
+            transfer(base, base, zoo["vit-target"], zoo.data, scale=1, samples=SAMPLES)
 
     @pytest.mark.parametrize("part", ["base", "tuned", "target"])
     def test_nan_weights(self, zoo: Zoo, tmp_path: Path, part: str) -> None:
@@ -26,23 +26,23 @@ class TestRefusals:
         folders[part] = Path(shutil.copytree(folders[part], tmp_path / part))
         edit_weights(folders[part], lambda t: t["vit.layernorm.weight"].fill_(torch.nan))
         with pytest.raises(CheckpointError, match=r"hold NaN or infinite values: vit\.layernorm\.weight") as caught:
-            transfer(*folders.values(), zoo.data, samples=SAMPLES)
+            transfer(*folders.values(), zoo.data, scale=1, samples=SAMPLES)
         assert str(folders[part]) in str(caught.value)
 
     def test_classes_that_the_head_does_not_know(self, zoo: Zoo, tmp_path: Path) -> None:
         data = write_data(tmp_path / "animals.npz", ("cat", "dog", "owl", "gnu"))
         with pytest.raises(DataError, match="1 of 4 classes of animals are unknown to the head: gnu"):
-            transfer(*zoo.trio("vit"), data, samples=SAMPLES)
+            transfer(*zoo.trio("vit"), data, scale=1, samples=SAMPLES)
 
     def test_text_for_an_image_model(self, zoo: Zoo, tmp_path: Path) -> None:
         (tmp_path / "texts.jsonl").write_text('{"text": "a", "label": "cat"}\n{"text": "b", "label": "dog"}\n')
         with pytest.raises(DataError, match=r"texts holds texts, but .*vit-base reads images"):
-            transfer(*zoo.trio("vit"), tmp_path / "texts.jsonl", samples=2)
+            transfer(*zoo.trio("vit"), tmp_path / "texts.jsonl", scale=1, samples=2)
 
     def test_more_samples_than_there_are(self, zoo: Zoo) -> None:
         with pytest.raises(DataError, match="asked for 61 samples but train split of animals has 60"):
-            transfer(*zoo.trio("vit"), zoo.data, samples=61)
+            transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=61)
 
     def test_the_fine_tune_of_another_model(self, zoo: Zoo) -> None:
         with pytest.raises(CheckpointError, match=r"Check that .* was fine-tuned from"):
-            transfer(zoo["vit-base"], zoo["dinov2-tuned"], zoo["vit-target"], zoo.data, samples=SAMPLES)
+            transfer(zoo["vit-base"], zoo["dinov2-tuned"], zoo["vit-target"], zoo.data, scale=1, samples=SAMPLES)

@@ -124,7 +124,7 @@ class TestSaved:
         assert head.name == "text"
 
     def test_the_result_can_be_ported_on(self, zoo: Zoo, laden: list[Path], saved: Path) -> None:
-        result = transfer(laden[2], saved, zoo["clip-base"], zoo.data, samples=SAMPLES)
+        result = transfer(laden[2], saved, zoo["clip-base"], zoo.data, scale=1, samples=SAMPLES)
         assert result.task_vector.norm() > 0
 
     def test_an_existing_folder_is_kept_without_overwrite(self, zoo: Zoo, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ class TestSaved:
     def test_what_the_transfer_was_made_from_is_not_overwritten(self, zoo: Zoo, tmp_path: Path) -> None:
         trio = [Path(shutil.copytree(path, tmp_path / path.name / "model")) for path in zoo.trio("vit")]
         data = shutil.copy(zoo.data, tmp_path / "data.npz")
-        result = transfer(*trio, data, samples=SAMPLES)
+        result = transfer(*trio, data, scale=1, samples=SAMPLES)
         for folder in (*trio, *(path.parent for path in trio)):
             for kind in ("model", "adapter"):
                 with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):

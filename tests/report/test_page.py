@@ -223,7 +223,7 @@ class TestRepeat:
         models = dict(zip(("source", "finetuned", "target"), zoo.trio("clip_vision"), strict=True))
         words = [word for name, path in models.items() for word in (f"--{name}", str(path))]
         words += ["--data", f"mnist:{mnist}", "--samples", "12", "--loss", "some_loss:loss"]
-        first = CliRunner().invoke(app, ["transfer", *words, "--out", "first", "--json"])
+        first = CliRunner().invoke(app, ["transfer", "--scale=1", *words, "--out", "first", "--json"])
         assert first.exit_code == 0, first.output
         record = json.loads(first.stdout)
         again = shlex.split(repeat_command({**record, "out": "again"}) or "")
@@ -251,7 +251,7 @@ class TestRepeat:
     @pytest.mark.usefixtures("half_units")
     def test_command_repeats_labels_tokens_and_dtype(self, zoo: Zoo) -> None:
         given = {"labels": "source", "max_tokens": 50, "dtype": "bfloat16"}
-        made = transfer(*zoo.trio("clip_vision"), zoo.data, samples=8, **given)
+        made = transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=8, **given)
         words = shlex.split(repeat_command(made.record) or "")
         assert {key: words[words.index(f"--{key.replace('_', '-')}") + 1] for key in given} == {
             key: str(value) for key, value in given.items()

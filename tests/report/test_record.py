@@ -84,7 +84,7 @@ class TestSchema:
 
     def test_transfer_in_python(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         data = read_plain(zoo.data, "train")
-        result = transfer(*zoo.trio("vit"), data, samples=24)
+        result = transfer(*zoo.trio("vit"), data, scale=1, samples=24)
         result.save(tmp_path / "out")
         valid(json.loads((tmp_path / "out" / "tuneport.json").read_text()))
 
@@ -99,7 +99,7 @@ class TestSchema:
     def test_transfer_of_an_adapter(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         pytest.importorskip("peft")
         adapter = saved(adapted(load(zoo["vit-base"]), target_modules=["q_proj"]), tmp_path / "lora")
-        result = transfer(zoo["vit-base"], adapter, zoo["vit-target"], zoo.data, samples=24)
+        result = transfer(zoo["vit-base"], adapter, zoo["vit-target"], zoo.data, scale=1, samples=24)
         result.save(tmp_path / "out", kind="adapter")
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         valid(stored)
@@ -145,7 +145,7 @@ def test_every_drawn_image_file_is_in_the_record(zoo: Zoo, tmp_path: Path) -> No
         source = read_plain(write_data(tmp_path / "d.npz"), "train")
         for index in range(4):
             source.inputs[3 * index + label].save(data / name / f"{index}.png")
-    result = transfer(*zoo.trio("vit"), data, samples=5)
+    result = transfer(*zoo.trio("vit"), data, scale=1, samples=5)
     digests = result.record["data"]["sha256"]
     assert len(digests) == 5
     assert all((data / name).is_file() for name in digests)
@@ -156,7 +156,7 @@ HOSTILE = "x\n---\nlicense: mit\n# <script>alert(1)</script> `|` [a](javascript:
 
 @pytest.fixture
 def record(zoo: Zoo) -> dict[str, Any]:
-    content = json.loads(to_json(transfer(*zoo.trio("vit"), zoo.data, samples=24).record))
+    content = json.loads(to_json(transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24).record))
     assert isinstance(content, dict)
     return content
 

@@ -210,7 +210,7 @@ def test_models_keep_their_weights(zoo: Zoo) -> None:
 
 def test_the_record_holds_cost_and_time(zoo: Zoo, tmp_path: Any) -> None:
     job = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES)
-    record = port(job, tmp_path / "out")
+    record = port(job, tmp_path / "out", scale=1)
     assert record["cost"] == cost_of(job)
     assert set(record["seconds_by_stage"]) == {"measure", "transport"}
 
@@ -222,7 +222,7 @@ def test_layers_that_read_different_tensors_do_not_share_a_sum(zoo: Zoo) -> None
 
 
 def test_a_transfer_from_python_records_its_cost(zoo: Zoo, tmp_path: Any) -> None:
-    transfer(*zoo.trio("vit"), zoo.data, samples=SAMPLES).save(tmp_path / "out")
+    transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=SAMPLES).save(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "tuneport.json").read_text())
     assert written["cost"] == cost_of(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES))
     assert "counted for this plan" in (tmp_path / "out" / "report.html").read_text()

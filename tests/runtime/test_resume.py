@@ -228,15 +228,15 @@ class TestPort:
 
     def test_other_groups_of_layers_are_measured_again(self, zoo: Zoo, tmp_path: Path) -> None:
         pairs = job_of(zoo).plan.pairs
-        port(job_of(zoo), tmp_path / "whole")
+        port(job_of(zoo), tmp_path / "whole", scale=1)
 
         def at(cut: int) -> Passes:
             return Passes((pairs[:cut], pairs[cut:]), 0, (0, 0))
 
         out = tmp_path / "out"
         with pytest.raises(Killed):
-            port(job_of(zoo), out, save_every=0, progress=stop_at(8), passes=at(5))
-        port(job_of(zoo), out, resume=True, passes=at(3))
+            port(job_of(zoo), out, scale=1, save_every=0, progress=stop_at(8), passes=at(5))
+        port(job_of(zoo), out, scale=1, resume=True, passes=at(3))
         assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
     @pytest.mark.parametrize("method", sorted(METHODS))
@@ -248,25 +248,25 @@ class TestPort:
         def job() -> Job:
             return prepare(base, tuned, base, zoo.data, signals=method, samples=SAMPLES, batch_size=BATCH)
 
-        port(job(), tmp_path / "whole", method=method)
+        port(job(), tmp_path / "whole", scale=1, method=method)
         with pytest.raises(Killed):
-            port(job(), tmp_path / "out", method=method, save_every=0, progress=stop_at(3))
-        port(job(), tmp_path / "out", method=method, resume=True)
+            port(job(), tmp_path / "out", scale=1, method=method, save_every=0, progress=stop_at(3))
+        port(job(), tmp_path / "out", scale=1, method=method, resume=True)
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
     def test_other_options_are_refused_and_a_new_start_gives_a_note(self, zoo: Zoo, tmp_path: Path) -> None:
         notes: list[str] = []
         out = tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):
-            port(job_of(zoo), out, save_every=0, progress=stop_at(3, KeyboardInterrupt), note=notes.append)
+            port(job_of(zoo), out, scale=1, save_every=0, progress=stop_at(3, KeyboardInterrupt), note=notes.append)
         assert notes == ["what was measured is kept; the same call with `resume=True` continues from it"]
         with pytest.raises(CheckpointError, match=r"cannot be resumed: options.seed was 0 and is 1, data.indices was "):
-            port(job_of(zoo, seed=1), out, resume=True)
+            port(job_of(zoo, seed=1), out, scale=1, resume=True)
         with pytest.raises(CheckpointError, match=r"cannot be resumed: scale was 1.0 and is 0.5\."):
             port(job_of(zoo), out, scale=0.5, resume=True)
         assert names(tmp_path) == [".out.tuneport-work"]
         notes.clear()
-        port(job_of(zoo), out, note=notes.append)
+        port(job_of(zoo), out, scale=1, note=notes.append)
         assert len(notes) == 1
         assert "is dropped; `resume=True` continues from it" in notes[0]
         assert names(tmp_path) == ["out"]
@@ -278,22 +278,22 @@ class TestPort:
         self, zoo: Zoo, tmp_path: Path, kind: str, given: dict[str, Any]
     ) -> None:
         out = tmp_path / ("tau.safetensors" if kind == "task-vector" else "out")
-        first = port(job_of(zoo), out, kind=kind, **given)
+        first = port(job_of(zoo), out, scale=1, kind=kind, **given)
         notes: list[str] = []
         with count_forwards() as ran:
-            again = port(job_of(zoo), out, kind=kind, resume=True, note=notes.append, **given)
+            again = port(job_of(zoo), out, scale=1, kind=kind, resume=True, note=notes.append, **given)
         assert ran == []
         assert json.dumps(again) == json.dumps(first)
         assert notes == [f"{out} was complete already"]
         with pytest.raises(CheckpointError, match="exists already"):
-            port(job_of(zoo, seed=1), out, kind=kind, resume=True)
+            port(job_of(zoo, seed=1), out, scale=1, kind=kind, resume=True)
 
 
 def command(zoo: Zoo, out: Path, *more: str) -> list[str]:
     source, finetuned, target = map(str, zoo.trio("clip_vision"))
     words = ["--source", source, "--finetuned", finetuned, "--target", target, "--data", str(zoo.data)]
     words += ["--samples", "48", "--batch-size", "2", "--save-every", "0", "--out", str(out), *more]
-    return ["transfer", *words]
+    return ["transfer", "--scale=1", *words]
 
 
 KILLED = """

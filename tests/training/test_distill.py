@@ -31,7 +31,7 @@ from tuneport.training.state import StateFile
 
 @pytest.fixture(scope="module")
 def ported(zoo: Zoo) -> Result:
-    return transfer(*zoo.trio("clip_vision"), zoo.data, samples=30, labels="source")
+    return transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=30, labels="source")
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def test_models_come_back_as_they_were_also_after_an_error(ported: Result) -> No
 def test_a_run_that_does_not_help_leaves_the_start(zoo: Zoo) -> None:
     """A port of a model to itself is the teacher: every step leads away from it."""
     base, tuned, _ = zoo.trio("clip_vision")
-    itself = run(prepare(base, tuned, base, zoo.data, signals=SCORED, samples=30), "naive")
+    itself = run(prepare(base, tuned, base, zoo.data, signals=SCORED, samples=30), "naive", scale=1.0)
     found = itself.distill(4, learning_rate=1e-2)
     assert found.record["distilled"]["best"] == 0
     assert found.record["distilled"]["curve"][0]["agreement"] == 1.0
@@ -97,7 +97,7 @@ def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> No
 
 
 def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path) -> None:
-    ported = transfer(*zoo.trio("vit"), zoo.data, samples=30)
+    ported = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=30)
     found = ported.distill(12)
     assert found.record["distilled"]["matching"] == "classes"
     assert found.record["distilled"]["best"] > 0
@@ -179,7 +179,7 @@ class TestLora:
 
 class TestRefusals:
     def test_too_few_samples(self, zoo: Zoo) -> None:
-        few = transfer(*zoo.trio("clip_vision"), zoo.data, samples=7, labels="source")
+        few = transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=7, labels="source")
         with pytest.raises(DataError, match="needs at least 8 samples, of which some are held out; got 7"):
             few.distill(2)
 

@@ -85,8 +85,8 @@ Out = Annotated[str, typer.Option(help="Where the new model goes; must not exist
 Scale = Annotated[
     str | None,
     typer.Option(
-        help="Strength of the transfer: a number, auto (chosen on calibration samples) or safe (the same, with "
-        "caution). The method's own unless given: 1, or auto for bico+ and for language models."
+        help="Strength of the transfer: a number (the paper's is 1), auto (chosen on calibration samples) or safe (the "
+        "same, with caution). Unless given: auto, or safe with fewer than 100 images; 1 where no sample can be scored."
     ),
 ]
 As = Annotated[OutputKind, typer.Option("--as", help="What to write.")]

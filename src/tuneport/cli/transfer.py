@@ -96,26 +96,25 @@ def transfer(
 def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | None:
     """The transfer that the options ask for: the first process writes it, the others only help to measure."""
     from ..io.output import claimed
-    from ..methods import get_method
     from ..pipeline.evaluation import USUAL, read_test, usual_test
     from ..pipeline.port import port
-    from ..pipeline.prepare import SCORED, prepare
+    from ..pipeline.prepare import prepare
     from ..pipeline.transfer import check_scale, run
     from ..task_vectors.lora_write import AdapterForm
 
     method, data, kind, steps = asked.method, asked.data, asked.as_, asked.distill
     form = AdapterForm(asked.rank, asked.energy, asked.uniform_rank, asked.adapter_dtype)
-    strength = check_scale(asked.scale, method)
-    scored = isinstance(strength, str) or asked.compare or asked.evaluate or steps is not None
-    signals = get_method(method).signals | (SCORED if scored else frozenset())
+    strength = check_scale(asked.scale)
+    needed = isinstance(strength, str) or asked.compare or asked.evaluate or steps is not None
     given = options.prepare_options(vars(asked))
-    prepared = partial(prepare, asked.source, asked.finetuned, asked.target, data, signals=signals, **given)
+    inputs = (asked.source, asked.finetuned, asked.target, data)
+    prepared = partial(prepare, *inputs, signals=method, scored=True if needed else None, **given)
     if not first:
-        run(prepared(), method, scale=None if asked.scale is None else strength)
+        run(prepared(), method, scale=strength)
         return None
     with claimed(asked.out):
-        inputs = (asked.source, *asked.finetuned, asked.target, data, asked.head)
-        _check_output(asked.out, kind, form, asked.overwrite or asked.resume, *inputs)
+        read = (asked.source, *asked.finetuned, asked.target, data, asked.head)
+        _check_output(asked.out, kind, form, asked.overwrite or asked.resume, *read)
         columns, untested = given.get("columns"), ""
         test, job = read_test(data, columns) if asked.evaluate else None, prepared()
         if asked.evaluate is None:
@@ -128,7 +127,7 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
                 job,
                 asked.out,
                 method=method,
-                scale=None if asked.scale is None else strength,
+                scale=strength,
                 kind=kind,
                 form=form,
                 distill=steps,

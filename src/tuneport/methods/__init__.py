@@ -21,8 +21,7 @@ METHODS: dict[str, Method] = {
         "input",
         "output_gradient",
         rehearses=True,
-        usual_scale="auto",
-        summary="bico with changed views of the samples and a scale chosen on held-out samples",
+        summary="bico with changed views of the samples",
     ),
     "theseus": BilinearAlignment(
         "input", "output", summary="layer inputs and layer outputs; forward passes only, no labels"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
@@ -93,7 +92,6 @@ class Method(ABC):
     keeps_rank: bool = False  # a low-rank update stays low-rank, as its factors: no dense update, no SVD
     by_layer: bool = False  # each pair is moved by itself, so that a transfer may be made in groups of layers
     rehearses: bool = False  # augmented samples are measured too (`tuneport.data.views`)
-    usual_scale: float | Literal["auto"] = 1.0  # the scale if none is given; the paper's is 1
 
     @property
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class BilinearAlignment(Method):
     out_signal: Signal | None
     moves_loose: bool = False
     rehearses: bool = False
-    usual_scale: float | Literal["auto"] = 1.0
     summary: str = ""
 
     keeps_rank = True

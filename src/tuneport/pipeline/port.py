@@ -67,7 +67,9 @@ def port(
         verdict: of a pre-flight, for the record.
     """
     out, say, method = Path(out), note or (lambda _: None), get_method(method)
-    scale = scale_for(job, method, scale)
+    if scale is None and isinstance(scale_for(job, None), float):
+        say("the scale is 1, as in the paper: no sample can be scored to choose it")
+    scale = scale_for(job, scale)
     check_vector(kind, job.fits_head)
     if distill is not None and kind == "adapter" and form.rank is None:
         raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")

@@ -5,8 +5,8 @@ Every error in the input is found here, before the first forward pass, and repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from ..data.dataset import Dataset, align_labels
-from ..data.samplers import DEFAULT_SAMPLES, select
+from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError
 from ..job import Drawn, Given, Job, Samples
@@ -25,14 +25,13 @@ from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
 from ..methods import Method, get_method
 from ..models.base import Model, ModelLike
 from ..models.heads import Head, choose_head
-from ..models.open import dtype_on, open_both, pick_device, pick_dtype, runnable, slow_note
-from ..pairing import nearest_block
+from ..models.open import dtype_on, open_both, pick_device, pick_dtype, runnable
 from ..report import record as records
-from ..report.provenance import base_note, data_identity, identity_of, package_version, versions
-from ..task_vectors.lora_format import Adapter
+from ..report.provenance import data_identity
 from ..task_vectors.vector import TaskVector
 from ..types import Loss, Sides, Signal
-from .change import Finetuned, change_of, every_layer, exclude_note, names_of, opened, sum_of_changes
+from .change import Finetuned, change_of, every_layer, opened, sum_of_changes
+from .described import prepared_record
 from .heads import labelling_by, scores_of_labels, take_head, with_heads, with_scores
 from .labels import agreement, labelled_by, scores_by
 from .options import Options, check_options
@@ -49,6 +48,7 @@ def prepare(
     data: Data | None = None,
     *,
     signals: str | Method | Iterable[Signal] = "bico",
+    scored: bool | None = False,
     **options: Unpack[Options],
 ) -> Job:
     """Open everything, pair the layers and draw the samples.
@@ -60,6 +60,7 @@ def prepare(
         target: the new base model.
         data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
         signals: what will be measured: the signals of a method (or its name), or a set of signals.
+        scored: whether samples will be scored by a loss, also where no signal needs one; None: where they can be.
         options: see `tuneport.pipeline.options.Options`.
     """
     given = check_options(options)
@@ -86,7 +87,8 @@ def prepare(
         models = headed or models
         vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
     models = Sides(*(model.cut_at(given["max_length"]) for model in models))
-    question = _ask(data, models, wanted, given, device, fits=headed is not None or _fits_projection(models, given))
+    fits = headed is not None or _fits_projection(models, given)
+    question, wanted = _ask_scored(data, models, wanted, given, device, fits=fits, scored=scored)
     plan = plan_of(
         *models,
         vector,
@@ -119,14 +121,8 @@ def prepare(
         device=device if given["memory_budget"] is not None else None,
     )
     known: Options = {**given, "device": str(device), "dtype": dtype}
-    record = _record(job, question, known, note, tuned, about)
-    return replace(job, record=record if len(parts) == 1 else {**record, "finetuned": _identity_of_all(parts)})
-
-
-def _identity_of_all(parts: Sequence[Finetuned]) -> records.Input:
-    """The identity of several fine-tunes whose changes are added."""
-    inputs = [identity_of(part) for part in parts]
-    return {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}
+    names = {"loss": question.loss_name, "task": question.task}
+    return replace(job, record=prepared_record(job, known, parts, about, **names, dtype_note=note))
 
 
 def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Options) -> Sides[Model] | None:
@@ -172,6 +168,26 @@ class _Question:
     loss_name: str | None = None
     by_source: bool = False  # the fine-tuned source labels the samples
     fits: bool = False  # the target's head is fitted
+
+
+def _ask_scored(
+    data: Data | None,
+    models: Sides[Model],
+    signals: frozenset[Signal],
+    given: Options,
+    device: torch.device,
+    *,
+    fits: bool,
+    scored: bool | None,
+) -> tuple[_Question, frozenset[Signal]]:
+    """The question with a loss on labelled samples, if it is wanted, or if None and it can be; and its signals."""
+    more = signals if scored is False else signals | SCORED
+    try:
+        return _ask(data, models, more, given, device, fits=fits), more
+    except TuneportError:
+        if scored is not None or more == signals:
+            raise
+    return _ask(data, models, signals, given, device, fits=fits), signals
 
 
 def _ask(
@@ -338,63 +354,3 @@ def _whole_change(source: Model, finetuned: Finetuned) -> TaskVector:
     except CheckpointError as error:
         reason = "the fine-tuned source cannot label samples, for it does not fit its base"
         raise CheckpointError(f"{reason}: {error}") from error
-
-
-def _text_notes(models: Sides[Model], samples: Drawn, cut: Sides[int]) -> Iterator[str]:
-    """What the models do not read as the data have it: texts that are cut, chats without a template."""
-    for model, count in zip(models, cut, strict=True):
-        assert model.reader is not None
-        if count:
-            length = model.reader.longest
-            more = ": raise `max_length`" if length < model.reader.limit else ""
-            yield f"{count} of {len(samples)} texts are cut at {length} tokens of {model.name}{more}"
-        if samples.dataset.has_chats and not model.reader.tokenizer.chat_template:
-            yield f"{model.name} has no chat template: it reads the messages one after the other"
-
-
-def _record(
-    job: Job, question: _Question, given: Options, dtype_note: str, finetuned: Finetuned, data: records.Data
-) -> records.PreparedRecord:
-    """The run record before anything has run: options, inputs and their SHA-256, versions."""
-    own = {"loss": given["loss"] is not None and not isinstance(given["loss"], str)}
-    own |= {"match": given["match"] is not None, "pairs": given["pairs"] is not None}
-    own["depth_rule"] = given["depth_rule"] is not nearest_block
-    values: dict[str, Any] = {
-        **given,
-        "samples": (len(job.samples) if isinstance(job.samples, Drawn) else 0) or given["samples"],
-        "labels": given["labels"],
-        "loss": question.loss_name,
-        "columns": dict(given["columns"] or {}),
-        "exclude": list(given["exclude"]),
-        "roles": dict(given["roles"] or {}),
-        "python": [name for name, was_given in own.items() if was_given],
-    }
-    if question.task is not None:
-        data["task"] = question.task
-    record: records.PreparedRecord = {
-        "tuneport": package_version("tuneport"),
-        "command": "transfer",
-        "options": cast(records.Options, {name: values[name] for name in records.Options.__annotations__}),
-        "source": identity_of(job.source),
-        "finetuned": identity_of(finetuned),
-        "target": identity_of(job.target),
-        "data": data,
-        "versions": versions(),
-        "blocks": {"source": dict(job.plan.source_blocks), "target": dict(job.plan.target_blocks)},
-    }
-    offloads = given["memory_budget"] is not None and not given["device"].startswith("cpu")  # also live modules
-    notes = [dtype_note, None if offloads else slow_note(*job.models)]
-    notes.append(base_note(finetuned, job.source) if isinstance(finetuned, Adapter) else None)
-    if isinstance(job.samples, Drawn) and (found := job.samples.coverage()) is not None:
-        record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
-        notes += _text_notes(job.models, job.samples, Sides(found.source_cut, found.target_cut))
-    if isinstance(job.samples, Drawn):
-        if given["samples"] is None and given["shots"] is None and (count := len(job.samples)) < DEFAULT_SAMPLES:
-            notes.append(f"the data have {count} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
-        notes += job.samples.warnings(1 in (given["max_tokens"], record.get("tokens", {}).get("target_matched")))
-    if given["exclude"]:
-        names = [names for model in job.models for names in (model.file_names, model.tensors)]
-        notes.append(exclude_note(given["exclude"], *names, names_of(finetuned)))
-    if any(notes):
-        record["notes"] = [note for note in notes if note]
-    return record

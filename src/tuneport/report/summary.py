@@ -25,7 +25,7 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     """The transfer in a few rows of label and text."""
     layers, kept = record["layers"], record["not_transported"]
     rows = [
-        ("method", f"{record['method']}, scale {record['scale']:g}"),
+        ("method", f"{record['method']}, {scale_words(record)}"),
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
     ]
     if "head" in record:
@@ -50,6 +50,13 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
     return [*rows, ("time", f"{record['seconds']:.1f} s")]
+
+
+def scale_words(record: Record) -> str:
+    """The scale, and the rule that chose it."""
+    choice = record.get("scale_choice")
+    chosen = f", chosen by {choice['rule']} on {choice['samples']} samples" if choice else ""
+    return f"scale {record['scale']:g}{chosen}"
 
 
 def score_rows(record: Record) -> list[tuple[str, str]]:

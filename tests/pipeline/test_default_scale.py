@@ -1,0 +1,66 @@
+"""The scale that a transfer takes where none is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders.folders import Zoo, images, write_data
+from builders.texts import SENTENCES, gpt_tokenizer, make, write, write_rows
+from builders.toy import ToyViT, batches, finetuned, loss
+from tuneport.errors import TuneportError
+from tuneport.methods import METHODS
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import PLENTY, check_scale, scale_for, transfer
+
+
+@pytest.mark.parametrize(("samples", "rule"), [(PLENTY - 1, "safe"), (PLENTY, "auto")])
+def test_images_are_scored_with_caution_where_they_are_few(zoo: Zoo, tmp_path: Path, samples: int, rule: str) -> None:
+    data = write_data(tmp_path / "animals.npz", train=PLENTY)
+    job = prepare(*zoo.trio("clip_vision"), data, samples=samples)
+    assert scale_for(job, None) == rule
+    assert scale_for(job, 1) == 1.0, "the paper's scale is one number away"
+
+
+@pytest.mark.parametrize("method", ["bico", "bico+", "theseus", "naive"])
+def test_every_method_has_it_also_those_that_need_no_labels(zoo: Zoo, method: str) -> None:
+    result = transfer(*zoo.trio("clip_vision"), zoo.data, method=method, samples=12)
+    assert result.record["scale_choice"]["rule"] == "safe"
+    assert result.scale == result.record["scale"] <= 1.0
+
+
+def test_texts_of_a_language_model_are_scored_by_auto(tmp_path: Path) -> None:
+    words = gpt_tokenizer()
+    models = [write(tmp_path / name, make("llama", vocab_size=len(words)), words) for name in ("a", "b")]
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in SENTENCES])
+    assert scale_for(prepare(models[0], None, models[1], data, samples=8), None) == "auto"
+
+
+def unlabelled(zoo: Zoo, folder: Path) -> Path:
+    np.savez(folder / "x.npz", x_train=images(12, 1, 3)[0])
+    return folder / "x.npz"
+
+
+def nothing(zoo: Zoo, folder: Path) -> None:
+    return None
+
+
+@pytest.mark.parametrize(("method", "data"), [("theseus", unlabelled), ("naive", nothing)])
+def test_samples_that_cannot_be_scored_leave_it_at_one(zoo: Zoo, tmp_path: Path, method: str, data: Any) -> None:
+    job = prepare(*zoo.trio("clip_vision"), data(zoo, tmp_path), signals=METHODS[method], scored=None, samples=12)
+    assert scale_for(job, None) == 1.0
+
+
+def test_own_batches_leave_it_at_one() -> None:
+    source, target = ToyViT(seed=0), ToyViT(seed=1)
+    job = prepare(source, finetuned(source), target, batches(count=16, batch=8), loss=loss)
+    assert scale_for(job, None) == 1.0
+
+
+def test_wrong_scales_are_refused() -> None:
+    for wrong in ("much", "nan", float("inf")):
+        with pytest.raises(TuneportError, match="the scale must be"):
+            check_scale(wrong)
