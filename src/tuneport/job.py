@@ -248,6 +248,8 @@ class Job:
     seed: int = 0
     device: torch.device | None = None  # where the models will run; None: where they are
     placements: Sides[Placement] | None = None  # of both models while they run
+    by_source: bool = False  # the fine-tuned source labelled the samples
+    accept_unlikely: bool = False  # move also what looks like no fine-tune of the source
     form: AdapterForm | None = None  # of the adapter that the result will be written as
     record: Mapping[str, Any] = field(default_factory=dict)
 

@@ -109,6 +109,18 @@ class Turned(TypedDict):
     wrong: list[TurnedSample]
 
 
+class Sanity(TypedDict):
+    """The fine-tuned source and its base on the calibration samples: right ones, or the mean loss of a text."""
+
+    samples: Count
+    metric: Literal["accuracy", "loss"]
+    source: float | None
+    finetuned: float | None
+    target: float | None
+    change: Annotated[float | None, Keywords(description="The norm of the change over that of the base.")]
+    sentence: str
+
+
 class MarkEntry(TypedDict):
     step: Count
     loss: Measured
@@ -189,6 +201,8 @@ class RunRecord(PreparedRecord):
     evaluation: NotRequired[Evaluation]
     outcome: NotRequired[Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]]
     headline: NotRequired[str]
+    sanity: NotRequired[Sanity]
+    base_fingerprint: NotRequired[str]
     recommendation: NotRequired[str]
     accuracies: NotRequired[list[ScoredModel]]
     by_class: NotRequired[list[ByClass]]

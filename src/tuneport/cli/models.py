@@ -57,7 +57,8 @@ def extract(
     vector = change.extract(base, finetuned, exclude=exclude or ())
     if exclude and (words := change.exclude_note(exclude, *map(change.names_of, (base, finetuned)))):
         note(words)
-    norm = save_task_vector(out, vector, {"base": base, "finetuned": finetuned}, overwrite=overwrite)
+    about = {"base": base, "finetuned": finetuned, "base_fingerprint": change.fingerprint_of(base)}
+    norm = save_task_vector(out, vector, about, overwrite=overwrite)
     if json:
         emit_json({"out": out, "tensors": len(vector), "norm": norm})
     else:

@@ -122,6 +122,14 @@ FailOnHarm = Annotated[
 ]
 
 
+AcceptUnlikely = Annotated[
+    bool,
+    typer.Option(
+        "--accept-unlikely", help="Go on where --finetuned looks like a fine-tune of another base or for other labels."
+    ),
+]
+
+
 def prepare_options(given: Mapping[str, Any]) -> Options:
     """The options of `prepare` among the parameters of a command."""
     from ..io.sizes import parse_bytes

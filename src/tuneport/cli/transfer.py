@@ -68,6 +68,7 @@ def transfer(
     compare: options.Compare = False,
     evaluate: options.Evaluate = None,
     fail_on_harm: options.FailOnHarm = False,
+    accept_unlikely: options.AcceptUnlikely = False,
     overwrite: options.Overwrite = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..io.checkpoint import open_checkpoint
 from ..io.companions import companion_bytes, copy_companions
+from ..io.fingerprint import weights_fingerprint
 from ..io.hub import local
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe, renamed
@@ -230,6 +231,11 @@ def write_model(
         stored.write(folder, tensors)
         facts = {"out": str(out), "tensors": len(vector), "base": base_identity(base)}
         write_record(folder / "tuneport.json", {**record, **facts, **made_by()})
+
+
+def fingerprint_of(base: str | Path) -> str:
+    """The fingerprint of the weights of a base, for what is made of it."""
+    return weights_fingerprint(open_stored(local(base)).tensors)
 
 
 def base_identity(base: Path) -> Input:

@@ -215,7 +215,7 @@ def evaluate(
         return Scored(role, model.name, value, found, right)
 
     scored: dict[Role, Scored] = {}
-    if _whole(job):
+    if is_whole(job):
         with finetuned_source(job):
             scored["finetuned"] = replace(score("finetuned", job.source), name=job.record["finetuned"]["name"])
     scored["target"] = score("target", job.target)
@@ -240,7 +240,7 @@ def _by_fidelity(
     return Evaluated(test, indices, "fidelity", "fidelity", scored)
 
 
-def _whole(job: Job) -> bool:
+def is_whole(job: Job) -> bool:
     """Whether the fine-tuned source is known whole, and can run."""
     known = set(job.task_vector) <= {name for name, _ in job.source.module.named_parameters()}
     return known and not job.source.offloaded and not job.record["options"]["exclude"]

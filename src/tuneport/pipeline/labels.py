@@ -65,11 +65,12 @@ def agreement(labelled: Dataset, known: Dataset) -> float | None:
     return float(np.mean(known.labels == labelled.labels))
 
 
-def measurable(job: Job) -> Job:
+def measurable(job: Job, scores: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None) -> Job:
     """The job with the scores of the fine-tuned source, and with a head of the target that means the same.
 
     That head says of the target's base features what the trained head says of the source's: both models are measured
     with the same function of their features, so that their gradients compare. Jobs that fit no head stay as they are.
+    `scores` are those of the source's base and of the fine-tuned source, where they are known.
     """
     if job.teacher is None:
         return job
@@ -77,12 +78,13 @@ def measurable(job: Job) -> Job:
     assert isinstance(samples, Drawn)
     assert samples.heads is not None
 
-    def scored(change: TaskVector) -> Drawn:
+    def scored(place: int, change: TaskVector) -> Drawn:
         assert samples.heads is not None
-        return with_scores(
-            samples, scores_by(source, change, samples.heads.source, samples.chosen, batch_size=samples.size)
-        )
+        found = scores and scores[place]
+        if found is None:
+            found = scores_by(source, change, samples.heads.source, samples.chosen, batch_size=samples.size)
+        return with_scores(samples, found)
 
     if target.classifier is not None:
-        put(target.module, fit_head(target, target.module, scored(TaskVector({}))))
-    return job if samples.chosen.scores is not None else replace(job, samples=scored(job.teacher))
+        put(target.module, fit_head(target, target.module, scored(0, TaskVector({}))))
+    return job if samples.chosen.scores is not None else replace(job, samples=scored(1, job.teacher))

@@ -39,6 +39,7 @@ class Options(TypedDict, total=False):
     batch_size: int  # samples per pass through the models
     device: str  # "auto", "cpu", "cuda", "cuda:1", ...
     dtype: str  # in which the models run
+    accept_unlikely: bool  # go on where the fine-tune looks like one of another base or for other labels
     trust_remote_code: bool  # let a checkpoint's own code run
 
 
@@ -64,6 +65,7 @@ DEFAULTS: Options = {
     "batch_size": 32,
     "device": "auto",
     "dtype": "float32",
+    "accept_unlikely": False,
     "trust_remote_code": False,
 }
 

@@ -93,9 +93,8 @@ def port(
             say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
             work.remove()
         try:
-            result = run(
-                job, method, scale=scale, progress=progress, work=work if ranks().size == 1 else None, passes=passes
-            )
+            kept = work if ranks().size == 1 else None
+            result = run(job, method, scale=scale, progress=progress, work=kept, passes=passes, note=note)
             ported = result
             if distill is not None:
                 lora = form.rank if kind == "adapter" else None

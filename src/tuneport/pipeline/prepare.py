@@ -36,6 +36,7 @@ from .heads import labelling_by, scores_of_labels, take_head, with_heads, with_s
 from .labels import agreement, labelled_by, scores_by
 from .options import Options, check_options
 from .plan import plan_of
+from .sanity import check_base
 
 Data = str | Path | Dataset | Iterable[Any]
 SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # a job with this signal has a loss on labelled samples
@@ -82,6 +83,8 @@ def prepare(
         parts: list[Finetuned] = [vector]
     else:
         parts = list(map(opened, finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]))
+        for part in () if given["accept_unlikely"] else parts:
+            check_base(models.source, part)
         tuned = parts[0] if len(parts) == 1 else sum_of_changes(models.source, parts, given["exclude"])
         headed = _headed(models, tuned, data, given)
         models = headed or models
@@ -118,6 +121,8 @@ def prepare(
         max_tokens=given["max_tokens"],
         memory_budget=given["memory_budget"],
         seed=given["seed"],
+        by_source=question.by_source,
+        accept_unlikely=given["accept_unlikely"],
         device=device if given["memory_budget"] is not None else None,
     )
     known: Options = {**given, "device": str(device), "dtype": dtype}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..io.companions import companion_bytes, copy_companions
+from ..io.fingerprint import weights_fingerprint
 from ..io.output import check_new_file, check_new_folder, new_folder
 from ..io.tensors import LazyTensors, describe
 from ..job import Drawn, Given, Job
@@ -169,13 +170,15 @@ class Result:
         check_output(out, kind, overwrite, inputs=self._inputs())
         check_vector(kind, "head" in self.record)
         if kind == "task-vector":
-            save_task_vector(out, self.change(), {"record": to_json(record)}, overwrite=overwrite)
+            about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(self.target.tensors)}
+            save_task_vector(out, self.change(), about, overwrite=overwrite)
             return out
         packed = self._packed(form) if kind == "adapter" else None
         with new_folder(out, overwrite=overwrite) as folder:
             if packed is not None:
                 write_adapter(folder, packed.adapter)
                 record["options"] = {**record.get("options", {}), "as": kind, **asdict(form)}
+                record["base_fingerprint"] = weights_fingerprint(self.target.tensors)
                 moved = account(self.parts, packed.kept) if self.parts else {}
                 record = {**adapter_record(record, packed, self.target), **moved}
             else:

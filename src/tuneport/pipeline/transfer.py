@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from .outcome import outcome_of
 from .plan import not_transported_by
 from .prepare import Data, prepare
 from .result import Result
+from .sanity import Seen, look
 from .scale import RULES, scaled_as_written
 
 PLENTY = 100  # images from which "auto" has not harmed
@@ -84,6 +85,7 @@ def run(
     progress: Progress | None = None,
     work: Work | None = None,
     passes: Passes | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Result:
     """Measure both models, align them, and carry the task vector over.
 
@@ -94,6 +96,7 @@ def run(
         progress: called with the number of samples that were measured since the last call.
         work: keeps what is measured, and gives back what an earlier run under the same conditions has measured.
         passes: which layers are measured together; planned here if the job has a memory budget.
+        note: called, before anything is measured, with what the fine-tuned source does on the samples.
     """
     method = get_method(method)
     scale = scale_for(job, scale)
@@ -107,11 +110,14 @@ def run(
     started = time.perf_counter()
     if passes is None and job.memory_budget is not None:
         passes = plan_passes(job, job.memory_budget, method=method)
-    job = measurable(job)
+    seen = look(job)
+    if note is not None and seen.sentence:
+        note(seen.sentence)
+    job = measurable(job, seen.scores)
     moved = move(job, method, scale, passes=passes, progress=progress, work=work)  # lines 3 to 9
     _check_moved(job, moved.transfer)
     head = _refitted(job, moved)
-    return _result(job, method, scale, moved, head, time.perf_counter() - started)  # line 11
+    return _result(job, method, scale, moved, head, seen, time.perf_counter() - started)  # line 11
 
 
 def _check_moved(job: Job, done: Transfer) -> None:
@@ -180,6 +186,7 @@ def _result(
     scale: float | ScaleRule,
     moved: Moved,
     head: Mapping[str, Tensor],
+    seen: Seen,
     seconds: float,
 ) -> Result:
     done = moved.transfer
@@ -197,6 +204,7 @@ def _result(
         "layers": _layer_entries(job.plan, done.records),
         "not_transported": [asdict(item) for item in kept],
         **account(parts),
+        "sanity": seen.record(_of_target(seen, moved)),
         **asdict(outcome_of(None, scale=moved.scale, head=bool(head))),
     }
     if (choice := moved.choice) is not None:
@@ -211,6 +219,16 @@ def _result(
         record["head"] = {"tensors": sorted(head), "classes": list(job.heads.target.classes)}
     target = job.target.with_head(head) if head else job.target
     return Result(target, done.task_vector, done.records, kept, moved.scale, record, job, parts)
+
+
+def _of_target(seen: Seen, moved: Moved) -> float | None:
+    """The score of the target on the same samples, where the choice of the scale has found it."""
+    if moved.choice is None or moved.choice.samples != seen.samples:
+        return None
+    found = moved.choice.scores[0.0]
+    if seen.metric == "loss" or found.accuracy is None:
+        return found.loss if seen.metric == "loss" else None
+    return round(found.accuracy * seen.samples)
 
 
 def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:

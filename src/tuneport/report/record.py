@@ -97,6 +97,7 @@ class Options(TypedDict):
     python: NotRequired[list[str]]
     device: str
     dtype: NotRequired[Dtype]
+    accept_unlikely: NotRequired[bool]
 
 
 class Sizes(TypedDict):

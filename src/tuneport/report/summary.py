@@ -165,6 +165,7 @@ def repeat_command(record: Record) -> str | None:
     listed = [(name, each) for name, value in pairs for each in (value if isinstance(value, list) else [value])]
     words = [word for name, value in listed for word in (f"--{name}", str(value))]
     words += ["--uniform-rank"] if options.get("uniform_rank") else []
+    words += ["--accept-unlikely"] if options.get("accept_unlikely") else []
     words += [] if "evaluation" in record or record.get("command") == "distill" else ["--no-evaluate"]
     return shlex.join(["tuneport", record.get("command", "transfer"), *words])
 
