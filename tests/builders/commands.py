@@ -36,9 +36,9 @@ def assert_refused(done: Done, code: int, *words: str) -> None:
     assert "Traceback" not in done.err
     if code == 1:
         assert done.err.endswith("\n")
-        assert done.err.count("\n") == 1, done.err
+        assert done.warnings.count("\n") == 1, done.err
         assert "unexpected" not in done.err
-        assert re.match(r"\w*Error: \S", done.err)
+        assert re.match(r"\w*Error: \S", done.warnings)
     for word in words:
         assert word in done.err, done.err
 

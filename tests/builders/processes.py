@@ -26,6 +26,12 @@ class Done:
     err: str
 
     @property
+    def warnings(self) -> str:
+        """What stderr has apart from the line about the samples, which every transfer with labels prints."""
+        lines = self.err.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("note: the fine-tuned source "))
+
+    @property
     def json(self) -> dict[str, Any]:
         content = json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert isinstance(content, dict)

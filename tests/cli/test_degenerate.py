@@ -77,11 +77,11 @@ class TestPoorSamples:
         assert done.code == 0, done.err
         if words is None:
             assert "notes" not in done.json
-            assert done.err == ""
+            assert done.warnings == ""
             return
         (note,) = done.json["notes"]
         assert note.startswith(words)
-        assert done.err == f"note: {note}\n"
+        assert done.warnings == f"note: {note}\n"
         assert f"Note: {note}" in (place / "out" / "README.md").read_text()
         assert f"Note: {note}" in (place / "out" / "report.html").read_text()
 

@@ -40,7 +40,9 @@ class TestExitCodes:
 
     def test_an_error_in_a_process_of_its_own(self, zoo: Zoo, tmp_path: Path) -> None:
         missing = str(tmp_path / ("nowhere" * 20))
-        done = run_apart("transfer", "--scale=1", *options(zoo, source=missing), "--out", str(tmp_path / "out"), "--json")
+        done = run_apart(
+            "transfer", "--scale=1", *options(zoo, source=missing), "--out", str(tmp_path / "out"), "--json"
+        )
         assert (done.code, done.out) == (1, "")
         assert done.err == (
             f"CheckpointError: there is no model at {missing}: no such folder. Give a model folder (transformers, "
@@ -81,7 +83,7 @@ class TestExitCodes:
 
         monkeypatch.setattr("tuneport.pipeline.statistics.measure_pairs", interrupted)
         done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
-        assert (done.code, done.err) == (130, "interrupted; no partial output remains\n")
+        assert (done.code, done.warnings) == (130, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -94,20 +96,20 @@ class TestExitCodes:
             words = ["finetune", str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"]
         done = self.signalled(moment, [number], *words, "--out", str(place / "out"))
         kept = "note: what was measured is kept; the same call with --resume continues from it\n"
-        assert done.err == ("" if training else kept) + "interrupted; no partial output remains\n"
+        assert done.warnings == ("" if training else kept) + "interrupted; no partial output remains\n"
         assert done.code == 128 + number
         assert [file.name for file in place.iterdir()] == ([] if training else [".out.tuneport-work"])
 
     def test_further_signals_do_not_disturb_the_removal_of_files(self, zoo: Zoo, place: Path) -> None:
         words = ["transfer", "--scale=1", *options(zoo), "--out", str(place / "out")]
         done = self.signalled("writing", [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM], *words)
-        assert (done.code, done.err) == (128 + signal.SIGTERM, "interrupted; no partial output remains\n")
+        assert (done.code, done.warnings) == (128 + signal.SIGTERM, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
     def test_nohup(self, zoo: Zoo, place: Path) -> None:
         words = ["transfer", "--scale=1", *options(zoo), "--out", str(place / "out")]
         done = self.signalled("nohup", [signal.SIGHUP], *words)
-        assert (done.code, done.err) == (0, "")
+        assert (done.code, done.warnings) == (0, "")
         assert [file.name for file in place.iterdir()] == ["out"]
 
     def signalled(self, moment: str, numbers: list[int], *words: str) -> Done:
