@@ -76,7 +76,8 @@ def build(kind: str, width: int, depth: int, image: int) -> Any:
     if kind == "vision":
         model = transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(**vision, projection_dim=10))
     else:
-        text = {**size, "num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 12, "eos_token_id": 3}
+        text = {**size, "num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 12}
+        text |= {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
         config = transformers.CLIPConfig(vision_config=vision, text_config=text, projection_dim=10)
         model = transformers.CLIPModel(config)
     scatter(model)
@@ -143,6 +144,17 @@ def test_maps_of_full_rank_agree_with_a_plain_svd(case: Case, method: str, tower
     # the gradients of a residual stream are orthogonal to the ones, the outputs of fc1 have the rank of its inputs
     low = {"bico": ("out_proj", "fc2", "patch_embedding"), "theseus": ("fc1",)}[method]
     assert {name for name in filled if name.split(".")[-2] not in low} == set(full)
+
+
+def test_norms_move_with_the_layers_that_read_them(case: Case, towers: Towers) -> None:
+    wanted = reference.move(case.folders, case.signals, "theseus", complete=False, norms=True)
+    options: Any = {"method": "theseus", "completion": "none", "samples": SAMPLES, "dtype": "float64"}
+    result = transfer(*case.folders, towers.data, norms="rotate", **options)
+    assert max(differences(dense(result), wanted).values()) < CLOSE
+    assert set(result.task_vector) == set(wanted.deltas)
+    left = {item["tensor"] for item in result.record["left_behind"] if item["tensor"].startswith("vision_model")}
+    assert left
+    assert not any("layer_norm" in name or "post_layernorm" in name for name in left)
 
 
 def test_another_temperature_would_be_noticed(case: Case) -> None:

@@ -34,7 +34,7 @@ SCENARIOS: dict[str, tuple[dict, dict]] = {
 }
 # Methods that change no coordinates serve these only: all layers, or all tensors, of the same shape.
 SAME_LAYERS = ("same", "fused source, same shapes", "fused target, same shapes", "larger images")
-SERVED = {"gradfix": SAME_LAYERS, "transfusion": SAME_LAYERS[:3]}
+SERVED = {"gradfix": SAME_LAYERS, "gradfix_mean": SAME_LAYERS, "transfusion": SAME_LAYERS[:3]}
 
 
 @functools.cache

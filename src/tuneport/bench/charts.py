@@ -17,6 +17,7 @@ COLOURS = {
     "bico": "#1f6feb",
     "transfusion": "#1a7f37",
     "gradfix": "#bf3989",
+    "gradfix_mean": "#e085c2",
     "input_only": "#8250df",
     "output_only": "#0e7c86",
     "gradient_only": "#1a7f37",

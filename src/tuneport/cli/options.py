@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ..errors import TuneportError
-from ..types import Completion, OutputKind
+from ..types import Completion, Norms, OutputKind
 
 if TYPE_CHECKING:
     from ..pipeline.options import Options
@@ -49,6 +49,7 @@ LossName = Annotated[
     typer.Option(help="classification, contrastive, causal, seq2seq or MODULE:FUNCTION; else by the data."),
 ]
 CompletionName = Annotated[Completion, typer.Option(help='How to complete a rank-deficient map: "svd" or "none".')]
+NormsName = Annotated[Norms, typer.Option(help='Norms before layers: "keep" the target\'s or "rotate" their changes.')]
 Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors to leave alone; may be repeated.")]
 Roles = Annotated[
     list[str] | None, typer.Option(help="SOURCE=TARGET of layer roles whose names differ, or SOURCE=none; repeatable.")

@@ -33,6 +33,7 @@ def plan(
     labels: options.LabelsName = None,
     loss: options.LossName = None,
     completion: options.CompletionName = "svd",
+    norms: options.NormsName = "keep",
     exclude: options.Exclude = None,
     columns: options.Columns = None,
     max_length: options.MaxLength = None,

@@ -54,6 +54,7 @@ def transfer(
     uniform_rank: options.UniformRank = False,
     adapter_dtype: options.AdapterDtype = "float32",
     completion: options.CompletionName = "svd",
+    norms: options.NormsName = "keep",
     exclude: options.Exclude = None,
     roles: options.Roles = None,
     columns: options.Columns = None,

@@ -55,6 +55,13 @@ class WeightGradient:
             self.bias_votes += bias.sign().sum(0).to(self.votes.dtype)
         self.samples += len(inputs)
 
+    def add_sample(self, gradient: Tensor) -> None:
+        """Add the gradient of one sample with respect to a tensor of any shape."""
+        gradient = gradient.reshape(self.total.shape)
+        self.total += gradient
+        self.votes += gradient.sign().to(self.votes.dtype)
+        self.samples += 1
+
     def __add__(self, other: WeightGradient) -> WeightGradient:
         """The sum over both sets of samples."""
         return self.from_state(self.samples + other.samples, lambda name: getattr(self, name) + getattr(other, name))
@@ -84,7 +91,7 @@ class WeightGradient:
 
 @dataclass(frozen=True, eq=False)
 class Statistics(Generic[S]):
-    """Measured sums: cross-covariances by (target layer, signal), weight gradients by target layer.
+    """Measured sums: cross-covariances by (target layer, signal), weight gradients by target layer or loose tensor.
 
     Layers that read the same tensor (q, k, v) share one object. `passes` are forward and backward passes per model.
     """

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, cast
 
 import torch
@@ -44,6 +45,7 @@ def measure_pairs(
     limit: TokenLimit | None = None,
     make_sum: MakeSum[S] | None = None,
     most_samples: int | None = None,
+    loose: Sequence[str] = (),
 ) -> Statistics[S]:
     """Accumulate the statistics that `signals` name, for every pair, over all batches.
 
@@ -59,12 +61,15 @@ def measure_pairs(
         make_sum: called with ((target layer, signal), source width, target width, device); CrossCovariance by default.
         most_samples: the largest number of samples in one pass. A larger batch is run in parts, if `split_batch` can
             divide it, which changes rounding only.
+        loose: parameters of the target outside its layers whose gradients of each sample are added up too. Samples then
+            pass one by one.
     """
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
     make = make_sum or cast("MakeSum[S]", lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
     accumulator = _Accumulator(pairs, signals, make, limit)
     backward = bool(NEEDS_BACKWARD & set(signals))
+    parameters = {name: target.get_parameter(name) for name in loose}
     start = start or Statistics()
     samples, passes = start.samples, start.passes.get("forward", 0)
     sums = dict(start.covariances), dict(start.weight_gradients)
@@ -77,12 +82,13 @@ def measure_pairs(
     with frozen(source), frozen(target):
         for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
-            for part, size in split_batch(paired, most_samples):
+            for part, size in split_batch(paired, 1 if parameters else most_samples):
                 rows, layers = part.rows or size, accumulator.layers
                 accumulator.start(part.match or match or match_tokens(None, None), samples, size)
                 if any(layers.source.values()):
                     Recorder(source, layers.source, accumulator.keep, rows, backward).run(part.source, source_loss)
-                Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, target_loss)
+                with _gradients(parameters, accumulator.weight_gradients):
+                    Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, target_loss)
                 accumulator.finish(index)
                 samples += size
                 if progress is not None:
@@ -93,6 +99,26 @@ def measure_pairs(
     if passes == 0:
         raise CaptureError("there are no calibration batches; give at least one sample.")
     return so_far()
+
+
+@contextmanager
+def _gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, WeightGradient]) -> Iterator[None]:
+    """Context in which a backward pass over one sample adds the gradients of parameters to their sums."""
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+        parameter.requires_grad_(True)
+    try:
+        yield
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                columns = parameter.shape[-1] if parameter.ndim else 1
+                shape = (parameter.numel() // columns, columns)
+                sums.setdefault(name, WeightGradient(shape, device=parameter.device)).add_sample(parameter.grad)
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(False)
+            parameter.grad = before[name]
 
 
 class _Accumulator(Generic[S]):

@@ -40,6 +40,7 @@ METHODS: dict[str, Method] = {
     ),
     "transfusion": TransFusion(summary="permute the source's units to match the target's weights; same architecture"),
     "gradfix": GradFix(summary="keep the entries that agree with the target's gradient signs; same architecture"),
+    "gradfix_mean": GradFix("mean", summary="gradfix with the sign of the mean gradient, not a majority of samples"),
 }
 
 

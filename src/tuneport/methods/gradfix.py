@@ -1,6 +1,7 @@
 """GradFix: keep the entries of the task vector whose sign agrees with a descent step of the target.
 
-The target's per-sample gradients vote on the sign of each weight. A masked low-rank update becomes dense.
+The target's per-sample gradients vote on the sign of each number, in linear layers and in all other tensors. A masked
+low-rank update becomes dense.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ class GradFix(Method):
     summary: str = ""
 
     by_layer = True
+    moves_loose = True
     signals = frozenset[Signal]({"weight_gradient"})
 
     def check(self, plan: Plan) -> None:
-        check_same_shapes(plan, "gradfix")
+        check_same_shapes(plan, "gradfix" if self.vote == "majority" else "gradfix_mean")
 
     def transfer(self, problem: Problem) -> Transfer:
         self.check(problem.plan)
@@ -48,6 +50,13 @@ class GradFix(Method):
             if bias is not None:
                 entries.put_bias(pair.target, _mask(bias, gradient.bias_votes if majority else gradient.bias_total))
             records.append(record_of(pair, tau, moved))
+        for loose in problem.plan.loose:
+            gradient = problem.statistics.weight_gradients.get(loose.target.name)
+            if gradient is None or loose.source.shape != loose.target.shape:
+                continue  # the plan says why the target keeps it
+            tau = as_dense(problem.task_vector[loose.source.name])
+            vote = gradient.votes if self.vote == "majority" else gradient.total
+            entries.put_loose(loose.target.name, _mask(tau, vote.reshape(tau.shape)))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
 

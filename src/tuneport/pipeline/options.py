@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, cast
+from typing import TypedDict, cast, get_args
 
 from ..errors import TuneportError, unknown_name
 from ..measure.tokens import Match
 from ..pairing import DepthRule, LayerPair, nearest_block
-from ..types import Completion, Loss
+from ..types import Completion, Loss, Norms
 from .labels import check_labels
 
 HEAD_FITS = ("auto", "none", "projection")
@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     depth_rule: DepthRule  # which source block a target block takes
     exclude: Sequence[str]  # name patterns of tensors to leave alone
     completion: Completion  # how to complete a rank-deficient map
+    norms: Norms  # "keep": the target keeps its norms; "rotate": move those before layers by the layers' input maps
     max_length: int | None  # most tokens of a text, which is cut there; 512 unless given
     max_tokens: int | None  # most tokens of all samples together that enter the maps
     memory_budget: int | None  # most bytes on the device; models that do not fit stay in RAM or in their files
@@ -59,6 +60,7 @@ DEFAULTS: Options = {
     "depth_rule": nearest_block,
     "exclude": (),
     "completion": "svd",
+    "norms": "keep",
     "max_length": None,
     "max_tokens": None,
     "memory_budget": None,
@@ -79,6 +81,8 @@ def check_options(options: Options) -> Options:
     check_labels(given["labels"], given["sampler"], given["shots"])
     if given["head_fit"] not in HEAD_FITS:
         raise TuneportError(unknown_name("head_fit", given["head_fit"], HEAD_FITS))
+    if given["norms"] not in get_args(Norms):
+        raise TuneportError(unknown_name("norms", given["norms"], get_args(Norms)))
     tokens, budget = given["max_tokens"], given["memory_budget"]
     if tokens is not None and tokens < 1:
         raise TuneportError(f"`max_tokens` must be at least 1, got {tokens}. Leave it out to use every token.")

@@ -27,6 +27,7 @@ from ..pairing import (
     pair_layers,
 )
 from ..task_vectors.vector import TaskVector
+from ..types import Norms
 
 FITTED = "fitted to the scores of the fine-tuned source, not moved"
 NO_PARAMETER = "no parameter of the model that the configuration describes"
@@ -40,6 +41,7 @@ def plan_of(
     pairs: Sequence[LayerPair] | None = None,
     roles: Mapping[str, str | None] | None = None,
     depth_rule: DepthRule = nearest_block,
+    norms: Norms = "keep",
     exclude: Sequence[str] = (),
     fitted: frozenset[str] = frozenset(),
 ) -> Plan:
@@ -51,6 +53,7 @@ def plan_of(
         pairs: the pairing, in place of roles and depth.
         roles: source roles to target roles where their names differ.
         depth_rule: which source block a target block takes.
+        norms: whether the norms before layers move with them.
         exclude: name patterns of tensors to leave alone.
         fitted: parameters of the target that are fitted, and not paired.
     """
@@ -75,6 +78,7 @@ def plan_of(
             output_maps=_class_map(source, target),
             source_blocks=count_blocks(source.layers),
             target_blocks=count_blocks(target.layers),
+            norms=norms,
         )
     else:
         plan = _given(pairs, vector)

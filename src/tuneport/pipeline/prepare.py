@@ -98,6 +98,7 @@ def prepare(
         pairs=given["pairs"],
         roles=given["roles"],
         depth_rule=given["depth_rule"],
+        norms=given["norms"],
         exclude=given["exclude"],
         fitted=_fitted_names(models.target) if question.fits else frozenset(),
     )
@@ -156,8 +157,7 @@ def _fits_projection(models: Sides[Model], given: Options) -> bool:
 
 
 def _fitted_names(target: Model) -> frozenset[str]:
-    projection = target.projection
-    return target.head or frozenset({projection.weight} if projection is not None else ())
+    return target.head or frozenset({target.projection.weight} if target.projection is not None else ())
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from ..job import Job
 from ..maps.statistics import Statistics
 from ..measure.batches import move_batch, samples_at_once
 from ..measure.capture import measure_pairs
-from ..measure.signals import INPUT
+from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
 from ..methods import Problem
 from ..models.offload import placed
@@ -113,4 +113,6 @@ def _measured(
             limit=limit,
             # each part of a batch would fetch the weights again
             most_samples=samples_at_once(job.target.device) if target is None else None,
+            # the gradient of a weight that is fetched when it is used is not known
+            loose=[pair.target.name for pair in job.plan.loose] if WEIGHT_GRADIENT in signals and target is None else (),
         )

@@ -87,6 +87,7 @@ class Options(TypedDict):
     labels: NotRequired[Literal["data", "source"] | None]
     loss: NotRequired[str | None]
     completion: Literal["svd", "none"]
+    norms: NotRequired[Literal["keep", "rotate"]]
     columns: NotRequired[Mapping[str, str]]
     max_length: NotRequired[Positive | None]
     max_tokens: Positive | None

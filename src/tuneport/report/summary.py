@@ -186,6 +186,7 @@ REPEATED: dict[str, Any] = {  # the options that a command repeats, with their d
     "labels": None,
     "loss": None,
     "completion": "svd",
+    "norms": "keep",
     "max_tokens": None,
     "batch_size": 32,
     "dtype": "float32",
