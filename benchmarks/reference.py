@@ -43,7 +43,6 @@ NORMS = {  # the norm that each layer reads
     "mlp.fc1": "layer_norm2",
     "visual_projection": "vision_model.post_layernorm",
 }
-ZERO = 1e-11  # of the largest singular value: float64 leaves 1e-16 of a zero
 PROMPTS = (
     "a photo of a {}.",
     "a picture that shows a {}.",
@@ -106,8 +105,8 @@ def move(
     """tau_B = R_out^T tau_A R_in (eq. 8) for each linear layer of the target's vision tower.
 
     It takes the layer of the same role from the source block that the depth rule gives. The folders are those of
-    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values. With
-    `norms`, the vectors of norms before layers move as inputs of these layers.
+    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values.
+    With `norms`, the vectors of norms before layers move as inputs of these layers.
     """
     models = [open_tower(folder) for folder in folders]
     source, changed, target = map(vision_layers, models)
@@ -151,7 +150,7 @@ def procrustes(a: Tensor, b: Tensor, complete: bool) -> tuple[Array, bool]:
     """R = U V^T of C = A^T B (eq. 6, 7), and whether C has full rank."""
     C = match_tokens(a, b).flatten(0, 1).numpy().T @ b.flatten(0, 1).numpy()  # (d_A, d_B)
     U, values, Vh = np.linalg.svd(C, full_matrices=False)
-    rank = int((values > ZERO * values[0]).sum())
+    rank = int((values > max(C.shape) * np.finfo(C.dtype).eps * values[0]).sum())  # as numpy.linalg.matrix_rank
     kept = slice(None if complete else rank)
     return U[:, kept] @ Vh[kept], rank == len(values)
 

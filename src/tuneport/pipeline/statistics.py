@@ -114,5 +114,7 @@ def _measured(
             # each part of a batch would fetch the weights again
             most_samples=samples_at_once(job.target.device) if target is None else None,
             # the gradient of a weight that is fetched when it is used is not known
-            loose=[pair.target.name for pair in job.plan.loose] if WEIGHT_GRADIENT in signals and target is None else (),
+            loose=[pair.target.name for pair in job.plan.loose]
+            if WEIGHT_GRADIENT in signals and target is None
+            else (),
         )
