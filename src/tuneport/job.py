@@ -73,9 +73,9 @@ class Samples(ABC):
         """The same samples, which can be counted and iterated again."""
         return self
 
-    def views(self, seed: int, copies: int = VIEWS, *, wide: bool = False) -> Samples | None:
+    def views(self, seed: int, copies: int = VIEWS, *, ordered: bool = False) -> Samples | None:
         """Augmented copies of the samples; None where there are none (own batches, pairs of texts)."""
-        del seed, copies, wide
+        del seed, copies, ordered
         return None
 
     @abstractmethod
@@ -119,13 +119,13 @@ class Drawn(Samples):
         count = first_half(len(self))
         return (self, self) if count == len(self) else (self.take(slice(count)), self.take(slice(count, None)))
 
-    def views(self, seed: int, copies: int = VIEWS, *, wide: bool = False) -> Drawn | None:
+    def views(self, seed: int, copies: int = VIEWS, *, ordered: bool = False) -> Drawn | None:
         chosen = self.chosen
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
         more = replace(
             chosen,
-            inputs=Views(chosen.inputs, copies, seed, wide),
+            inputs=Views(chosen.inputs, copies, seed, ordered),
             labels=None if chosen.labels is None else np.tile(chosen.labels, copies),
             targets=None if chosen.targets is None else list(chosen.targets) * copies,
             scores=None,

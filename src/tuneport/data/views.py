@@ -16,17 +16,13 @@ from PIL import Image
 VIEWS = 4  # views of each sample
 DROPPED = 0.2  # share of the words of a text
 SHIFT = 8  # an image is shifted by at most 1/8 of its side
-TURN = 0.2  # radians
-ZOOM = 1.15
-FLIPPED = 0.5  # share of the wide views
 
 
 @dataclass(frozen=True, eq=False)
 class Views(Sequence[Any]):
     """`copies` augmented views of each input, computed on access.
 
-    An image is shifted and flipped at random, and with `wide` also turned and zoomed; a text loses some words, and
-    without `wide` the others are shuffled.
+    An image is shifted and flipped at random; a text loses some words, and the others are shuffled unless `ordered`.
 
     >>> list(Views(["a short text of seven words only"], 2, seed=0))
     ['words seven a short only', 'of a only short text words']
@@ -35,7 +31,7 @@ class Views(Sequence[Any]):
     inputs: Sequence[Any]
     copies: int
     seed: int
-    wide: bool = False
+    ordered: bool = False
 
     def __len__(self) -> int:
         return self.copies * len(self.inputs)
@@ -49,32 +45,14 @@ class Views(Sequence[Any]):
         random = np.random.default_rng((self.seed, index))
         given = self.inputs[index % len(self.inputs)]
         if isinstance(given, str):
-            return _text(given, random, shuffled=not self.wide)
-        return _turned(given, random) if self.wide else _image(given, random)
+            return _text(given, random, shuffled=not self.ordered)
+        return _image(given, random)
 
 
 def _text(text: str, random: np.random.Generator, shuffled: bool) -> str:
     words = text.split()
     kept = [word for word in words if random.random() >= DROPPED] or words
     return " ".join(kept[i] for i in random.permutation(len(kept))) if shuffled else " ".join(kept)
-
-
-def _turned(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    """The image turned, zoomed, shifted and flipped at random; its border is continued by reflection."""
-    pixels = np.asarray(image.convert("RGB"))
-    height, width = pixels.shape[:2]
-    margin = max(height, width) // 4 + 1
-    padded = Image.fromarray(np.pad(pixels, ((margin, margin), (margin, margin), (0, 0)), mode="symmetric"))
-    angle, zoom = random.uniform(-TURN, TURN), random.uniform(1 / ZOOM, ZOOM)
-    across, down = random.uniform(-1, 1, 2) * (width, height) / SHIFT
-    flip = -1.0 if random.random() < FLIPPED else 1.0
-    cosine, sine = zoom * np.cos(angle), zoom * np.sin(angle)
-    # from places in the view to places in the padded image
-    matrix = np.array([[flip * cosine, -sine], [flip * sine, cosine]])
-    centre = np.array([width, height]) / 2
-    origin = centre + margin + (across, down) - matrix @ centre
-    numbers = (matrix[0, 0], matrix[0, 1], origin[0], matrix[1, 0], matrix[1, 1], origin[1])
-    return padded.transform((width, height), Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR)
 
 
 def _image(image: Image.Image, random: np.random.Generator) -> Image.Image:

@@ -7,9 +7,10 @@ and that may be the start. A run can be saved and continued with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import median_low
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.tokenizer import Encoded
 from ..types import Progress, Sides
+from .augment import Reader
 from .loop import Schedule, run_steps
 from .matching import Matching, matching_of
 from .state import StateFile
@@ -32,8 +34,6 @@ HELD_OUT = 0.1  # share of the samples
 MOST_HELD_OUT = 200
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
-WIDE = True  # views
-MIXED = 1.0  # share of the images of a batch that are blended with another one
 VIEWS = 4  # augmented copies of each held-out sample
 
 
@@ -116,19 +116,14 @@ def distill(
     matching = matching_of(samples)
     schedule = lesson.schedule(samples.models.target, matching.batch_size)
     run = _Run(samples.models.source.module, student, matching, _autocast(samples.models.target))
-    views = taught.views(lesson.seed, lesson.steps, wide=WIDE) if matching.augmented else None
-    exam = (
-        [held_out, more]
-        if matching.augmented and (more := held_out.views(lesson.seed, VIEWS, wide=WIDE))
-        else [held_out]
-    )
+    reader, exam = Reader(taught, lesson.steps, lesson.seed), Reader(held_out, VIEWS, lesson.seed)
     marks = {round(lesson.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= lesson.steps}
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
-        if views is None:
-            return run.loss(taught.take(rows.numpy()))
-        return run.loss(views.take(step * len(taught) + rows.numpy()))
+        if matching.augmented:
+            return run.loss(reader.view(rows.numpy(), step, blended=True))
+        return run.loss(reader.plain(rows.numpy()))
 
     with frozen(run.teacher):
         student.eval()
@@ -179,7 +174,7 @@ class _Run:
         self.best: Mapping[str, Tensor] = {}
         self.best_step = 0
 
-    def begin(self, schedule: Schedule, exam: list[Drawn], saved: StateFile | None) -> int:
+    def begin(self, schedule: Schedule, exam: Reader, saved: StateFile | None) -> int:
         """Start, or continue at the step of a saved state; the number of steps that are done."""
         self.optimizer = schedule.optimizer(self.student)
         found = saved.load() if saved is not None else None
@@ -209,20 +204,18 @@ class _Run:
             tensors["losses"] = torch.stack(self.losses)
         saved.save(tensors, {"step": step, "best": self.best_step, "curve": [asdict(mark) for mark in self.curve]})
 
-    def loss(self, part: Drawn) -> Tensor:
-        """The loss of the student on some samples."""
-        return self.matching.loss(*self._answers(part, mixed=True))
+    def loss(self, batch: Sides[Encoded]) -> Tensor:
+        """The loss of the student on a batch."""
+        return self.matching.loss(*self._answers(batch))
 
-    def mark(self, step: int, exam: list[Drawn]) -> None:
+    def mark(self, step: int, exam: Reader) -> None:
         """Add a point to the curve, and keep the state if it is the best so far."""
-        size, losses, agreements = self.matching.pass_size, [], []
+        losses, agreements = [], []
         with torch.no_grad():
-            for samples in exam:
-                for start in range(0, len(samples), size):
-                    part = samples.take(slice(start, start + size))
-                    answers = self._answers(part)
-                    losses.append((len(part), self.matching.loss(*answers)))
-                    agreements.append((len(part), self.matching.agreement(*answers)))
+            for batch in self._batches(exam):
+                answers, count = self._answers(batch), len(next(iter(batch.target.inputs.values())))
+                losses.append((count, self.matching.loss(*answers)))
+                agreements.append((count, self.matching.agreement(*answers)))
         loss, agreement = (
             float(sum(count * value for count, value in found) / sum(count for count, _ in found))
             for found in (losses, agreements)
@@ -237,29 +230,21 @@ class _Run:
     def _best_mark(self) -> int:
         return next(number for number, mark in enumerate(self.curve) if mark.step == self.best_step)
 
-    def _answers(self, part: Drawn, mixed: bool = False) -> tuple[Any, Any]:
-        encoded = next(replace(part, size=len(part)).encoded())
-        encoded = _blended(encoded) if mixed and self.matching.augmented else encoded
+    def _batches(self, exam: Reader) -> Iterator[Sides[Encoded]]:
+        """The held-out samples and, where the teacher can judge them, the same views of them each time."""
+        rows = torch.arange(len(exam.samples)).split(self.matching.pass_size)
+        yield from (exam.plain(part.numpy()) for part in rows)
+        for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(exam.seed * 1_000_003 + copy * len(exam.samples) + int(part[0]))
+                batch = exam.view(part.numpy(), copy)
+            yield batch
+
+    def _answers(self, batch: Sides[Encoded]) -> tuple[Any, Any]:
         with self.precision:
             with torch.no_grad():
-                wanted = self.matching.ask.source(self.teacher, encoded.source)
-            return wanted, self.matching.ask.target(self.student, encoded.target)
-
-
-def _blended(encoded: Sides[Encoded]) -> Sides[Encoded]:
-    """Some images blended with others of the batch, in the same way for both models; texts stay as they are."""
-    if any("pixel_values" not in side.inputs for side in encoded):
-        return encoded
-    count = len(encoded.source.inputs["pixel_values"])
-    order, shares = torch.randperm(count), torch.rand(count) * (torch.rand(count) < MIXED)
-
-    def blend(side: Encoded) -> Encoded:
-        pixels = side.inputs["pixel_values"]
-        return replace(
-            side, inputs={**side.inputs, "pixel_values": pixels.lerp(pixels[order], shares.view(-1, 1, 1, 1))}
-        )
-
-    return Sides(blend(encoded.source), blend(encoded.target))
+                wanted = self.matching.ask.source(self.teacher, batch.source)
+            return wanted, self.matching.ask.target(self.student, batch.target)
 
 
 def divide(samples: Drawn) -> tuple[Drawn, Drawn]:

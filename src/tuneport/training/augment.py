@@ -1,0 +1,109 @@
+"""Batches for a student and its teacher, augmented in the same way for both.
+
+Images are encoded once, where that takes little memory, and their tensors are turned, zoomed, shifted, flipped and
+blended. A text loses some of its words before it is encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..job import Drawn
+from ..models.tokenizer import Encoded
+from ..types import Sides
+
+PIXELS = "pixel_values"
+MOST_BYTES = 2**30  # of images that are kept encoded, for each model
+TURN = 0.2  # radians
+ZOOM = 1.15
+SHIFT = 1 / 8  # of the side of an image
+FLIPPED = 0.5  # share of the images
+MIXED = 1.0  # share of the images of a batch that are blended with another one
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Reads samples by number, as both models read them; `copies` augmented views of each are drawn from `seed`."""
+
+    samples: Drawn
+    copies: int
+    seed: int
+
+    def plain(self, rows: NDArray[np.int64]) -> Sides[Encoded]:
+        """Some samples as they are."""
+        if self._kept is None:
+            return _encode(self.samples.take(rows))
+        return Sides(*(replace(side, inputs={PIXELS: side.inputs[PIXELS][rows]}, labels=None) for side in self._kept))
+
+    def view(self, rows: NDArray[np.int64], copy: int, *, blended: bool = False) -> Sides[Encoded]:
+        """One augmented view of some samples; those of images depend on torch's seed, and may be `blended`."""
+        if self.samples.dataset.kind == "image":
+            found = self.plain(rows)
+            return blend(turn(found)) if blended else turn(found)
+        views = self.samples.views(self.seed, self.copies, ordered=True)
+        return _encode(self.samples.take(rows) if views is None else views.take(copy * len(self.samples) + rows))
+
+    @cached_property
+    def _kept(self) -> Sides[Encoded] | None:
+        """All images, encoded and on the devices of the models; None if there are none, or too many."""
+        if self.samples.dataset.kind != "image":
+            return None
+        one = _encode(self.samples.take(slice(1)))
+        if any(len(self.samples) * side.inputs[PIXELS].nbytes > MOST_BYTES for side in one):
+            return None
+        parts = [_encode(self.samples.take(slice(at, at + 128))) for at in range(0, len(self.samples), 128)]
+        kept = []
+        for model, sides in zip(self.samples.models, zip(*parts, strict=True), strict=True):
+            pixels = torch.cat([side.inputs[PIXELS] for side in sides]).to(model.device)
+            kept.append(Encoded({PIXELS: pixels}, None, ()))
+        return Sides(*kept)
+
+
+def _encode(samples: Drawn) -> Sides[Encoded]:
+    """All samples in one batch."""
+    return next(replace(samples, size=len(samples)).encoded())
+
+
+def turn(sides: Sides[Encoded]) -> Sides[Encoded]:
+    """Images turned, zoomed, shifted and flipped at random, in the same way for both models.
+
+    Their border is continued by reflection.
+    """
+    count = len(sides.source.inputs[PIXELS])
+    angle, zoom, across, down = torch.rand(4, count, dtype=torch.float64) * 2 - 1
+    angle, zoom = angle * TURN, ZOOM**zoom
+    flip = 1.0 - 2.0 * (torch.rand(count) < FLIPPED)
+    cosine, sine = zoom * angle.cos(), zoom * angle.sin()
+
+    def turned(side: Encoded) -> Encoded:
+        pixels = side.inputs[PIXELS]
+        height, width = pixels.shape[-2:]
+        # from places in the view to places in the image, both from -1 to 1
+        rows = [[flip * cosine, -sine * height / width, 2 * SHIFT * across]]
+        rows += [[flip * sine * width / height, cosine, 2 * SHIFT * down]]
+        places = torch.stack([torch.stack(row, -1) for row in rows], 1).to(pixels)
+        grid = F.affine_grid(places, list(pixels.shape), align_corners=False)
+        found = F.grid_sample(pixels, grid, padding_mode="reflection", align_corners=False)
+        return replace(side, inputs={**side.inputs, PIXELS: found})
+
+    return Sides(turned(sides.source), turned(sides.target))
+
+
+def blend(sides: Sides[Encoded]) -> Sides[Encoded]:
+    """Some images blended with others of the batch, in the same way for both models."""
+    count = len(sides.source.inputs[PIXELS])
+    order, shares = torch.randperm(count), torch.rand(count) * (torch.rand(count) < MIXED)
+
+    def blended(side: Encoded) -> Encoded:
+        pixels = side.inputs[PIXELS]
+        by: Tensor = shares.to(pixels).view(-1, 1, 1, 1)
+        return replace(side, inputs={**side.inputs, PIXELS: pixels.lerp(pixels[order], by)})
+
+    return Sides(blended(sides.source), blended(sides.target))
