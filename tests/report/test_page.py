@@ -28,7 +28,10 @@ from tuneport.report.record import to_json
 from tuneport.report.summary import repeat_command
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
-VOID = {"meta", "br", "line", "polyline"}
+VOID = {"meta", "br", "img", "line", "polyline"}
+DOT = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 
 
 class Tree(HTMLParser):
@@ -86,17 +89,8 @@ class TestContent:
     def test_page_contains_every_section_and_number(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
-        for heading in (
-            "What was done",
-            "Will it help?",
-            "Accuracy",
-            "Strength",
-            "Similarity of the models",
-            "Layer by layer",
-        ):
-            assert heading in text
-        for heading in ("Layer by layer", "Not transported, and why", "Cost", "All layers in numbers", "Do it again"):
-            assert heading in text
+        headings = ("Scale", "What moved", "Layer by layer", "Similarity of the models", "Cost", "Repeat it")
+        assert not [heading for heading in headings if heading not in text]
         assert record["verdict"]["verdict"] in text
         for layer in record["layers"]:
             assert layer["target"] in text
@@ -104,29 +98,23 @@ class TestContent:
         for item in record["not_transported"]:
             assert item["tensor"] in text
             assert item["reason"] in text
-        assert f"{record['evaluation']['after']:.2f} %" in text
         assert f"{record['cost']['counted']['forward'] / 1e6:.3g} MFLOP" in text
 
-    def test_tiles_show_gain_verdict_and_samples(self, record: dict[str, Any]) -> None:
-        page = report_page(record)
-        tiles = re.findall(r"<li><b>(.*?)</b><span>(.*?)</span></li>", page)
-        found = record["evaluation"]
-        assert tiles[0] == (
-            f"{found['after'] - found['before']:+.1f}",
-            f"points, {found['before']:.1f} to {found['after']:.1f} %",
-        )
-        assert (record["verdict"]["verdict"], "the pre-flight&#39;s word") in tiles
-        assert (str(record["samples"]), "calibration samples") in tiles
-        bare = {key: value for key, value in record.items() if key not in ("evaluation", "verdict")}
-        assert len(re.findall(r"<li><b>", report_page(bare))) == len(tiles) - 2
+    def test_ten_steps_of_fine_tuning_cost_a_two_hundredth_of_the_papers(self, record: dict[str, Any]) -> None:
+        text = " ".join(Tree(report_page(record)).text)
+        spent = record["cost"]["paper"]["fine_tuning"]
+        found = re.search(r"ten steps of fine-tuning the target ([\d.]+) ([GM])FLOP", text)
+        assert found
+        assert float(found[1]) * {"G": 1e9, "M": 1e6}[found[2]] == pytest.approx(spent / 200, rel=5e-3)  # three digits
 
     def test_numbers_in_pictures_are_also_in_tables(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
         plots = [json.loads(attrs["data-plot"] or "") for tag, attrs in tree.seen if "data-plot" in attrs]
-        assert len(plots) >= 6
-        residuals = next(plot for plot in plots if "input side" in plot["lines"])
-        assert all(f"{value:.4g}" in text for value in residuals["lines"]["input side"] if value is not None)
+        assert len(plots) >= 4
+        losses = next(plot for plot in plots if "mean loss" in plot["lines"])
+        assert len(losses["lines"]["mean loss"]) == len(record["scale_choice"]["candidates"])
+        assert all(f"{value:.4g}" in text for value in losses["lines"]["mean loss"] if value is not None)
 
     def test_page_is_accessible(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
@@ -159,7 +147,7 @@ class TestContent:
     def test_page_makes_no_request(self, record: dict[str, Any]) -> None:
         page = report_page(record)
         for _, attrs in Tree(page).seen:
-            assert "src" not in attrs
+            assert (attrs.get("src") or "data:image/png;base64,").startswith("data:image/png;base64,")
             assert (attrs.get("href") or "#").startswith("#")
         assert not re.search(r"https?://|url\(|@import", page)
         assert "default-src 'none'" in page
@@ -168,8 +156,7 @@ class TestContent:
         plain = json.loads(to_json(transfer(*zoo.trio("vit"), method="naive").record))
         page = report_page(plain)
         Tree(page)
-        assert "Will it help?" not in page
-        assert "Residual" not in " ".join(Tree(page).text).replace("A map's residual", "")
+        assert "Residual" not in " ".join(Tree(page).text)
 
     def test_hostile_names_are_escaped(self, record: dict[str, Any]) -> None:
         evil = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -181,6 +168,11 @@ class TestContent:
         for key in ("source", "finetuned", "target", "data"):
             changed[key]["name"] = changed[key]["path"] = evil
         changed["verdict"] = {"verdict": evil, "reasons": [evil]}
+        changed |= answered("harm", evil, evil)
+        for item in (*changed["turned"]["right"], *changed["turned"]["wrong"]):
+            item |= {"label": evil, "before": evil, "after": evil, "text": evil}
+            del item["thumbnail"]
+        changed["by_class"][0]["class"] = changed["accuracies"][0]["name"] = evil
         page = report_page(changed)
         tree = Tree(page)
         assert [tag for tag, _ in tree.seen].count("script") == 1
@@ -198,6 +190,110 @@ class TestContent:
 
     def test_two_hundred_layers_stay_small(self, record: dict[str, Any]) -> None:
         assert len(report_page(many_layers(record, 200)).encode()) < 5e6 / 10
+
+
+def answered(outcome: str, headline: str, recommendation: str = "use the port") -> dict[str, Any]:
+    """The fields of a record that answer, as a transfer with a test split writes them."""
+    roles = {"finetuned": 90.0, "target": 70.0, "port": 80.0}
+    rows = [
+        {"role": role, "name": role, "words": f"the {role}", "value": value, "low": value - 4, "high": value + 3.5}
+        for role, value in roles.items()
+    ]
+    entry = {"index": 3, "label": "cat", "thumbnail": DOT}
+    return {
+        "outcome": outcome,
+        "headline": headline,
+        "recommendation": recommendation,
+        "accuracies": [row | {"samples": 400} for row in rows],
+        "evaluation": {
+            "data": "animals",
+            "samples": 400,
+            "protocol": "zero-shot",
+            "metric": "accuracy",
+            "before": 70.0,
+            "after": 80.0,
+        },
+        "by_class": [
+            {"class": "cat", "samples": 250, "before": 60.0, "after": 80.0},
+            {"class": "dog", "samples": 150, "before": 86.7, "after": 80.0},
+        ],
+        "turned": {
+            "right_count": 50,
+            "wrong_count": 10,
+            "right": [entry | {"before": "dog", "after": "cat"}],
+            "wrong": [entry | {"before": "cat", "after": "owl"}],
+        },
+    }
+
+
+class TestAnswer:
+    """The first screen: the section before the navigation."""
+
+    @staticmethod
+    def first_screen(record: dict[str, Any]) -> str:
+        page = report_page(record)
+        Tree(page)
+        return page[page.index("<h1>") : page.index("<nav")]
+
+    @pytest.mark.parametrize(
+        ("outcome", "headline", "style"),
+        [
+            ("gain", "accuracy on animals: 70.0 -> 80.0 %: the transfer helps", "good"),
+            ("harm", "accuracy on animals: 72.0 -> 60.5 %: the transfer did harm; try --scale safe", "bad"),
+            ("no clear change", "accuracy on animals: 72.0 -> 72.5 %: the test split cannot tell", "unsure"),
+            ("nothing moved", "nothing moved: the calibration samples chose scale 0", "unsure"),
+        ],
+    )
+    def test_sentence_and_colour(self, record: dict[str, Any], outcome: str, headline: str, style: str) -> None:
+        screen = self.first_screen(record | answered(outcome, headline))
+        sentence = html.escape(headline[0].upper() + headline[1:].replace("->", "→")) + "."
+        assert re.search(r'<p class="verdict"><span aria-hidden="true">.</span>(.*?)</p>', screen)[1] == sentence  # type: ignore[index]
+        assert f'<section class="answer {style}"' in screen
+        assert "Next:</b> Use the port." in screen
+        style_sheet = report_page(record)
+        assert f".answer.{style}{{--it:var(--{style})}}" in style_sheet
+
+    def test_scores_stand_on_one_axis_with_their_intervals(self, record: dict[str, Any]) -> None:
+        screen = self.first_screen(record | answered("gain", "it helps"))
+        for text in ("90.0 % <small>86.0 to 93.5", "70.0 % <small>66.0 to 73.5", "80.0 % <small>76.0 to 83.5"):
+            assert text in screen
+        ticks = [int(text) for text in re.findall(r'<span style="--x:[\d.]+%">(\d+)', screen)]
+        places = [float(place) for place in re.findall(r'<b class="\w+ \w*" style="--x:([\d.]+)%">', screen)]
+        wanted = [100 * (value - ticks[0]) / (ticks[-1] - ticks[0]) for value in (90, 70, 80)]
+        assert places == pytest.approx(wanted, abs=0.005)  # two digits
+        assert "400 samples of the test split of animals" in screen
+        assert "50 samples turned right and 10 turned wrong" in screen
+
+    def test_without_a_test_split_one_command_measures(self, record: dict[str, Any]) -> None:
+        bare = {key: value for key, value in record.items() if key not in answered("gain", "it helps")}
+        reason = "accuracy was not measured: there is no test split"
+        for plain in (bare, bare | {"outcome": "not measured", "headline": reason}):
+            screen = self.first_screen(plain | {"out": "ported"})
+            assert "Accuracy was not measured: " in screen
+            assert f"<code>tuneport evaluate ported --data {record['data']['path']}</code>" in screen
+            assert '<section class="answer unknown"' in screen
+
+    def test_harm_proposes_a_distillation_that_can_be_pasted(self, record: dict[str, Any]) -> None:
+        screen = self.first_screen(record | answered("harm", "it harms", "Keep the old model, or add --distill 300."))
+        words = shlex.split(html.unescape(re.findall("<code>(tuneport .*?)</code>", screen)[0]))
+        assert words[words.index("--distill") + 1] == "300"
+        assert words[words.index("--out") + 1].endswith("-distilled")
+
+    def test_classes_that_lose_most_come_first(self, record: dict[str, Any]) -> None:
+        page = report_page(record | answered("gain", "it helps"))
+        assert re.findall(r"<th scope=row>(cat|dog) <small>", page) == ["dog", "cat"]
+        assert re.findall(r'<i class="(up|down)"', page) == ["down", "up"]
+        many = answered("gain", "it helps")["by_class"] * 20
+        folded = report_page(record | answered("gain", "it helps") | {"by_class": many})
+        assert "<summary>24 more classes</summary>" in folded
+        assert len(re.findall(r'<i class="(?:up|down)"', folded)) == 40
+
+    def test_gallery_shows_samples_that_turned(self, record: dict[str, Any]) -> None:
+        tree = Tree(report_page(record | answered("gain", "it helps")))
+        text = " ".join(tree.text)
+        assert [attrs["src"] for tag, attrs in tree.seen if tag == "img"] == [DOT, DOT]
+        assert "dog → cat" in text
+        assert "cat → owl" in text
 
 
 class TestRepeat:
@@ -273,6 +369,7 @@ class TestPlots:
     def test_gaps_break_a_line(self) -> None:
         drawn = figure_html(curves("t", {"a": [0.0, None, 1.0, 0.5]}, list("wxyz"), x_label="x"))
         assert drawn.count("<polyline") == 2
+        assert "dot" not in drawn, "without an axis there are no dots"
         assert '"a":[0.0,null,1.0,0.5]' in html.unescape(drawn)
 
     def test_nothing_to_draw(self) -> None:
@@ -295,16 +392,21 @@ class TestPlots:
         ]
         assert re.findall(r'class="grid"[^>]* y1="([\d.]+)"', drawn) == ["100.00", "75.00", "50.00", "25.00", "0.00"]
 
-    def test_one_line_does_not_hide_another(self) -> None:
-        drawn = figure_html(curves("t", {"a": [0.0, 1.0], "b": [0.0, 1.0]}, list("xy"), x_label="x", dashed=("b",)))
-        assert re.findall(r'<polyline class="(.*?)"', drawn) == ["line c0", "line c1 dash"]
-        assert re.findall(r'<i class="(c\d.*?)">', drawn) == ["c0", "c1 dash"]
+    def test_unequal_steps_stand_at_their_places(self) -> None:
+        drawn = figure_html(curves("t", {"a": [1.0, 0.0, 1.0]}, list("xyz"), x_label="x", at=[0, 1, 4], marked=1))
+        assert re.findall(r'points="(.*?)"', drawn) == ["0.00,0.00 25.00,100.00 100.00,0.00"]
+        assert re.findall(r'class="chosen" x1="([\d.]+)"', drawn) == ["25.0"]
+        assert re.findall(r'<span style="--x:([\d.]+)%">(\d)</span>', drawn) == [
+            (f"{25.0 * tick}", str(tick)) for tick in range(5)
+        ]
+        assert json.loads(html.unescape(re.findall(r'data-plot="(.*?)"', drawn)[0]))["places"] == [0.0, 25.0, 100.0]
 
-    def test_colours_follow_the_numbers(self) -> None:
+    def test_colours_follow_the_distance_from_the_best(self) -> None:
         rows = {"row": [0.0, 1.0, None], "wide": 3.0}
-        figure = {"title": "t", "columns": ["a", "b", "c"], "rows": rows, "high": 2.0, "note": "", "kind": "hot"}
-        drawn = figure_html(figure, "heat_map")
-        assert re.findall(r"--v:(\d+)%", drawn) == ["0", "50", "100"]
+        for best, wanted in ((0.0, ["0", "100", "100"]), (1.0, ["100", "0", "100"])):
+            figure = {"title": "t", "columns": ["a", "b", "c"], "rows": rows, "best": best}
+            drawn = figure_html(figure, "heat_map")
+            assert re.findall(r"--v:(\d+)%", drawn) == wanted
         assert '<td colspan=3 style="--v:100%">3.00</td>' in drawn
         assert drawn.count("<td></td>") == 2, "the corner and the empty cell"
 
@@ -313,20 +415,24 @@ class TestPlots:
 class TestChromium:
     def test_the_page_in_a_browser(self, record: dict[str, Any], tmp_path: Path) -> None:
         path = tmp_path / "report.html"
-        path.write_text(report_page(record), encoding="utf-8")
+        path.write_text(report_page(record | answered("harm", "it harms")), encoding="utf-8")
         with browser.Browser() as tab:
             for width, dark in ((1200, False), (1200, True), (390, False)):
                 tab.open(path, width=width, dark=dark)
                 assert tab.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
                 background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
                 assert background == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+                answer = tab.evaluate("document.querySelector('.next').getBoundingClientRect().bottom")
+                assert answer < 900, "the answer is on the first screen"
+                assert tab.evaluate("document.querySelector('.gallery img').naturalWidth") == 1
+                tab.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
                 plots = tab.evaluate("document.querySelectorAll('svg[data-plot]').length")
                 drawn = tab.evaluate(
                     "[...document.querySelectorAll('svg[data-plot]')].filter(svg =>"
                     " svg.getBoundingClientRect().height > 99"
                     " && [...svg.querySelectorAll('polyline')].some(line => line.getTotalLength() > 1)).length"
                 )
-                assert plots == drawn >= 6
+                assert plots == drawn >= 4
                 assert tab.evaluate("document.querySelectorAll('.heat td[style]').length") > 20
                 picture = tmp_path / f"{width}-{dark}.png"
                 tab.picture(picture)
@@ -338,7 +444,7 @@ class TestChromium:
             tab.press("ArrowLeft")
             assert tab.evaluate("document.querySelector('figure output').textContent").startswith("scale 3: ")
             assert tab.messages == []
-            assert set(tab.requests) == {path.as_uri()}
+            assert {url for url in tab.requests if url != DOT} == {path.as_uri()}
 
     def test_browser_reports_errors_and_requests(self, tmp_path: Path) -> None:
         bad = tmp_path / "bad.html"

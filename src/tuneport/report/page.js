@@ -5,14 +5,15 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
   let at = -1;
   const show = (index) => {
     at = Math.min(Math.max(index, 0), last);
-    const x = last ? 100 * at / last : 0;
+    const x = plot.places[at];
     cursor.setAttribute("x1", x); cursor.setAttribute("x2", x); cursor.removeAttribute("hidden");
     const values = Object.entries(plot.lines).map(([name, line]) => name + " " + (line[at] ?? "–"));
     out.textContent = plot.labels[at] + ": " + values.join(", ");
   };
   const point = (event) => {
-    const box = svg.getBoundingClientRect();
-    show(Math.round(last * (event.clientX - box.left) / box.width));
+    const box = svg.getBoundingClientRect(), x = 100 * (event.clientX - box.left) / box.width;
+    const far = plot.places.map((place) => Math.abs(place - x));
+    show(far.indexOf(Math.min(...far)));
   };
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);

@@ -1,7 +1,8 @@
 """report.html: a run record as one page that opens offline, from `page.html.jinja`, `page.css` and `page.js`.
 
-Names in a record are untrusted: the template escapes everything, and the page's policy allows only its own script and
-no requests. Every number in a figure is also in a table.
+The first screen answers: did it help, how sure is that, what to do next. Names in a record are untrusted: the template
+escapes everything, and the page's policy allows only its own script, pictures inside the page and no requests. Every
+number in a figure is also in a table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -17,13 +18,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from .plots import Figure, Number, curves, is_finite
+from .answer import Answer
+from .plots import Figure, Number, curves, is_finite, tracks
 from .record import Record
 from .summary import LAYER_COLUMNS, kept_rows, layer_rows, number_text, repeat_command, summary_rows
 
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
 SIDES = (("in", "input side"), ("out", "output side"))
+DONE = ("samples", "head", "adapter")  # rows of the summary that no other part of the page shows
+CLASSES = 16  # shown before the rest is folded away
+TUNING = {10: "ten steps", 2000: "2,000 steps"}  # of fine-tuning, as rivals
 LIKENESS = {
     "cka": "CKA",
     "cka_debiased": "CKA, debiased",
@@ -36,45 +41,86 @@ LIKENESS = {
 def report_page(record: Record) -> str:
     """The page about one transfer."""
     style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    choice = record.get("scale_choice") or {"candidates": ()}
-    scales = [f"scale {item['scale']:g}" for item in choice["candidates"]]
-    losses = {"mean loss": [item["loss"] for item in choice["candidates"]]}
     return _ENVIRONMENT.get_template("page.html.jinja").render(
         record=record,
         style=style,
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        summary_rows=summary_rows(record),
-        strength_curve=curves("Loss by scale", losses, scales, x_label="candidates in order"),
+        answer=Answer.of(record),
+        done_rows=[row for row in summary_rows(record) if row[0] in DONE],
+        class_tracks=_class_tracks(record.get("by_class") or ()),
+        scale_curve=_scale_curve(record),
+        shares=_shares(record),
         similarity=_similarity(record.get("similarity") or ()),
         layer_maps=_layer_maps(record["layers"]),
-        layer_curves=_layer_curves(record["layers"]),
+        spectra=_spectra(record["layers"]),
         layer_columns=list(LAYER_COLUMNS.values()),
         layer_rows=layer_rows(record),
         kept_rows=kept_rows,
+        tuning=TUNING,
         command=repeat_command(record),
         distilled_curves=_distilled_curves(record.get("distilled")),
     )
+
+
+def _class_tracks(classes: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Accuracies of each class before and after, those that lose most first; the second figure is folded away."""
+    rows = [
+        {
+            "label": item["class"],
+            "note": f"{item['samples']} samples",
+            "text": f"{item['before']:.0f} to {item['after']:.0f} %",
+            "more": "",
+            "bar": (item["before"], item["after"]),
+            "style": "up" if item["after"] > item["before"] else "down" if item["after"] < item["before"] else "",
+            "marks": ((item["before"], "before"), (item["after"], "after")),
+        }
+        for item in sorted(classes, key=lambda item: item["after"] - item["before"])
+    ]
+    half, many = CLASSES // 2, len(rows) > CLASSES
+    parts = (rows[:half] + rows[-half:], rows[half:-half]) if many else (rows,)
+    return [tracks(part, low=0.0, high=100.0, unit=" %") for part in parts if part]
+
+
+def _scale_curve(record: Record) -> Figure | None:
+    """The loss at every candidate scale on a true axis, with a mark at the chosen one."""
+    found = (record.get("scale_choice") or {}).get("candidates", ())
+    scales = [item["scale"] for item in found]
+    losses = {"mean loss": [item["loss"] for item in found]}
+    marked = scales.index(record["scale"]) if record["scale"] in scales else None
+    labels = [f"scale {scale:g}{', chosen' if number == marked else ''}" for number, scale in enumerate(scales)]
+    return curves(
+        "Mean loss by scale, lower is better", losses, labels, x_label="scale", at=scales or None, marked=marked
+    )
+
+
+def _shares(record: Record) -> list[tuple[str, float]]:
+    """The parts of the change: what moved, and what was left behind by kind, in percent of the squared norm."""
+    left: Counter[str] = Counter()
+    for item in record.get("left_behind", ()):
+        left[item["kind"]] += item["share"]
+    return [("moved", 100 * record.get("moved_share", 0.0)), *((kind, 100 * part) for kind, part in left.most_common())]
 
 
 def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
     """Losses and agreement along a distillation."""
     marks = found["curve"] if found is not None else ()
     labels = [f"step {mark['step']}" for mark in marks]
+    given = {"x_label": "steps", "at": [mark["step"] for mark in marks] or None, "low": 0.0}
     losses = {"training": [mark["loss"] for mark in marks], "held out": [mark["held_out_loss"] for mark in marks]}
     agreement = {"held out": [mark["agreement"] for mark in marks]}
     drawn = (
-        curves("Distance from the teacher's answers", losses, labels, x_label="steps", low=0.0),
-        curves("Agreement with the teacher", agreement, labels, x_label="steps", low=0.0, high=1.0),
+        curves("Distance from the teacher's answers", losses, labels, **given),
+        curves("Agreement with the teacher", agreement, labels, **given, high=1.0),
     )
     return [figure for figure in drawn if figure is not None]
 
 
-def _flops(count: int) -> str:
+def _flops(count: float) -> str:
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if count >= size:
             return f"{count / size:.3g} {prefix}FLOP"
-    return f"{count} FLOP"
+    return f"{count:.0f} FLOP"
 
 
 def _shown(value: Any) -> Any:
@@ -116,16 +162,17 @@ def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:
-    """Heat maps over blocks and roles: residuals, ranks and the change of length."""
-    maps = []
+    """Heat maps over blocks and roles; the colour of a value is its distance from the best one."""
+    maps = [
+        _by_block(f"Residual, {words}", layers, [item[f"residual_{side}"] for item in layers], best=0.0)
+        for side, words in SIDES
+    ]
     for side, words in SIDES:
-        residuals = [item[f"residual_{side}"] for item in layers]
-        maps.append(_by_block(f"Residual, {words}", layers, residuals, "0 fits, 1 nothing", kind="hot"))
         shares = [_ratio(item[f"rank_{side}"], item.get(f"width_{side}")) for item in layers]
-        maps.append(_by_block(f"Rank, {words}", layers, shares, "share of directions that the data determine"))
+        maps.append(_by_block(f"Rank over width, {words}", layers, shares, best=1.0))
     ratios = [_ratio(item["norm_target"], item["norm_source"]) for item in layers]
-    top = max([1.0, *filter(None, ratios)])
-    maps.append(_by_block("|tau| after / before", layers, ratios, "1 keeps its length", high=top))
+    if any(ratio is not None and abs(ratio - 1) > 0.01 for ratio in ratios):  # a map of full rank keeps lengths
+        maps.append(_by_block("Length of the change, after over before", layers, ratios, best=1.0))
     return list(filter(None, maps))
 
 
@@ -133,13 +180,8 @@ def _ratio(part: Number, whole: Number) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _by_block(
-    title: str, layers: Layers, values: Sequence[Number], note: str, high: float = 1.0, kind: str = "cool"
-) -> Figure | None:
-    """A heat map with blocks as rows and roles as columns; a layer outside the blocks has a row with one wide cell.
-
-    Colours go from 0 to `high`; the `kind` is "hot" where a high number is a warning.
-    """
+def _by_block(title: str, layers: Layers, values: Sequence[Number], best: float) -> Figure | None:
+    """A heat map with blocks as rows and roles as columns; a layer outside the blocks has a row with one wide cell."""
     values = [value if is_finite(value) else None for value in values]
     if all(value is None for value in values):
         return None
@@ -154,7 +196,7 @@ def _by_block(
             rows[label][roles.index(str(item["role"]))] = value
         elif value is not None:
             rows[str(item.get("role", item["target"]))] = value
-    return {"title": title, "columns": columns, "rows": rows, "high": high, "note": note, "kind": kind}
+    return {"title": title, "columns": columns, "rows": rows, "best": best}
 
 
 def _short_names(names: Iterable[str]) -> dict[str, str]:
@@ -165,22 +207,6 @@ def _short_names(names: Iterable[str]) -> dict[str, str]:
             for words in parts.values():
                 words.pop(at)
     return {name: ".".join(words) for name, words in parts.items()}
-
-
-def _layer_curves(layers: Layers) -> list[Figure]:
-    """Residuals and lengths along the model, and the spectra."""
-    blocks = [f"block {item['block']} " if item.get("block") is not None else "" for item in layers]
-    labels = [block + str(item.get("role", item["target"])) for block, item in zip(blocks, layers, strict=True)]
-    residuals = {words: [item[f"residual_{side}"] for item in layers] for side, words in SIDES}
-    norms = {side: [item[f"norm_{side}"] for item in layers] for side in ("source", "target")}
-    x_label = "layers in order"
-    drawn = (
-        curves("Residual along the model", residuals, labels, x_label=x_label, low=0.0, high=1.0),
-        # "target" is dashed: the two agree where a map keeps lengths
-        curves("Length of tau", norms, labels, x_label=x_label, low=0.0, dashed=("target",)),
-        _spectra(layers),
-    )
-    return list(filter(None, drawn))
 
 
 def _spectra(layers: Layers) -> Figure | None:
@@ -195,6 +221,7 @@ def _spectra(layers: Layers) -> Figure | None:
             lines[f"{words}, {name}"] = [max(choose(place), FLOOR) for place in places]
     labels = [f"{100 * index / max(points - 1, 1):.0f} %" for index in range(points)]
     title, x_label = "Spectrum of the cross-covariance, largest value 1", "of the directions, strongest first"
+    lines = {name: values for name, values in lines.items() if values}
     return curves(title, lines, labels, x_label=x_label, logarithmic=True)
 
 

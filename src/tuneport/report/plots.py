@@ -1,6 +1,6 @@
-"""The geometry of the report's curves. `figures.html.jinja` draws them, `page.js` reads out their values.
+"""The geometry of the report's figures. `figures.html.jinja` draws them, `page.js` reads out the values of curves.
 
-The picture is a small SVG with labels in HTML, which keep their size on a phone.
+A picture is a small SVG, or boxes at given places, with labels in HTML, which keep their size on a phone.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ def curves(
     labels: Sequence[str],
     *,
     x_label: str,
+    at: Sequence[float] | None = None,
+    marked: int | None = None,
     low: float | None = None,
     high: float | None = None,
     logarithmic: bool = False,
-    dashed: Sequence[str] = (),
 ) -> Figure | None:
-    """Lines over evenly spaced labels; None if there is no number to draw. Lines without a number are left out.
+    """Lines over labels; None if there is no number to draw. Lines without a number are left out.
 
     Args:
         lines: The values of each line by its name; None and NaN are gaps.
         x_label: What the labels are.
+        at: The place of each label on an axis with ticks; evenly spaced and without ticks if None.
+        marked: The number of a label to mark.
         low: The lower end of the scale; the smallest value if None.
         high: The upper end of the scale; the largest value if None.
         logarithmic: Use a scale of powers of ten.
-        dashed: Names of lines to dash, so that a line below them can still be seen.
     """
     shown = {name: values for name, values in lines.items() if any(map(is_finite, values))}
     if not shown or not labels:
@@ -46,16 +48,17 @@ def curves(
     marks = round_ticks(bottom, top)
     if logarithmic:  # whole powers only
         marks = sorted({float(math.floor(mark)) for mark in marks[:-1]} | {float(math.ceil(marks[-1]))})
+    axis = round_ticks(min(at), max(at)) if at is not None else [0.0, max(len(labels) - 1, 1)]
+    places = [_share(place, axis) for place in (range(len(labels)) if at is None else at)]
 
-    def height(value: float) -> str:
-        return f"{100 - 100 * (value - marks[0]) / (marks[-1] - marks[0]):.2f}"
+    def height(value: float) -> float:
+        return round(100 - _share(value, marks), 2)
 
     def runs(values: Sequence[Number]) -> list[str]:
         """The points of each stretch without a gap; a single point is doubled, since a polyline needs two."""
-        last = max(len(labels) - 1, 1)
         stretches = [
-            [f"{100 * at / last:.2f},{height(scale(value))}" for at, value in stretch if is_finite(value)]
-            for _, stretch in groupby(enumerate(values), lambda item: is_finite(item[1]))
+            [f"{place:.2f},{height(scale(value)):.2f}" for place, value in stretch if is_finite(value)]
+            for _, stretch in groupby(zip(places, values, strict=True), lambda item: is_finite(item[1]))
         ]
         return [" ".join(points if len(points) > 1 else points * 2) for points in stretches if points]
 
@@ -63,19 +66,51 @@ def curves(
         name: [float(f"{value:.4g}") if is_finite(value) else None for value in values]
         for name, values in shown.items()
     }
-    ticks = [(f"1e{mark:.0f}" if logarithmic else f"{mark:g}", height(mark)) for mark in marks]
+    ticks = [(f"1e{mark:.0f}" if logarithmic else f"{mark:g}", f"{height(mark):.2f}") for mark in marks]
+    data = {"labels": list(labels), "places": places, "lines": rounded}
     return {
         "title": title,
         "labels": labels,
         "x_label": x_label,
+        "x_ticks": [] if at is None else _ticks(axis),
+        "marked": None if marked is None else {"x": places[marked], "label": labels[marked]},
         "ticks": ticks,
         "widest_tick": max((text for text, _ in ticks), key=len),
         "lines": [
-            {"name": name, "style": f"c{number % 6}{' dash' if name in dashed else ''}", "runs": runs(values)}
+            {"name": name, "style": f"c{number % 6}", "runs": runs(values)}
             for number, (name, values) in enumerate(shown.items())
         ],
-        "data": json.dumps({"labels": list(labels), "lines": rounded}, ensure_ascii=False, separators=(",", ":")),
+        "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")),
     }
+
+
+def tracks(
+    rows: Sequence[Mapping[str, Any]], *, low: float | None = None, high: float | None = None, unit: str = ""
+) -> Figure:
+    """Rows that share an axis: each has a `bar` between two values, and `marks` of a value and a style.
+
+    The axis spans all values, and `low` and `high` if they are given.
+    """
+    values = [value for row in rows for value in (*row["bar"], *(value for value, _ in row["marks"]))]
+    axis = round_ticks(*(choose([*values, *filter(is_finite, [end])]) for choose, end in ((min, low), (max, high))))
+    placed = [
+        {
+            **row,
+            "bar": [_share(value, axis) for value in sorted(row["bar"])],
+            "marks": [(_share(value, axis), style) for value, style in row["marks"]],
+        }
+        for row in rows
+    ]
+    return {"rows": placed, "ticks": _ticks(axis, unit)}
+
+
+def _share(value: float, axis: Sequence[float]) -> float:
+    """The place of a value on an axis, in percent."""
+    return round(100 * (value - axis[0]) / (axis[-1] - axis[0]), 2)
+
+
+def _ticks(axis: Sequence[float], unit: str = "") -> list[tuple[str, float]]:
+    return [(f"{mark:g}{unit if mark == axis[-1] else ''}", _share(mark, axis)) for mark in axis]
 
 
 def is_finite(value: Number) -> TypeGuard[float]:

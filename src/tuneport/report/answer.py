@@ -1,0 +1,112 @@
+"""The first screen of the report: the outcome in a sentence, the scores with their intervals, what to do next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .plots import Figure, is_finite, tracks
+from .record import Record
+from .summary import SCORE_FORMS, repeat_command
+
+STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
+    "gain": ("good", "▲"),
+    "harm": ("bad", "▼"),
+    "no clear change": ("unsure", "≈"),
+    "nothing moved": ("unsure", "○"),
+    "not measured": ("unknown", "?"),
+}
+UNMEASURED = "accuracy was not measured: this page cannot say whether the transfer helps"
+MEASURE = "evaluate the output on a labelled test split"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the first screen shows."""
+
+    sentence: str
+    style: str
+    sign: str
+    scores: Figure | None
+    about_scores: str
+    advice: str
+    command: str | None
+
+    @classmethod
+    def of(cls, record: Record) -> Answer:
+        """The answer that a record holds; without a test split, that there is none and how to get one."""
+        outcome = record.get("outcome", "not measured")
+        style, sign = STYLES[outcome]
+        scores, advice = _scores(record), record.get("recommendation") or MEASURE
+        return cls(
+            sentence=_sentence(record.get("headline") or UNMEASURED),
+            style=style,
+            sign=sign,
+            scores=scores,
+            about_scores=_about(record) if scores is not None else "",
+            advice=_sentence(advice),
+            command=_measuring(record) if outcome == "not measured" else _distilling(record, advice),
+        )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].replace("->", "→").rstrip(".") + "." if text else ""
+
+
+def _scores(record: Record) -> Figure | None:
+    """The models on one axis: those that exist, the target before and what was written."""
+    rows: Sequence[Mapping[str, Any]] = record.get("accuracies") or ()
+    if not rows:
+        return None
+    metric = record.get("evaluation", {}).get("metric", "accuracy")
+    form, unit = SCORE_FORMS[metric]
+    form = ".1f" if metric == "accuracy" else form
+    written = rows[-1]["role"]
+    return tracks([_score(row, form, unit, row["role"] == written) for row in rows], unit=unit)
+
+
+def _score(row: Mapping[str, Any], form: str, unit: str, written: bool) -> dict[str, Any]:
+    value, known = row["value"], is_finite(row["low"]) and is_finite(row["high"])
+    return {
+        "label": row["words"],
+        "note": row["name"],
+        "text": f"{value:{form}}{unit}",
+        "more": f"{row['low']:{form}} to {row['high']:{form}}" if known else "",
+        "bar": (row["low"], row["high"]) if known else (value, value),
+        "style": "written" if written else "",
+        "marks": ((value, "after" if written else "before"),),
+    }
+
+
+def _about(record: Record) -> str:
+    """What was scored, how sure the scores are, and which direction is good."""
+    found, turned = record.get("evaluation", {}), record.get("turned") or {}
+    parts = [f"{found['samples']} samples of the test split of {found['data']}, {found['protocol']}" if found else ""]
+    if any(is_finite(row["low"]) for row in record["accuracies"]):
+        parts.append("Bars: 95 % intervals")
+    if found.get("metric") == "bits per character":
+        parts.append("Lower is better")
+    if turned:
+        parts.append(f"{turned['right_count']} samples turned right and {turned['wrong_count']} turned wrong")
+    return ". ".join(filter(None, parts)) + "."
+
+
+def _measuring(record: Record) -> str | None:
+    """The command that scores the output; None if it would need other data, or more than a record knows."""
+    out, data = record.get("out"), record.get("data", {})
+    unlabelled = "labels" in data and data["labels"]["agreement"] is None
+    if not out or not data.get("path") or unlabelled or record.get("as", "model") != "model":
+        return None
+    place = f"{data['task']}:{data['path']}" if data.get("task") else data["path"]
+    head = record.get("options", {}).get("head")
+    return shlex.join(["tuneport", "evaluate", out, "--data", place, *(["--head", head] if head else [])])
+
+
+def _distilling(record: Record, advice: str) -> str | None:
+    """The command with the distillation that the advice names."""
+    named = re.search(r"--distill \d+", advice)
+    command = repeat_command({**record, "out": f"{record.get('out')}-distilled"})
+    return f"{command} {named[0]}" if named and command and "distilled" not in record else None
