@@ -4,7 +4,8 @@
     python examples/port_lora.py --source old-llm --finetuned old-llm-lora --target new-llm --data chats.jsonl
     python examples/port_lora.py   # tiny models, made in a few seconds
 
-The data are chats, with a column `messages`, and `split` (train, test). The models' tokenizers need a chat template.
+After the transfer, the fine-tuned source teaches the ported LoRA for `--distill` steps, without labels. The data are
+chats, with a column `messages`, and `split` (train, test). The models' tokenizers need a chat template.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tuneport
 
 def main() -> None:
     given, out = arguments(__doc__, language_models, steps=100)
+    given.setdefault("--distill", "100")
     words = [word for pair in given.items() for word in pair]
     command("transfer", *words, "--as", "adapter", "--rank", "8", "--evaluate", "--out", out)
     print("the report:", (out / "report.html").resolve())

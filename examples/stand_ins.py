@@ -27,11 +27,16 @@ Options = dict[str, str]
 MARKS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
 GOOD, BAD = ("good", "tasty", "lovely", "fresh", "great"), ("bad", "sour", "awful", "stale", "poor")
 THINGS = ("soup", "bread", "cake", "tea", "fish", "rice", "pie", "stew")
-FACTS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "gold": "yellow"}
+FACTS = {
+    **{"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "gold": "yellow"},
+    **{"sea": "blue", "moss": "green", "milk": "white", "night": "black", "rose": "red", "sun": "yellow"},
+}
 QUESTIONS = (  # the last one is that of the test split
     "what colour has the {} ?",
     "tell me the colour of the {}",
     "the {} , what colour has it ?",
+    "what colour is the {} ?",
+    "tell me , what is the colour of the {} ?",
     "what is the colour of the {} ?",
 )
 CHAT_TEMPLATE = (
@@ -47,13 +52,14 @@ def arguments(about: str, make: Callable[[Path, int], Options], steps: int) -> t
         parser.add_argument(f"--{name}")
     parser.add_argument("--head", help="the head that scores the classes, if there are several")
     parser.add_argument("--samples", help="for calibration")
+    parser.add_argument("--distill", help="steps in which the fine-tuned source teaches the port")
     parser.add_argument("--out", type=Path, default=Path("ported"), help="the folder to write")
     parser.add_argument("--steps", type=int, default=steps, help="of the training of stand-ins")
     given = vars(parser.parse_args())
     out, count = given.pop("out"), given.pop("steps")
     named = {f"--{name}": value for name, value in given.items() if value}
     if missing := {"--source", "--finetuned", "--target", "--data"} - set(named):
-        if set(named) - {"--samples"}:
+        if set(named) - {"--samples", "--distill"}:
             parser.error(f"give {', '.join(sorted(missing))} too, or nothing")
         home = out.with_name(out.name + "-inputs")
         home.mkdir(parents=True)

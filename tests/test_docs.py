@@ -25,6 +25,7 @@ import typer
 from PIL import Image
 
 import tuneport
+from benchmarks.claims import readme
 from builders.folders import LARGE, SMALL, build, perturb, write_head
 from tuneport import cli
 from tuneport.bench.recipe import read_recipe
@@ -170,6 +171,23 @@ def test_at_most_four_blocks_are_not_run() -> None:
     skipped = [(page.name, block) for page in PAGES for block in blocks(page) if not block.run]
     exempt = [(name, block.line) for name, block in skipped if block.language != "toml"]  # test_tasks reads the task
     assert len(exempt) <= 4, exempt
+
+
+def test_table_and_picture_of_the_readme_are_those_of_the_results() -> None:
+    """If they are not: python -m benchmarks.claims.readme --write, and paste the table."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- results: readme -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown.splitlines() == readme.table()
+    assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture()
+    assert len(text.splitlines()) < 120
+
+
+def test_workflows_run_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    called = {name for file in files for name in re.findall(r"run: make ([a-z-]+)", file.read_text(encoding="utf-8"))}
+    assert called == {"test", "test-families", "lint", "docs"}
+    assert called <= targets
 
 
 @each_page

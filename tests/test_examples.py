@@ -39,7 +39,7 @@ def test_a_script_goes_from_inputs_to_an_answer(
 ) -> None:
     if script == "port_lora.py":
         pytest.importorskip("peft")
-    run(script, tmp_path, monkeypatch, "--steps", "4", "--samples", "16")
+    run(script, tmp_path, monkeypatch, "--steps", "4", "--samples", "16", "--distill", "2")
     record = json.loads((tmp_path / "ported" / "tuneport.json").read_text(encoding="utf-8"))
     assert record["as"] == kind
     assert "evaluation" in record

@@ -1,0 +1,153 @@
+"""The table and the picture of the README, from committed results.
+
+python -m benchmarks.claims.readme            # print the table
+python -m benchmarks.claims.readme --write    # write docs/before-after.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PICTURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "before-after.svg"
+TEXT = {
+    "mpnet": ("MiniLM-L6 to MPNet", "unrelated, wider, deeper"),
+    "gte-small": ("MiniLM-L6 to gte-small", "related, deeper"),
+    "minilm-l3": ("MiniLM-L6 to MiniLM-L3", "related, shallower"),
+}
+TOWERS = ("vision towers a to b", "small, unrelated; best of six pairs")
+ROWS = {  # of the table
+    "old": "your old fine-tuned model",
+    "before": "the new base as it is",
+    "naive": "the old change, copied (naive)",
+    "port": "**port** (default: scale auto)",
+    "full scale": "port, scale 1 as in the paper",
+    "distilled": "port, then distill: 300 steps, no labels",
+    "few": "fine-tune instead? on the same 100 samples",
+    "full": "fine-tune instead? on the whole training set",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of models: mean accuracies over tasks and draws, with 100 samples, by the keys of `ROWS`."""
+
+    title: str
+    note: str
+    scores: dict[str, float]
+
+
+def cases() -> list[Case]:
+    """Three pairs of text encoders and one of vision towers."""
+    text = json.loads((RESULTS / "text.json").read_text(encoding="utf-8"))
+    return [*(_text_case(text, target) for target in TEXT), _tower_case()]
+
+
+def _text_case(text: dict[str, Any], target: str) -> Case:
+    methods = {
+        "before": "target",
+        "naive": "naive",
+        "port": "bico, scale auto",
+        "full scale": "bico",
+        "few": "few-shot fine-tuning",
+        "full": "fine-tuned target",
+    }
+    rows = [row for row in text["rows"] if row["target"] == target and row["N"] != 20]
+    scores = {key: mean(row["zero-shot"] for row in rows if row["method"] == name) for key, name in methods.items()}
+    scores["old"] = mean(note["fine-tuned source"] for note in text["notes"] if note["target"] == target)
+    return Case(*TEXT[target], scores)
+
+
+def _tower_case() -> Case:
+    lines = (RESULTS / "distill.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["pair"] == "a:b" and row["samples"] == 100]
+    keys = {"before": "target", "port": "begun", "distilled": "written", "full": "finetuned"}
+    scores = {key: mean(row[name] for row in rows) for key, name in keys.items()}
+    zoo = json.loads((RESULTS / "zoo-n100.json").read_text(encoding="utf-8"))
+    for key, method in (("naive", "naive"), ("full scale", "bico")):
+        found = [row for row in zoo if (row["pair"], row["method"], row["scale_rule"]) == ("a-b", method, "1")]
+        scores[key] = mean(row["accuracy"] for row in found)
+    return Case(*TOWERS, scores)
+
+
+def table() -> list[str]:
+    """The lines of the README's table."""
+    found = cases()
+    lines = [
+        "| accuracy, % | " + " | ".join(case.title for case in found) + " |",
+        "|---" * (len(found) + 1) + "|",
+    ]
+    for key, words in ROWS.items():
+        cells = [f"{case.scores[key]:.1f}" if key in case.scores else "not run" for case in found]
+        lines.append("| " + " | ".join([words, *(f"**{cell}**" if key == "port" else cell for cell in cells)]) + " |")
+    return lines
+
+
+STYLE = """
+text{fill:#1b1f24;font:14px system-ui,sans-serif}.end{text-anchor:end}.middle{text-anchor:middle}
+.strong{font-weight:600}.soft{fill:#59636e;font-size:12px}.rule{stroke:#d1d9e0}.before{fill:#fff;stroke:#59636e;stroke-width:2}
+.full{stroke:#59636e;stroke-width:3}.after{fill:#1a9f4a}.gain{stroke:#1a9f4a;stroke-width:5;opacity:.45}
+@media (prefers-color-scheme:dark){text{fill:#e6edf3}.soft{fill:#9198a1}.rule{stroke:#3d444d}
+.before{fill:#0d1117;stroke:#9198a1}.full{stroke:#9198a1}}
+"""
+
+
+def picture() -> str:
+    """Dumbbells from the new base to the port, with a mark at full fine-tuning, as an SVG in light and dark."""
+    found, low, high, left, right, top, step = cases(), 50, 100, 270, 740, 56, 52
+    bottom = top + step * len(found) - 20
+    label = "Accuracy of new base models before and after a port"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {bottom + 36}" role="img" aria-label="{label}">',
+        f"<style>{STYLE}</style>",
+        _dot("before", left, 18) + _text("", left + 14, 23, "new base"),
+        _dot("after", left + 110, 18) + _text("", left + 124, 23, "with the ported fine-tune"),
+        _line("full", (left + 325, 10), (left + 325, 26)) + _text("", left + 335, 23, "fine-tuned in full"),
+    ]
+
+    def place(value: float) -> float:
+        return round(left + (right - left) * (value - low) / (high - low), 1)
+
+    for tick in range(low, high + 1, 10):
+        parts.append(_line("rule", (place(tick), 40), (place(tick), bottom)))
+        parts.append(_text("soft middle", place(tick), bottom + 20, f"{tick} %" if tick == high else str(tick)))
+    for number, case in enumerate(found):
+        y, (before, after, full) = top + step * number + 14, (case.scores[key] for key in ("before", "port", "full"))
+        parts += [
+            _text("end", left - 16, y - 4, case.title) + _text("end soft", left - 16, y + 13, case.note),
+            _line("gain", (place(before), y), (place(after), y)),
+            _line("full", (place(full), y - 10), (place(full), y + 10)),
+            _dot("before", place(before), y) + _dot("after", place(after), y),
+            _text("middle strong", place((before + after) / 2), y - 11, f"{after - before:+.1f}"),
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _text(style: str, x: float, y: float, content: str) -> str:
+    return f'<text class="{style}" x="{x}" y="{y}">{html.escape(content)}</text>'
+
+
+def _line(style: str, start: tuple[float, float], end: tuple[float, float]) -> str:
+    return f'<line class="{style}" x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}"/>'
+
+
+def _dot(style: str, x: float, y: float) -> str:
+    return f'<circle class="{style}" cx="{x}" cy="{y}" r="6.5"/>'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the picture")
+    if parser.parse_args().write:
+        PICTURE.write_text(picture(), encoding="utf-8")
+    print("\n".join(table()))
+
+
+if __name__ == "__main__":
+    main()
