@@ -27,10 +27,8 @@ Options = dict[str, str]
 MARKS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
 GOOD, BAD = ("good", "tasty", "lovely", "fresh", "great"), ("bad", "sour", "awful", "stale", "poor")
 THINGS = ("soup", "bread", "cake", "tea", "fish", "rice", "pie", "stew")
-FACTS = {
-    **{"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "gold": "yellow"},
-    **{"sea": "blue", "moss": "green", "milk": "white", "night": "black", "rose": "red", "sun": "yellow"},
-}
+COLOURS = {"sky sea": "blue", "grass moss": "green", "snow milk": "white", "coal night": "black", "rose blood": "red"}
+FACTS = {thing: colour for things, colour in COLOURS.items() for thing in things.split()}
 QUESTIONS = (  # the last one is that of the test split
     "what colour has the {} ?",
     "tell me the colour of the {}",
