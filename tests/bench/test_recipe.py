@@ -303,8 +303,8 @@ class TestReading:
             make_recipe(self.content(), root=root, small=True)
 
     def test_unknown_sampler_and_too_few_samples_of_a_class(self, root: Path) -> None:
-        content = self.content(samplers=["single_class", "rando"], samples=[200])
-        with pytest.raises(DataError, match=r"unknown sampler 'rando'.*; mnist: asked for 200 samples of one class"):
+        content = self.content(samplers=["half_class", "rando"], samples=[200])
+        with pytest.raises(DataError, match=r"unknown sampler 'rando'.*; mnist: asked for 200 samples, but the"):
             make_recipe(content, root=root)
 
     def test_pairs(self, root: Path) -> None:

@@ -277,7 +277,7 @@ class TestContent:
             if label == 9
         }  # type: ignore[arg-type]
         assert shades == {9}
-        assert data.classes[9] == "a sea or lake"
+        assert data.classes[9] == "lake or sea"
 
     def test_svhn_label_10_is_the_digit_0(self, tmp_path: Path) -> None:
         test = get_task("svhn").read(svhn(tmp_path / "svhn"), "test")

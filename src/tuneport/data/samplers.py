@@ -2,7 +2,7 @@
 
 A draw depends only on the labels, the seed and (for the centroid samplers) the features. Samplers order the samples
 and take the first N, so with one seed a small draw is a prefix of a larger one. (The one exception: `single_class`
-takes another class if the first has too few samples.)
+prefers a class that has N samples.)
 """
 
 from __future__ import annotations
@@ -84,13 +84,9 @@ def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | No
 
 def _single_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
     order = _shuffled_classes(labels, generator)
-    sizes = torch.bincount(labels)
-    enough = order[sizes[order] >= count]
-    if not len(enough):
-        largest = f"the largest class has {int(sizes.max())}"
-        raise DataError(f"asked for {count} samples of one class, but {largest}; lower `samples`.")
+    order = order[torch.argsort((torch.bincount(labels)[order] < count).int(), stable=True)]  # large classes first
     samples = _shuffled(len(labels), generator)
-    return samples[labels[samples] == enough[0]][:count]
+    return torch.cat([samples[labels[samples] == label] for label in order])[:count]
 
 
 def _round_robin(groups: list[Tensor]) -> Tensor:
@@ -109,7 +105,7 @@ SAMPLERS: dict[str, Sampler] = {
     "centroid_near": _centroid("the most typical of every class: nearest to its mean feature", 1.0),
     "centroid_far": _centroid("the least typical of every class: farthest from its mean feature", -1.0),
     "half_class": Sampler("at random from a random half of the classes", _half_class),
-    "single_class": Sampler("at random from one random class", _single_class),
+    "single_class": Sampler("at random from one random class; if no class is large enough, all of one and then of the next", _single_class),
 }
 
 

@@ -29,7 +29,8 @@ from ..report.record import Cost, CountedCost, PaperCost
 from ..types import Loss, Sides
 from .forecast import NeedsValuesError, TrueOnMeta, by_shape, meta_errors, shapes_of
 
-FORWARD, BACKWARD, UPDATE = 2, 4, 10  # FLOPs per parameter and token in the paper's appendix
+FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token of a pass, in the paper's appendix
+UPDATE = 10  # FLOPs per parameter of a step of Adam, for any number of tokens
 FINE_TUNING_STEPS = 2000  # of the paper's protocol
 SVD = 20  # FLOPs of a thin SVD with both factors, per min(d)^2 max(d); an estimate, it depends on the library
 
@@ -76,7 +77,7 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
 
     `paper` follows the appendix on cost: 2 P FLOPs forward and 4 P backward per token and model, and
     2 L (M d_A d_B + d_A^2 d_B) + L (d_A^2 d_B + d_A d_B^2) for the alignment, with the most common widths; and
-    2,000 steps of fine-tuning at 16 P_B, each a pass over as many tokens. `counted` is the count for this plan; None
+    2,000 steps of fine-tuning, each a pass over as many tokens (6 P_B) and an update (10 P_B). `counted` is the count for this plan; None
     if the models need data to run. A search for the scale is not counted.
     """
     samples = len(job.samples) if samples is None else samples
@@ -133,7 +134,7 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> PaperCost:
     L, M = len(job.plan.pairs), tokens[1]
     maps = len(job.signals)  # each is a map: one or two for the bilinear methods
     alignment = maps * L * (M * d_A * d_B + d_A**2 * d_B) + L * (d_A**2 * d_B + d_A * d_B**2)
-    tuning = FINE_TUNING_STEPS * (FORWARD + BACKWARD + UPDATE) * sizes[1] * tokens[1]
+    tuning = FINE_TUNING_STEPS * ((FORWARD + BACKWARD) * tokens[1] + UPDATE) * sizes[1]
     return {"passes": passes, "alignment": alignment, "total": passes + alignment, "fine_tuning": tuning}
 
 
