@@ -105,7 +105,9 @@ SAMPLERS: dict[str, Sampler] = {
     "centroid_near": _centroid("the most typical of every class: nearest to its mean feature", 1.0),
     "centroid_far": _centroid("the least typical of every class: farthest from its mean feature", -1.0),
     "half_class": Sampler("at random from a random half of the classes", _half_class),
-    "single_class": Sampler("at random from one random class; if no class is large enough, all of one and then of the next", _single_class),
+    "single_class": Sampler(
+        "at random from one random class; if no class is large enough, all of one and then of the next", _single_class
+    ),
 }
 
 

@@ -77,8 +77,8 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
 
     `paper` follows the appendix on cost: 2 P FLOPs forward and 4 P backward per token and model, and
     2 L (M d_A d_B + d_A^2 d_B) + L (d_A^2 d_B + d_A d_B^2) for the alignment, with the most common widths; and
-    2,000 steps of fine-tuning, each a pass over as many tokens (6 P_B) and an update (10 P_B). `counted` is the count for this plan; None
-    if the models need data to run. A search for the scale is not counted.
+    2,000 steps of fine-tuning, each a pass over as many tokens and an update, 10 P_B. `counted` is the count for this
+    plan; None if the models need data to run. A search for the scale is not counted.
     """
     samples = len(job.samples) if samples is None else samples
     once = once or (batch_cost(job) if samples else None)
