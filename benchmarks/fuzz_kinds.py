@@ -635,6 +635,6 @@ def run_command(words: list[str], out: Path) -> None:
     text = said.read_text(encoding="utf-8", errors="replace")
     longest = max(map(len, text.splitlines()), default=0)
     if code not in (0, 1, 2, None) or "Traceback" in text or "unexpected: " in text or (code == 1 and longest > 2000):
-        raise AssertionError(f"exit code {code}, longest line {longest}: {text[-300:]!r}")
+        raise AssertionError(f"exit code {code}, longest line {longest}: {text[-300:]!r} {text[:300]!r}")
     if code:
         raise TuneportError(f"exit code {code}")

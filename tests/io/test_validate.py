@@ -69,3 +69,14 @@ def test_vocabularies_of_different_length() -> None:
         'resize one with resize_token_embeddings. Exclude them with `exclude=["embed", "head"]`.'
     )
     assert "vocabularies" not in error_of(lambda: same_structure(base, {**base, "w": torch.zeros(5, 4)}))
+
+
+def test_long_names_take_neither_pages_nor_hours() -> None:
+    """Prefixes of a name of a million parts, joined one after the other, would have 10^12 characters."""
+    names = ["n" * 10**5, *(f"{start}.{'.'.join('a' * 10**6)}" for start in "bcde")]
+    base = {f"layer.{index}.weight": torch.ones(1) for index in range(20)}
+    message = error_of(lambda: same_structure(base, {**base, **dict.fromkeys(names, torch.ones(1))}))
+    assert "5 of 25 tensors of the fine-tuned model are not in the base" in message
+    assert len(message) < 2000
+    message = error_of(lambda: same_structure(base, {**base, names[0]: torch.ones(1)}))
+    assert message.endswith("Check that the fine-tuned model was fine-tuned from the base.")

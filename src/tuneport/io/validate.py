@@ -15,6 +15,9 @@ import torch
 from ..errors import CheckpointError, first_of
 from .tensors import TensorSpec, all_finite, describe
 
+LONGEST_PATTERN = 200  # characters of a pattern in an error
+MOST_PARTS = 20  # of a name, whose prefixes are compared
+
 
 def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
     """Raise a CheckpointError that names the tensors holding NaN or infinity, reading one at a time."""
@@ -102,7 +105,7 @@ def _exclusion_of(names: Sequence[str], among: Collection[str], one: str, other:
     if len(patterns) > 3 and 2 * len(names) < len(among):
         others = set(among) - set(names)
         patterns = sorted({_widest(name, others) for name in names})
-    if len(patterns) > 3:
+    if len(patterns) > 3 or max(map(len, patterns)) > LONGEST_PATTERN:
         return f"Check that {one} was fine-tuned from {other}."
     return f"Exclude them with `exclude={json.dumps(patterns)}`."
 
@@ -110,7 +113,7 @@ def _exclusion_of(names: Sequence[str], among: Collection[str], one: str, other:
 def _widest(name: str, others: Collection[str]) -> str:
     """A pattern of the shortest prefix of a name that none of the others has."""
     parts = name.split(".")
-    prefixes = (".".join(parts[:length]) + "." for length in range(1, len(parts)))
+    prefixes = (".".join(parts[:length]) + "." for length in range(1, min(len(parts), MOST_PARTS)))
     return next((f"{start}*" for start in prefixes if not any(o.startswith(start) for o in others)), name)
 
 
