@@ -37,10 +37,9 @@ NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER})( ?%?)<!-- ([^>]+?) -->")
 TABLE = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SETTINGS = (  # phrases whose numbers are no measurements
-    r"20 or 60 steps at 2e-5 or 1e-4", r"N = \d+", r"K = \d+(, \d+)*", r"seeds? \d+(, \d+)*", r"\d+ (calibration )?samples", r"\d+ sentences",
-    r"\d+ are drawn", r"scales? [01]", r"Python \d\.\d+", r"MiniLM-L\d", r"ViT-L/\d+", r"TREC-6", r"SST-2", r"Apache-2\.0",
-    r"\d+ steps", r"for \d+ steps", r"\d+ x \d+", r"from 0 to 4", r"a\d", r"GPT-2",
-    r"Phi-3", r"DINOv2", r"8B", r"\d+ layers", r"\d+ to 8 million", r"T5",
+    r"20 or 60 steps at 2e-5 or 1e-4", r"N = \d+", r"K = \d+", r"seeds? \d+(, \d+)*", r"\d+ steps", r"\d+ x \d+",
+    r"\d+ (calibration )?samples", r"\d+ layers", r"scales? [01]", r"Python \d\.\d+", r"MiniLM-L\d", r"ViT-L/\d+",
+    r"TREC-6", r"SST-2", r"Apache-2\.0", r"GPT-2", r"Phi-3",
 )  # fmt: skip
 
 
@@ -78,7 +77,7 @@ def zoo_table() -> list[str]:
 
 
 def zoo_share() -> float:
-    """The share of the gain of full fine-tuning that BiCo recovers at scale 1, over pairs and tasks with a known one."""
+    """The share of the gain of full fine-tuning that BiCo recovers at scale 1, where it is known."""
     rows = json.loads((RESULTS / "zoo-n100.json").read_text())
     gains, whole = [], []
     for (source, target), tasks in PAIRS.items():
