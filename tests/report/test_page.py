@@ -172,7 +172,7 @@ class TestContent:
         for item in (*changed["turned"]["right"], *changed["turned"]["wrong"]):
             item |= {"label": evil, "before": evil, "after": evil, "text": evil}
             del item["thumbnail"]
-        changed["by_class"][0]["class"] = changed["accuracies"][0]["name"] = evil
+        changed["by_class"][0]["class"] = changed["accuracies"][0]["words"] = evil
         page = report_page(changed)
         tree = Tree(page)
         assert [tag for tag, _ in tree.seen].count("script") == 1
@@ -277,6 +277,7 @@ class TestAnswer:
         screen = self.first_screen(record | answered("harm", "it harms", "Keep the old model, or add --distill 300."))
         words = shlex.split(html.unescape(re.findall("<code>(tuneport .*?)</code>", screen)[0]))
         assert words[words.index("--distill") + 1] == "300"
+        assert words[words.index("--scale") + 1] == "safe"
         assert words[words.index("--out") + 1].endswith("-distilled")
 
     def test_classes_that_lose_most_come_first(self, record: dict[str, Any]) -> None:

@@ -6,11 +6,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .plots import Figure, is_finite, tracks
 from .record import Record
-from .summary import SCORE_FORMS, repeat_command
+from .summary import repeat_command
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "gain": ("good", "▲"),
@@ -20,6 +21,7 @@ STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "not measured": ("unknown", "?"),
 }
 UNMEASURED = "accuracy was not measured: this page cannot say whether the transfer helps"
+WRITTEN = ("port", "distilled")  # roles of models that did not exist before
 MEASURE = "evaluate the output on a labelled test split"
 
 
@@ -48,7 +50,7 @@ class Answer:
             scores=scores,
             about_scores=_about(record) if scores is not None else "",
             advice=_sentence(advice),
-            command=_measuring(record) if outcome == "not measured" else _distilling(record, advice),
+            command=_measuring(record) if outcome == "not measured" else _distilling(record, outcome, advice),
         )
 
 
@@ -62,22 +64,22 @@ def _scores(record: Record) -> Figure | None:
     if not rows:
         return None
     metric = record.get("evaluation", {}).get("metric", "accuracy")
-    form, unit = SCORE_FORMS[metric]
-    form = ".1f" if metric == "accuracy" else form
-    written = rows[-1]["role"]
-    return tracks([_score(row, form, unit, row["role"] == written) for row in rows], unit=unit)
+    form, unit = (".1f", " %") if metric == "accuracy" else (".3f", "")
+    written, name = rows[-1]["role"], Path(record.get("out", "")).name
+    names = {key: record.get(key, {}).get("name", "") for key in ("finetuned", "source", "target")} | {written: name}
+    return tracks([_score(row, form, unit, names.get(row["role"], "")) for row in rows], unit=unit)
 
 
-def _score(row: Mapping[str, Any], form: str, unit: str, written: bool) -> dict[str, Any]:
+def _score(row: Mapping[str, Any], form: str, unit: str, name: str) -> dict[str, Any]:
     value, known = row["value"], is_finite(row["low"]) and is_finite(row["high"])
     return {
         "label": row["words"],
-        "note": row["name"],
+        "note": name,
         "text": f"{value:{form}}{unit}",
         "more": f"{row['low']:{form}} to {row['high']:{form}}" if known else "",
         "bar": (row["low"], row["high"]) if known else (value, value),
-        "style": "written" if written else "",
-        "marks": ((value, "after" if written else "before"),),
+        "style": "written" if row["role"] in WRITTEN else "",
+        "marks": ((value, "after" if row["role"] in WRITTEN else "before"),),
     }
 
 
@@ -105,8 +107,9 @@ def _measuring(record: Record) -> str | None:
     return shlex.join(["tuneport", "evaluate", out, "--data", place, *(["--head", head] if head else [])])
 
 
-def _distilling(record: Record, advice: str) -> str | None:
-    """The command with the distillation that the advice names."""
+def _distilling(record: Record, outcome: str, advice: str) -> str | None:
+    """The command with the distillation that the advice names; after harm it starts from a safe scale."""
     named = re.search(r"--distill \d+", advice)
-    command = repeat_command({**record, "out": f"{record.get('out')}-distilled"})
+    safer = {"scale_choice": {"rule": "safe"}} if outcome == "harm" else {}
+    command = repeat_command({**record, **safer, "out": f"{record.get('out')}-distilled"})
     return f"{command} {named[0]}" if named and command and "distilled" not in record else None

@@ -69,7 +69,7 @@ def _class_tracks(classes: Sequence[Mapping[str, Any]]) -> list[Figure]:
         {
             "label": item["class"],
             "note": f"{item['samples']} samples",
-            "text": f"{item['before']:.0f} to {item['after']:.0f} %",
+            "text": (f"{item['before']:.0f} to " if item["before"] != item["after"] else "") + f"{item['after']:.0f} %",
             "more": "",
             "bar": (item["before"], item["after"]),
             "style": "up" if item["after"] > item["before"] else "down" if item["after"] < item["before"] else "",
