@@ -123,6 +123,7 @@ FailOnHarm = Annotated[
 ]
 
 
+Layers = Annotated[bool, typer.Option("--layers", help="Show every layer.")]
 AcceptUnlikely = Annotated[
     bool,
     typer.Option(

@@ -51,6 +51,7 @@ def plan(
         ),
     ] = False,
     length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
+    layers: options.Layers = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -70,19 +71,22 @@ def plan(
     if json:
         emit_json(outlook)
     else:
-        _print_plan(outlook)
+        _print_plan(outlook, layers)
 
 
-def _print_plan(outlook: dict[str, Any]) -> None:
+def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
     from ..io.sizes import format_bytes
-    from ..report.summary import moved_words
+    from ..report.summary import PLAN_COLUMNS, moved_words, plan_rows
 
-    rows = [
-        (row["target"], "{} x {}".format(*row["target_shape"]), row["source"], "{} x {}".format(*row["source_shape"]))
-        for row in outlook["layers"]
-    ]
-    title = f"{outlook['method']}: {len(rows)} layers"
-    show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
+    title = f"{outlook['method']}: {len(outlook['layers'])} layers"
+    if layers:
+        rows = [
+            [word for side in ("target", "source") for word in (row[side], "{} x {}".format(*row[f"{side}_shape"]))]
+            for row in outlook["layers"]
+        ]
+        show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
+    else:
+        show(plan_rows(outlook["layers"]), *PLAN_COLUMNS, title=title, fold=True)
     say(f"moved: {moved_words(outlook)}")
     print_kept(outlook)
     if "same_tokenizer" in outlook:
@@ -157,6 +161,7 @@ def compare(
     max_length: options.MaxLength = None,
     batch_size: options.BatchSize = 32,
     device: options.Device = "auto",
+    layers: options.Layers = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -175,7 +180,8 @@ def compare(
         about = {"source": source, "target": target, "samples": len(job.samples), "summary": means}
         emit_json({**about, **found.record()})
         return
-    show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS)
     say(f"verdict: {found.verdict.verdict}")
     for reason in found.verdict.reasons:
         say(f"- {reason}")
+    if layers:
+        show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS, fold=True)

@@ -58,6 +58,10 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
                 "target_shape": [pair.target.out_features, pair.target.in_features],
                 "source": pair.source.name,
                 "source_shape": [pair.source.out_features, pair.source.in_features],
+                "role": pair.target.role,
+                "stack": pair.target.stack,
+                "block": pair.target.block,
+                "source_block": pair.source.block,
             }
             for pair in job.plan.pairs
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
@@ -132,6 +132,42 @@ def layer_rows(record: Record) -> list[list[str]]:
 def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, int]]:
     """The number of tensors that were not transported, or were left behind, by reason."""
     return Counter(item["reason"] for item in record[key]).most_common()
+
+
+def plan_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row for all layers of a stack with the same shapes, from the same blocks: roles, blocks and shapes."""
+    roles: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for layer in layers:
+        inside = layer["block"] is not None
+        key = layer["stack"], layer["role"], inside, *layer["target_shape"], *layer["source_shape"]
+        roles.setdefault(key, []).append(layer)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for found in roles.values():
+        shapes = ["{} x {}".format(*found[0][key]) for key in ("target_shape", "source_shape")]
+        blocks = [_ranges(layer[key] for layer in found) for key in ("block", "source_block")]
+        outside = found[0]["target"] if found[0]["block"] is None else ""  # a layer of its own
+        key = (outside or str(found[0]["stack"]), blocks[0], shapes[0], blocks[1], shapes[1])
+        rows.setdefault(key, []).append("" if outside else str(found[0]["role"]))
+    return [[key[0], ", ".join(filter(None, names)), *key[1:]] for key, names in rows.items()]
+
+
+PLAN_COLUMNS = ("target layers", "roles", "blocks", "shape", "source blocks", "shape")
+
+
+def _ranges(numbers: Iterable[int | None]) -> str:
+    """Numbers in words: those that follow each other as a range.
+
+    >>> _ranges([0, 1, 2, 2, 5])
+    '0-2, 5'
+    """
+    known = sorted({number for number in numbers if number is not None})
+    runs: list[list[int]] = []
+    for number in known:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def repeat_command(record: Record) -> str | None:
