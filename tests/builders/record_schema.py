@@ -24,6 +24,9 @@ Spectrum = Annotated[
 Width = Annotated[int, Keywords(minimum=0, description="The largest possible rank of this map.")]
 
 
+Files = Annotated[list[str], Keywords(description="All that the run wrote, which --overwrite replaces.")]
+
+
 class LayerEntry(TypedDict):
     target: str
     source: str
@@ -203,6 +206,9 @@ class RunRecord(PreparedRecord):
     headline: NotRequired[str]
     sanity: NotRequired[Sanity]
     base_fingerprint: NotRequired[str]
+    files: NotRequired[
+        Annotated[list[str], Keywords(description="All that the run wrote, which --overwrite replaces.")]
+    ]
     recommendation: NotRequired[str]
     accuracies: NotRequired[list[ScoredModel]]
     by_class: NotRequired[list[ByClass]]
@@ -228,6 +234,7 @@ class ApplyRecord(TypedDict):
     tensors: Count
     base: Input
     vector: Input
+    files: Files
     versions: Versions
 
 
@@ -248,6 +255,7 @@ class MergeRecord(MergePlace):
     base: NotRequired[Input]
     finetuned: list[Input]
     adapter: NotRequired[dict[str, Any]]
+    files: NotRequired[Files]
     versions: Versions
 
 

@@ -264,3 +264,26 @@ class TestResume:
             thread.join()
         assert_refused(done, 1, "is writing", "Wait until it ends, or choose another name.")
         assert list(place.iterdir()) == []
+
+
+class TestPlaces:
+    def test_missing_folders_above_an_output_are_made_and_go_with_a_refusal(
+        self, run: Run, zoo: Zoo, place: Path
+    ) -> None:
+        out = place / "missing" / "too" / "out"
+        refused = run("transfer", *options(zoo, samples=1000), "--out", out)
+        assert_refused(refused, 1, "has 60; lower --samples")
+        assert list(place.iterdir()) == []
+        assert run("transfer", "--scale=1", *options(zoo, method="naive"), "--out", out).code == 0
+        assert (out / "tuneport.json").is_file()
+        below = run("transfer", "--scale=1", *options(zoo), "--out", out / "tuneport.json" / "out")
+        assert_refused(below, 1, "cannot be written", "tuneport.json is not a folder")
+
+    def test_a_file_that_the_user_added_survives_overwrite(self, run: Run, zoo: Zoo, place: Path) -> None:
+        words = ("transfer", "--scale=1", *options(zoo, method="naive"), "--out", place / "out", "--overwrite")
+        assert run(*words).code == 0
+        assert run(*words).code == 0, "what a run wrote is replaced"
+        (place / "out" / "notes").mkdir()
+        (place / "out" / "notes" / "mine.txt").write_text("mine")
+        assert_refused(run(*words), 1, "notes/mine.txt in it was not written by this command. Move it away")
+        assert (place / "out" / "notes" / "mine.txt").read_text() == "mine"

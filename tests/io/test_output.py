@@ -206,9 +206,22 @@ def test_output_must_have_a_name(name: str) -> None:
     assert "does not name a new folder" in error_of(lambda: check_new_folder(name, overwrite=True))
 
 
-def test_output_needs_a_parent(tmp_path: Path) -> None:
-    out = tmp_path / "no" / "out"
-    expected = f"{out} cannot be written: there is no folder {out.parent}. Create it first."
+def test_missing_folders_above_an_output_are_made(tmp_path: Path) -> None:
+    out = tmp_path / "no" / "such" / "out"
+    check_new_folder(out)
+    assert list(tmp_path.iterdir()) == [], "a check makes nothing"
+    with pytest.raises(ZeroDivisionError), new_folder(out):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == [], "an error leaves nothing"
+    with new_folder(out) as folder:
+        (folder / "x").write_text("")
+    assert (out / "x").is_file()
+
+
+def test_a_file_above_an_output_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no").write_text("")
+    out = tmp_path / "no" / "such" / "out"
+    expected = f"{out} cannot be written: {tmp_path / 'no'} is not a folder. Choose another place."
     assert error_of(lambda: check_new_folder(out)) == expected
 
     def work() -> None:

@@ -178,8 +178,8 @@ def write_figure(
     (folder / "table.md").write_text(text, encoding="utf-8")
     about = {"title": recipe.title, "where": recipe.where, "kind": recipe.kind, "small": recipe.small}
     record = {"recipe": about, "machine": machine, "fingerprint": fingerprint, "means": means, "points": rows}
-    write_record(folder / RESULTS, record)
     draw(recipe.title, means, folder)
+    write_record(folder / RESULTS, record)
 
 
 def _table(plot: str, lines: Means) -> Table:

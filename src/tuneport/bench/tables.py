@@ -222,9 +222,9 @@ def write_tables(result: Comparing, folder: Path, recipe: Recipe = NO_RECIPE, fi
         record["paper"] = {"where": recipe.where, "small": recipe.small, "rows": table, "orders": orders(table)}
         write_csv(folder / "paper.csv", paper_rows(table))
     write_csv(folder / "table.csv", table_rows(result))
-    write_record(folder / RESULTS, record)
     (folder / "table.md").write_text(markdown(result, recipe), encoding="utf-8")
     (folder / "plot.svg").write_text(plot(result, recipe), encoding="utf-8")
+    write_record(folder / RESULTS, record)
 
 
 def write_csv(path: Path, table: Table) -> None:

@@ -206,6 +206,9 @@ def finetune(
     data: Annotated[str, typer.Option(help="Labelled data; the training split is learnt.")],
     out: Annotated[str, typer.Option(help="The folder to write; must not exist.")],
     head: HeadName = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Learn this many of the training samples (all unless given).", min=1)
+    ] = None,
     steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 2000,
     batch_size: Annotated[int, typer.Option(help="Samples per update.", min=1)] = 128,
     learning_rate: Annotated[float, typer.Option(help="The highest, after the warm-up.")] = 1e-5,
@@ -229,7 +232,9 @@ def finetune(
     check_new_folder(out, overwrite, inputs=[path_of(path) for path in (model, data, head) if path])
     slow = min(200, steps // 10) if warmup is None else warmup
     schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
-    training = prepare_training(model, data, schedule, head=head, device=device, trust_remote_code=trust_remote_code)
+    training = prepare_training(
+        model, data, schedule, head=head, samples=samples, device=device, trust_remote_code=trust_remote_code
+    )
     with progress("fine-tuning", steps) as advance:
         record = run_training(training, out, checkpoint_every=checkpoint_every, overwrite=overwrite, progress=advance)
     if json:

@@ -9,12 +9,13 @@ import ast
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -117,10 +118,36 @@ def _plain(text: str, style: str = "") -> Text:
     return Text(_harmless(text), style)
 
 
-def _bars(transient: bool) -> Progress:
-    words = TextColumn("{task.description:24}", markup=False)
-    columns = (words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=err_console, transient=transient, disable=not err_console.is_terminal)
+EVERY = 30.0  # seconds between two lines of progress where stderr is no terminal
+
+
+class _Bars:
+    """Bars on a terminal; elsewhere a line on stderr now and then."""
+
+    def __init__(self, transient: bool) -> None:
+        words = TextColumn("{task.description:24}", markup=False)
+        columns = (words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=err_console, transient=transient, disable=not err_console.is_terminal)
+        self._told = time.monotonic()
+
+    def __enter__(self) -> _Bars:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def add(self, words: str, total: int | None) -> TaskID:
+        return self._bar.add_task(words, total=total)
+
+    def update(self, task: TaskID, **changes: Any) -> None:
+        """As that of rich; `advance` counts steps, `description` replaces the words."""
+        self._bar.update(task, **changes)
+        if self._bar.disable and time.monotonic() - self._told >= EVERY:
+            found = self._bar.tasks[task]
+            of = "" if found.total is None else f" of {found.total:.0f}"
+            tell(f"{found.description}: {found.completed:.0f}{of}")
+            self._told = time.monotonic()
 
 
 @contextmanager
@@ -132,26 +159,27 @@ def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def watched(words: str, total: int) -> Iterator[tuple[Callable[[int], None], Callable[[Any], None]]]:
-    """A bar on stderr; the second callback shows a point of the curve of a distillation in place of its words."""
-    with _bars(transient=True) as bar:
-        task = bar.add_task(words, total=total or None)
+    """A bar on stderr; the second callback shows a text, or a point of the curve of a distillation, for its words."""
+    with _Bars(transient=True) as bar:
+        task = bar.add(words, total or None)
 
         def watch(mark: Any) -> None:
-            found = f"loss {mark.held_out_loss:.3g}, agreement {100 * mark.agreement:.0f} %"
-            bar.update(task, description=f"distilling, {found}")
+            if not isinstance(mark, str):
+                mark = f"distilling, loss {mark.held_out_loss:.3g}, agreement {100 * mark.agreement:.0f} %"
+            bar.update(task, description=mark)
 
-        yield lambda done: bar.advance(task, done), watch
+        yield lambda done: bar.update(task, advance=done), watch
 
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per named stage; the callback says (stage, done, total)."""
-    with _bars(transient=False) as bar:
-        tasks: dict[str, Any] = {}
+    with _Bars(transient=False) as bar:
+        tasks: dict[str, TaskID] = {}
 
         def stage(name: str, done: int, total: int) -> None:
             if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
+                tasks[name] = bar.add(name, total)
             bar.update(tasks[name], completed=done, total=total)
 
         yield stage

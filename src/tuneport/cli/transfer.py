@@ -186,7 +186,7 @@ def _measuring(job: Job, method: str, steps: int) -> Iterator[dict[str, Any]]:
         if passes.fetched_bytes:
             note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
     with watched("measuring", len(job.samples) * runs + steps) as (advance, watch):
-        yield {"passes": passes, "progress": advance, "watch": watch}
+        yield {"passes": passes, "progress": advance, "watch": watch, "step": watch}
 
 
 def compare_models(job: Job, method: str, *, trial: bool = True) -> Preflight:

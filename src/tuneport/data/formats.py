@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ..errors import DataError, brief, first_of, is_text, unknown_name
+from ..io.hub import nearest_path
 from ..io.sizes import format_bytes
 from ..types import Split
 from .dataset import SPLIT_NAMES, Dataset, LazySequence, check_count, choose_split, dataset_name, reading
@@ -38,7 +39,7 @@ def read_plain(
     if split not in SPLIT_NAMES:
         raise DataError(unknown_name("split", split, SPLIT_NAMES))
     if not path.exists():
-        raise DataError(f"no data at {path}: no such file or folder. Pass {_FORMATS}.")
+        raise DataError(f"no data at {path}: no such file or folder.{nearest_path(path)} Pass {_FORMATS}.")
     with reading(path):
         if is_table(path):
             data = read_table(path, split, labelled, columns)

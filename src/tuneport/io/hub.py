@@ -1,11 +1,12 @@
 """Hub ids: resolve `org/name`, or a model's bare `name`, to a local folder, which huggingface_hub downloads if needed.
 
-A path that exists is never taken for a hub id. Weights are downloaded as safetensors where the repository has them;
-no downloaded code is run. Without a network, the cache is used.
+A path that exists, or whose folder does, is never taken for a hub id. Weights are downloaded as safetensors where the
+repository has them; no downloaded code is run. Without a network, the cache is used.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -22,13 +23,24 @@ _OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmod
 
 
 def looks_like_hub_id(reference: str | os.PathLike[str], *, bare: bool = False) -> bool:
-    """True if a reference has the form `org/name`, no such path exists, and it does not end like a file.
+    """True if a reference has the form `org/name`, no folder `org` exists, and it does not end like a file.
 
     With `bare`, a name without an organisation counts too, as some old models have (`bert-base-uncased`).
     """
     text = os.fspath(reference)
     named = _ID.fullmatch(text) is not None and ".." not in text and not _FILE.search(text)
-    return named and (bare or "/" in text) and not os.path.lexists(text)
+    return named and (bare or "/" in text) and not os.path.lexists(text) and not os.path.isdir(os.path.dirname(text))
+
+
+def nearest_path(path: str | os.PathLike[str]) -> str:
+    """A hint at the path next to a missing one whose name is most like it; else nothing."""
+    place = Path(path)
+    try:
+        names = [item.name for item in place.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(place.name, names, n=1)
+    return f" Did you mean {place.parent / near[0]}?" if near else ""
 
 
 def local(reference: str | os.PathLike[str], kind: RepoKind = "model") -> Path:

@@ -8,6 +8,7 @@ one run at a time writes an output, and removes what a killed run left; disk err
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
@@ -19,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_of
 from .sizes import format_bytes
 
 PathLike = str | os.PathLike[str]
@@ -45,8 +46,8 @@ def check_new_folder(
     """Raise a CheckpointError unless the folder `out` can be written; call it before any work.
 
     `out` must not exist; with `overwrite` it may be a real folder that is empty or holds all `marks`, the files that
-    mark an output of the command. Its parent must exist, be writable and have `needed_bytes` free. `out` must neither
-    contain one of the `inputs` nor lie in one.
+    mark an output of the command, and nothing that no run wrote. Missing parents are made later; the nearest folder
+    must be writable and have `needed_bytes` free. `out` must neither contain one of the `inputs` nor lie in one.
     """
     out = Path(out)
     _check_path(out, overwrite, folder=True)
@@ -69,7 +70,7 @@ def check_new_file(
 
 def check_space(out: Path, needed_bytes: int) -> None:
     """Raise a CheckpointError unless as many bytes are free on the disk of `out`."""
-    free = shutil.disk_usage(out.parent).free
+    free = shutil.disk_usage(_nearest(out)).free
     if needed_bytes > free:
         raise CheckpointError(
             f"{out} needs about {format_bytes(needed_bytes)}, but only {format_bytes(free)} are free in {out.parent}. "
@@ -102,6 +103,28 @@ def _check_marks(out: Path, marks: Sequence[str]) -> None:
             f"{out} is not overwritten: it is not empty, and not an output of this command (no {missing[0]} in it). "
             "Remove it by hand or choose another name."
         )
+    for mark in marks:
+        if own := _strangers(out / mark):
+            raise CheckpointError(
+                f"{out} is not overwritten: {first_of(own, 3)} in it was not written by this command. Move it away or "
+                "choose another name."
+            )
+
+
+def _strangers(record: Path) -> list[str]:
+    """The files of an output that its record does not list; nothing where it has no list."""
+    try:
+        listed = json.loads(record.read_text(encoding="utf-8"))["files"]
+        known = {str(name) for name in listed}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    found = (path.relative_to(record.parent).as_posix() for path in record.parent.rglob("*") if not path.is_dir())
+    return sorted(name for name in found if name not in known)
+
+
+def _nearest(out: Path) -> Path:
+    """The nearest folder above `out` that exists."""
+    return next(folder for folder in Path(os.path.abspath(out)).parents if os.path.lexists(folder))
 
 
 def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
@@ -122,9 +145,10 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
             raise CheckpointError(f"{out} is a symbolic link and is not overwritten. Give the {kind} itself.")
         if not (out.is_dir() if folder else out.is_file()):
             raise CheckpointError(f"{out} is not a {kind} and is not overwritten by one. Choose another name.")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out} cannot be written: there is no folder {out.parent}. Create it first.")
-    probe = _sibling(out, "try")
+    place = _nearest(out)
+    if not place.is_dir():
+        raise CheckpointError(f"{out} cannot be written: {place} is not a folder. Choose another place.")
+    probe = _sibling(place / out.name, "try")
     with _disk_errors(out, every=True):
         probe.mkdir()
         probe.rmdir()
@@ -170,8 +194,9 @@ def claimed(out: PathLike) -> Iterator[None]:
     """Hold the lock of an output while the block lasts; other runs get a CheckpointError.
 
     The operating system releases the lock, a hidden file next to the output, when its holder dies; the next holder
-    removes what the dead run left. One thread may claim an output several times. Nothing happens where a lock is
-    impossible (no such folder, read-only, some network disks).
+    removes what the dead run left. One thread may claim an output several times. Missing folders above the output are
+    made, and removed at the end if they are empty. There is no lock where it is impossible (read-only, some network
+    disks).
     """
     place = Path(os.path.realpath(Path(out).parent)) / Path(out).name
     file = place.parent / f".{place.name}.tuneport-lock"
@@ -179,6 +204,10 @@ def claimed(out: PathLike) -> Iterator[None]:
     lock = FileLock(file, timeout=0.2, is_singleton=True, fallback_to_soft=False)
     nested = lock.is_locked
     with ExitStack() as held:
+        for folder in reversed([folder for folder in place.parents if not os.path.lexists(folder)]):
+            with suppress(OSError):  # the check of the path says why
+                folder.mkdir()
+                held.callback(_remove_empty, folder)
         try:
             if place.parent.is_dir():  # filelock would create it
                 held.enter_context(lock)
@@ -194,6 +223,11 @@ def claimed(out: PathLike) -> Iterator[None]:
                 file.write_text(str(os.getpid()), encoding="ascii")
             _clear(place)
         yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _holder(lock: Path) -> str:

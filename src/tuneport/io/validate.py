@@ -69,7 +69,7 @@ def same_structure(
     missing = {name: name for name in old if name not in finetuned}
     total = len({**tuned, **old})
     findings = [
-        f"{len(found)} of {total} tensors of {holder} {are} {other_holder}: {first_of(found.values())}."
+        f"{len(found)} of {total} tensors of {holder} {are} {other_holder}: {first_of(found.values(), 3)}."
         for found, holder, are, other_holder in (
             (differing, tuned_name, "differ in shape from", base_name),
             (extra, tuned_name, "are not in", base_name),

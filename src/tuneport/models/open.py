@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint
-from ..io.hub import local, looks_like_hub_id
+from ..io.hub import local, looks_like_hub_id, nearest_path
 from ..io.regular import check_regular_files
 from ..io.sizes import free_memory
 from ..io.validate import check_unquantised
@@ -198,7 +198,7 @@ def _require(reference: str | Path) -> tuple[Family, str]:
         check_regular_files(Path(found))
         return family, found
     if not Path(found).exists():
-        raise CheckpointError(f"there is no model at {found}: no such folder. Give {ACCEPTED}.")
+        raise CheckpointError(f"there is no model at {found}: no such folder.{nearest_path(found)} Give {ACCEPTED}.")
     if is_adapter(found):
         raise CheckpointError(
             f"{found} is an adapter, not a model. To port it, give it as `finetuned`, with its base as `source`; to "

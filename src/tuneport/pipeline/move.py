@@ -24,7 +24,7 @@ from ..runtime.distributed import gather_transfer, ranks
 from ..runtime.passes import Passes, jobs_by_block, jobs_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
-from ..types import Progress, ScaleRule
+from ..types import Progress, Say, ScaleRule
 from .scale import ScaleChoice, choose_on_halves
 from .statistics import measure_job, problem_of
 
@@ -48,9 +48,10 @@ def move(
     passes: Passes | None = None,
     progress: Progress | None = None,
     work: Work | None = None,
+    step: Say | None = None,
 ) -> Moved:
     """Measure both models and carry the task vector over; a rule chooses the scale on the samples."""
-    meter = _Meter(method, progress, work)
+    meter = _Meter(method, progress, work, step or (lambda _: None))
     if not isinstance(scale, str):
         moved, counted = _move(job, passes, meter)
         return Moved(moved, scale, None, counted, meter.seconds)
@@ -70,10 +71,12 @@ class _Meter:
     method: Method
     progress: Progress | None
     work: Work | None
+    step: Say
     seconds: float = 0.0
 
     def measure(self, job: Job, stage: str) -> Statistics:
         started = time.perf_counter()
+        self.step("measuring")
         statistics = measure_job(job, views=self.method.rehearses, progress=self.progress, work=self.work, stage=stage)
         if (device := job.runs_on).type == "cuda":
             torch.cuda.synchronize(device)
@@ -81,6 +84,7 @@ class _Meter:
         return statistics
 
     def solve(self, job: Job, statistics: Statistics) -> Transfer:
+        self.step(f"solving {len(job.plan.pairs)} layers")
         problem, transfer = problem_of(job, statistics), self.method.transfer
         return gather_transfer(problem, transfer) if self.method.by_layer else transfer(problem)
 

@@ -20,7 +20,7 @@ from ..runtime.resume import SAVE_EVERY, Work, fingerprint
 from ..task_vectors.lora_write import UNCUT, AdapterForm
 from ..training.distill import Mark
 from ..training.state import StateFile
-from ..types import OutputKind, Progress, ScaleRule
+from ..types import OutputKind, Progress, Say, ScaleRule
 from .evaluation import Role, evaluate
 from .outcome import outcome_of
 from .result import Result, check_output, check_vector, output_bytes, updates_of
@@ -40,13 +40,14 @@ def port(
     resume: bool = False,
     save_every: float = SAVE_EVERY,
     progress: Progress | None = None,
-    note: Callable[[str], None] | None = None,
+    note: Say | None = None,
     test: Dataset | None = None,
     test_samples: int | None = None,
     untested: str = "",
     verdict: Mapping[str, Any] | None = None,
     passes: Passes | None = None,
     watch: Callable[[Mark], None] | None = None,
+    step: Say | None = None,
 ) -> dict[str, Any]:
     """Run a job, write its result to `out` and return the run record; a killed run can be resumed.
 
@@ -65,8 +66,10 @@ def port(
         test, test_samples: data on which the scores go into the record, and how many of them, if not all.
         untested: why there are no such data.
         verdict: of a pre-flight, for the record.
+        step: called with the name of each step as it begins.
     """
-    out, say, method = Path(out), note or (lambda _: None), get_method(method)
+    out, method = Path(out), get_method(method)
+    say, begin = (call or (lambda _: None) for call in (note, step))
     if scale is None and isinstance(scale_for(job, None), float):
         say("the scale is 1, as in the paper: no sample can be scored to choose it")
     scale = scale_for(job, scale)
@@ -94,7 +97,8 @@ def port(
             work.remove()
         try:
             kept = work if ranks().size == 1 else None
-            result = run(job, method, scale=scale, progress=progress, work=kept, passes=passes, note=note)
+            moving = {"progress": progress, "work": kept, "passes": passes, "note": note, "step": step}
+            result = run(job, method, scale=scale, **moving)
             ported = result
             if distill is not None:
                 lora = form.rank if kind == "adapter" else None
@@ -102,6 +106,7 @@ def port(
             made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
             found = None
             if test is not None:
+                begin("scoring the test split")
                 outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
                 found = evaluate(job, outputs, test, test_samples)
             more = {"fingerprint": fingerprint(conditions), **(found.record() if found else {})}
@@ -114,13 +119,14 @@ def port(
                 reason=untested,
             )
             result = replace(result, record={**result.record, **more, **asdict(told), **(verdict or {})}).counted()
+            begin("writing")
             result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
         except KeyboardInterrupt:
             if work.exists():
                 say("what was measured is kept; the same call with `resume=True` continues from it")
             raise
         work.remove()
-    if kind == "adapter":  # its record says more: ranks and what they cost
+    if kind != "task-vector":  # the record that is written says more
         written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
         return written
     return {**result.record, "out": str(out), "as": kind}

@@ -18,6 +18,7 @@ from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import CheckpointError, DataError, TuneportError
+from ..io.hub import nearest_path
 from ..job import Drawn, Given, Job, Samples
 from ..measure.accuracy import compute_features
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
@@ -213,7 +214,7 @@ def _ask(
     if isinstance(data, (str, Path)):
         task, place = split_reference(data)  # "TASK:PATH": only PATH is passed on
         if not Path(place).exists():
-            raise DataError(f"no data at {place}: no such file or folder.")
+            raise DataError(f"no data at {place}: no such file or folder.{nearest_path(place)}")
         data = place if task is None else data
     question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name, fits=fits)
     gradients = bool(NEEDS_BACKWARD & signals)

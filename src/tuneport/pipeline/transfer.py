@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.lora_write import AdapterForm
 from ..task_vectors.low_rank import norm_of
-from ..types import Progress, ScaleRule
+from ..types import Progress, Say, ScaleRule
 from .change import Finetuned
 from .heads import fit_head
 from .labels import measurable
@@ -85,7 +85,8 @@ def run(
     progress: Progress | None = None,
     work: Work | None = None,
     passes: Passes | None = None,
-    note: Callable[[str], None] | None = None,
+    note: Say | None = None,
+    step: Say | None = None,
 ) -> Result:
     """Measure both models, align them, and carry the task vector over.
 
@@ -97,6 +98,7 @@ def run(
         work: keeps what is measured, and gives back what an earlier run under the same conditions has measured.
         passes: which layers are measured together; planned here if the job has a memory budget.
         note: called, before anything is measured, with what the fine-tuned source does on the samples.
+        step: called with the name of each step as it begins.
     """
     method = get_method(method)
     scale = scale_for(job, scale)
@@ -114,7 +116,7 @@ def run(
     if note is not None and seen.sentence:
         note(seen.sentence)
     job = measurable(job, seen.scores)
-    moved = move(job, method, scale, passes=passes, progress=progress, work=work)  # lines 3 to 9
+    moved = move(job, method, scale, passes=passes, progress=progress, work=work, step=step)  # lines 3 to 9
     _check_moved(job, moved.transfer)
     head = _refitted(job, moved)
     return _result(job, method, scale, moved, head, seen, time.perf_counter() - started)  # line 11

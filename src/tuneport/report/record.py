@@ -154,8 +154,10 @@ class PreparedRecord(TypedDict):
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write the run record as JSON."""
-    path.write_text(to_json(record) + "\n", encoding="utf-8")
+    """Write the run record as JSON, with a list of the files in its folder; call it when all others are written."""
+    folder = path.parent
+    files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
+    path.write_text(to_json({**record, "files": sorted({*files, path.name})}) + "\n", encoding="utf-8")
 
 
 def to_json(record: Any) -> str:

@@ -102,7 +102,7 @@ class TaskVector(LazyMapping[Entry]):
         if differing:
             raise TuneportError(
                 f"{len(differing)} of {len(shared)} shared tensors of two task vectors differ in shape: "
-                f"{first_of(differing)}. Only task vectors of the same model can be added."
+                f"{first_of(differing, 3)}. Only task vectors of the same model can be added."
             )
 
         def total(name: str) -> Entry:

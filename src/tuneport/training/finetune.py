@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels
+from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import TuneportError
 from ..io.companions import companion_bytes, copy_companions
@@ -124,6 +125,7 @@ def prepare_training(
     schedule: Schedule = PROTOCOL,
     *,
     head: str | None = None,
+    samples: int | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Training:
@@ -134,6 +136,7 @@ def prepare_training(
         data: path of the data, or `TASK:PATH`; only a task has a validation split.
         schedule: steps, batches and learning rates.
         head: name or file of the head, chosen by the data if None.
+        samples: how many of the training split are learnt, drawn by the seed of the schedule; all if None.
         device: the device to train on.
         trust_remote_code: run code that comes with the model.
     """
@@ -144,14 +147,17 @@ def prepare_training(
     chosen = choose_head(opened, head, train)
     align_labels(train, chosen.classes)
     opened.check_kind(train)
-    about = data_identity(place, train, np.arange(len(train)), (chosen,))
-    about.pop("indices")  # all of them
+    drawn = np.arange(len(train)) if samples is None else select(train, samples=samples, seed=schedule.seed)
+    about = data_identity(place, train, drawn, (chosen,))
+    if samples is None:
+        about.pop("indices")  # all of them
+    train = train.subset(drawn)
     record = {
         "tuneport": package_version("tuneport"),
         "command": "finetune",
         "model": identity_of(opened),
         "data": about,
-        "options": {**asdict(schedule), "head": head, "device": str(opened.device)},
+        "options": {**asdict(schedule), "samples": samples, "head": head, "device": str(opened.device)},
         "versions": versions(),
     }
     return Training(opened, chosen, train, validation, schedule, record)
@@ -201,8 +207,8 @@ def run_training(
             "checkpoints": history,
             **scores,
         }
-        write_record(folder / "tuneport.json", record)
         (folder / "README.md").write_text(training_card(record), encoding="utf-8")
+        write_record(folder / "tuneport.json", record)
     return record
 
 

@@ -98,7 +98,7 @@ def check_tensors(
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} of {len(tensors)} tensors of {reference} are missing or misshapen in {stored.path}: "
-            f"{first_of(wrong)}. The weights belong to another model, or are not {library}'s model.state_dict()."
+            f"{first_of(wrong, 3)}. The weights belong to another model, or are not {library}'s model.state_dict()."
         )
 
 

@@ -189,7 +189,7 @@ def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built
     wrong = [*missing, *misshapen]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong)}. "
+            f"{len(wrong)} tensors of {kind.__name__} are missing or misshapen in {folder}: {first_of(wrong, 3)}. "
             "Its config.json and its weights do not belong together."
         )
     if stored is not None:
