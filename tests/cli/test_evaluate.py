@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from builders.commands import Run, assert_refused, options
 from builders.folders import Zoo, write_data
@@ -26,7 +27,25 @@ class TestEvaluate:
     def test_classifiers_and_text_towers(self, run: Run, zoo: Zoo, family: str) -> None:
         done = run("evaluate", zoo[f"{family}-base"], "--data", zoo.data)
         assert done.code == 0
-        assert re.fullmatch(r"\d+\.\d\d % of 30 samples right \(zero-shot\)\n", done.out)
+        ends = r"95 % interval \d+\.\d to \d+\.\d"
+        assert re.fullmatch(rf"\d+\.\d\d % of 30 samples right \(zero-shot; {ends}\)\n", done.out)
+
+    def test_several_models_and_by_class(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=300))
+        models = [zoo["vit-base"], zoo["vit-tuned"]]
+        alone = [run("evaluate", model, "--data", zoo.data, "--json").json for model in models]
+        both = run("evaluate", *models, "--data", zoo.data, "--json").json
+        assert both == {"data": str(zoo.data), "models": alone}
+        found = alone[0]
+        assert sum(row["samples"] for row in found["by_class"]) == 30
+        right = sum(row["samples"] * row["accuracy"] for row in found["by_class"])
+        assert right / 30 == pytest.approx(found["accuracy"])  # a mean of three shares, weighted
+        assert found["low"] <= found["accuracy"] <= found["high"]
+        shown = run("evaluate", *models, "--data", zoo.data, "--by-class").out
+        for each in alone:
+            assert f"{each['accuracy']:.2f} % of 30 samples right" in shown
+        for row in found["by_class"]:
+            assert re.search(rf"{row['class']}\W+{row['accuracy']:.1f} %", shown)
 
     def test_numbers_that_json_has_no_word_for(
         self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch

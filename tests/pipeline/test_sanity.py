@@ -22,7 +22,7 @@ from tuneport.pipeline.transfer import run, transfer
 from tuneport.task_vectors.vector import save_task_vector
 
 Trio = tuple[Path, Path, Path]
-SAMPLES = 60
+SAMPLES = 100
 
 
 @pytest.fixture(scope="module")

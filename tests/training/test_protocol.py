@@ -51,7 +51,11 @@ def test_output_folder_holds_the_trained_weights(zoo: Zoo, tmp_path: Path) -> No
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert all(torch.equal(last[name], tensor) for name, tensor in module.state_dict().items())
     assert (tmp_path / "out" / "heads" / "animals.safetensors").is_file()
-    assert json.loads((tmp_path / "out" / "tuneport.json").read_text()) == json.loads(json.dumps(record))
+    written = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+    assert sorted(written.pop("files")) == sorted(
+        path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()
+    )
+    assert written == json.loads(json.dumps(record))
     assert record["losses"][-1]["step"] == 6
     assert record["options"]["learning_rate"] == 1e-3
     assert "validation_accuracy" not in record  # no split to look at
@@ -156,9 +160,11 @@ def test_finetune_command(run: Run, zoo: Zoo, tmp_path: Path) -> None:
     assert code == 0
     assert "4 steps in" in out
     assert "2 checkpoints in it" in out.replace("\n", " ")
+    few = run(base, "--data", zoo.data, "--out", tmp_path / "few", *options, "--samples", "12", "--json")[1]
+    assert (json.loads(few)["samples"], len(json.loads(few)["data"]["indices"])) == (12, 12)
     code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "new", *options, "--learning-rate", "1e30")
     assert (code, "NaN or infinite at step 2 of 4" in " ".join(err.split())) == (1, True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "out"]
     code, _, err = run(base, "--data", zoo.data, "--out", tmp_path / "new", "--learning-rate", "0")
     assert (code, "--learning-rate must be a number above 0" in " ".join(err.split())) == (1, True)
     code, _, err = run(base, "--data", tmp_path / "none", "--out", tmp_path / "new")

@@ -5,8 +5,10 @@ Each checks its output path before it opens a model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,8 +37,11 @@ from .options import (
     parse_columns,
     parse_numbers,
 )
-from .terminal import emit_json, note, progress, say, watched
+from .terminal import emit_json, note, progress, say, show, watched
 from .transfer import next_commands
+
+if TYPE_CHECKING:
+    from ..measure.accuracy import Evaluation
 
 
 def extract(
@@ -129,7 +134,7 @@ def merge(
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model, or an adapter or task vector of one.")],
+    model: Annotated[list[str], typer.Argument(help="A model, or an adapter or task vector of one; or several.")],
     data: Annotated[str, typer.Option(help="Labelled data; the test split is scored.")],
     base: Annotated[
         str | None, typer.Option(help="The model of an adapter or task vector; the one that it names unless given.")
@@ -144,13 +149,36 @@ def evaluate(
     batch_size: Annotated[
         int | None, typer.Option(help="Samples per pass through the model (128; 16 for language models).", min=1)
     ] = None,
+    by_class: Annotated[bool, typer.Option("--by-class", help="Also show the accuracy of each class.")] = False,
     columns: Columns = None,
     max_length: MaxLength = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Score a model: with its head or by a linear probe; a language model by its loss or its likeliest answers."""
+    """Score models: with their head or by a linear probe; a language model by its loss or its likeliest answers."""
+    asked = SimpleNamespace(**locals())
+    from ..measure.accuracy import check_protocol
+
+    asked.chosen = chosen = None if protocol is None else check_protocol(protocol)
+    if samples is not None and chosen != "linear-probe":
+        words = f"{chosen} scores" if chosen else "the others score"
+        raise TuneportError(f"--samples goes with --protocol linear-probe; {words} the whole test split.")
+    found = {name: _score(name, asked) for name in model}
+    if json:
+        rows = [{"model": name, "data": data, "head": head, **_plain(result)} for name, result in found.items()]
+        emit_json(rows[0] if len(rows) == 1 else {"data": data, "models": rows})
+        return
+    for result in found.values():
+        if result.cut:
+            note(f"{result.cut} of {result.samples} texts are cut; --max-length sets where")
+    _print_scores(found)
+    if by_class:
+        _print_classes(found)
+
+
+def _score(model: str, asked: SimpleNamespace) -> Evaluation:
+    """The score of one model on the test split, under the protocol that is asked for or fits."""
     from ..data.dataset import align_labels
     from ..data.samplers import select
     from ..data.tasks import read_data
@@ -160,20 +188,17 @@ def evaluate(
     from ..models.open import pick_device
     from ..pipeline.written import open_written
 
-    chosen = None if protocol is None else evaluation.check_protocol(protocol)
-    if samples is not None and chosen != "linear-probe":
-        words = f"{chosen} scores" if chosen else "the others score"
-        raise TuneportError(f"--samples goes with --protocol linear-probe; {words} the whole test split.")
-    named = parse_columns(columns)
+    data, named = asked.data, parse_columns(asked.columns)
     test = read_data(data, "test", labelled=False, columns=named)
-    opened = open_written(model, base, device=pick_device(device), trust_remote_code=trust_remote_code)
-    opened = opened.cut_at(max_length)
-    chosen = chosen or language.usual_protocol(opened, test, head)
+    device = pick_device(asked.device)
+    opened = open_written(model, asked.base, device=device, trust_remote_code=asked.trust_remote_code)
+    opened = opened.cut_at(asked.max_length)
+    chosen = asked.chosen or language.usual_protocol(opened, test, asked.head)
     if chosen != "perplexity" and test.labels is None:
         read_data(data, "test", columns=named)  # the error says what is missing
     total = len(test)
     if chosen == "zero-shot":
-        scorer = choose_head(opened, head, test)
+        scorer = choose_head(opened, asked.head, test)
         align_labels(test, scorer.classes)
         score = partial(evaluation.zero_shot, opened, scorer, test)
     elif chosen == "perplexity":
@@ -182,23 +207,54 @@ def evaluate(
         score = partial(language.likelihood, opened, test)
     else:
         train = read_data(data, "train", columns=named)
-        if samples is not None:
-            train = train.subset(select(train, samples=samples, seed=seed))
+        if asked.samples is not None:
+            train = train.subset(select(train, samples=asked.samples, seed=asked.seed))
         score = partial(evaluation.linear_probe, opened, train, test)
         total += len(train)
     with progress("evaluating", total) as advance:
-        size = batch_size or (16 if chosen in ("perplexity", "likelihood") else 128)
-        result = score(batch_size=size, progress=advance)
-    if json:
-        emit_json({"model": model, "data": data, "head": head, **result.plain()})
-        return
-    if result.cut:
-        note(f"{result.cut} of {result.samples} texts are cut; --max-length sets where")
-    if result.protocol != "perplexity":
-        say(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol})")
-    if result.perplexity is not None:
-        bits = "" if result.bits_per_character is None else f", {result.bits_per_character:.4g} bits per character"
-        say(f"perplexity {result.perplexity:.4g} over {result.tokens} tokens of {result.samples} samples{bits}")
+        size = asked.batch_size or (16 if chosen in ("perplexity", "likelihood") else 128)
+        return score(batch_size=size, progress=advance)
+
+
+def _plain(found: Evaluation) -> dict[str, Any]:
+    """A score as JSON values, with the interval of the accuracy and the classes."""
+    from ..measure.chance import share_interval
+
+    values = found.plain()
+    if found.right is not None:
+        low, high = (100 * end for end in share_interval(int(found.right.sum()), found.samples))
+        values |= {"low": low, "high": high}
+        values |= {"by_class": rows} if (rows := found.by_class()) else {}
+    return values
+
+
+def _print_scores(found: Mapping[str, Evaluation]) -> None:
+    """A line of one model, or a table of several."""
+    rows = []
+    for name, result in found.items():
+        values, words = _plain(result), []
+        if result.protocol != "perplexity":
+            ends = f"; 95 % interval {values['low']:.1f} to {values['high']:.1f}" if "low" in values else ""
+            words.append(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol}{ends})")
+        if result.perplexity is not None:
+            bits = "" if result.bits_per_character is None else f", {result.bits_per_character:.4g} bits per character"
+            rate = f"perplexity {result.perplexity:.4g}"
+            words.append(f"{rate} over {result.tokens} tokens of {result.samples} samples{bits}")
+        rows.append((name, words))
+    if len(rows) == 1:
+        for text in rows[0][1]:
+            say(text)
+    else:
+        show([(name, "; ".join(words)) for name, words in rows], "model", "score", fold=True)
+
+
+def _print_classes(found: Mapping[str, Evaluation]) -> None:
+    rows = [{item["class"]: item["accuracy"] for item in result.by_class()} for result in found.values()]
+    if not any(rows):
+        raise TuneportError("--by-class needs data with classes.")
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = [[name, *(f"{row[name]:.1f} %" if name in row else "" for row in rows)] for name in names]
+    show(table, "class", *found, fold=True)
 
 
 def finetune(

@@ -28,8 +28,9 @@ class Evaluation:
 
     For language models it is that of next tokens (perplexity) or of answers (likelihood). Perplexities compare only
     under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
-    Of each sample, `predicted` is its class or answer, and `bits` those of its text; `error` is the standard error of
-    the bits per character.
+    Of each sample, `predicted` is its class or answer, `labels` the right one, both by their number in `classes` (none
+    where each sample has choices of its own), and `bits` those of its text; `error` is the standard error of the bits
+    per character.
     """
 
     accuracy: float
@@ -40,6 +41,8 @@ class Evaluation:
     bits_per_character: float | None = None
     cut: int | None = None
     predicted: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    labels: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    classes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     bits: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
     error: float | None = field(default=None, compare=False, repr=False)
 
@@ -47,6 +50,21 @@ class Evaluation:
         """The known numbers over all samples, as JSON values."""
         found = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
         return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def right(self) -> NDArray[np.bool_] | None:
+        """Whether each sample is right, where samples have classes or choices."""
+        return None if self.predicted is None else self.predicted == self.labels
+
+    def by_class(self) -> list[dict[str, Any]]:
+        """The accuracy of each class that the samples have, in percent; nothing where there are no classes."""
+        rows = []
+        for number, name in enumerate(self.classes if self.right is not None else ()):
+            if (mine := self.labels == number).any():
+                assert self.right is not None
+                share = 100.0 * float(self.right[mine].mean())
+                rows.append({"class": name, "samples": int(mine.sum()), "accuracy": share})
+        return rows
 
 
 def zero_shot(
@@ -60,7 +78,8 @@ def zero_shot(
             found.append(head.scores(model, model.module, batch).argmax(-1).cpu().numpy())
     predicted = np.concatenate(found)
     right = 100.0 * float(np.mean(predicted == data.labels))
-    return Evaluation(right, len(data), "zero-shot", predicted=predicted)
+    known: dict[str, Any] = {"predicted": predicted, "labels": data.labels, "classes": head.classes}
+    return Evaluation(right, len(data), "zero-shot", **known)
 
 
 @contextmanager
@@ -99,8 +118,9 @@ def linear_probe(
         for data in (train, test)
     )
     probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000, tol=1e-6)).fit(seen, train.labels)
-    right = probe.predict(unseen) == test.labels
-    return Evaluation(100.0 * float(right.mean()), len(test), "linear-probe")
+    known: dict[str, Any] = {"predicted": probe.predict(unseen), "labels": test.labels, "classes": train.classes}
+    right = 100.0 * float(np.mean(known["predicted"] == test.labels))
+    return Evaluation(right, len(test), "linear-probe", **known)
 
 
 def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:

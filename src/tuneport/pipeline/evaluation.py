@@ -91,13 +91,17 @@ def fidelity(features: Tensor, reference: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What one model does on the test split; `right` has a flag for each sample that has a class."""
+    """What one model does on the test split."""
 
     role: Role
     name: str
     value: float
     found: Evaluation | None = None
-    right: NDArray[np.bool_] | None = None
+
+    @property
+    def right(self) -> NDArray[np.bool_] | None:
+        """Whether each sample is right, where samples have classes."""
+        return None if self.found is None else self.found.right
 
     def row(self, samples: int) -> dict[str, Any]:
         """For the record, with a 95 % interval where it is known."""
@@ -114,7 +118,7 @@ class Scored:
 class Evaluated:
     """The scores of all models on one test split; the last is that of what is written."""
 
-    test: Dataset  # with labels of the target's classes
+    test: Dataset
     indices: NDArray[np.int64]  # of its samples in the whole split
     protocol: str
     metric: Metric
@@ -159,25 +163,23 @@ class Evaluated:
             name: [self._turned(int(index), before, after) for index in np.flatnonzero(which)[:SHOWN]]
             for name, which in flips.items()
         }
-        if self.test.choices is not None:  # a label is a place among the answers of its sample
+        assert before.found is not None
+        assert after.found is not None
+        if not before.found.classes:  # a label is a place among the answers of its sample
             return {"turned": turned}
-        classes = []
-        for number, name in enumerate(self.test.classes):
-            if len(mine := np.flatnonzero(self.test.labels == number)):
-                shares = (100 * float(each.right[mine].mean()) for each in (before, after) if each.right is not None)
-                classes.append(
-                    {"class": name, "samples": len(mine), **dict(zip(("before", "after"), shares, strict=True))}
-                )
+        pairs = zip(before.found.by_class(), after.found.by_class(), strict=True)
+        classes = [
+            {"class": old["class"], "samples": old["samples"], "before": old["accuracy"], "after": new["accuracy"]}
+            for old, new in pairs
+        ]
         return {"by_class": classes, "turned": turned}
 
     def _turned(self, index: int, before: Scored, after: Scored) -> dict[str, Any]:
-        names = self.test.choices[index] if self.test.choices is not None else self.test.classes
-        assert self.test.labels is not None
-        numbers = {"label": self.test.labels[index]}
-        for key, each in (("before", before), ("after", after)):
-            assert each.found is not None
-            assert each.found.predicted is not None
-            numbers[key] = each.found.predicted[index]
+        assert before.found is not None
+        assert after.found is not None
+        names = before.found.classes if self.test.choices is None else self.test.choices[index]
+        found = {"label": before.found.labels, "before": before.found.predicted, "after": after.found.predicted}
+        numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
         return {"index": int(self.indices[index]), **words, **shown(self.test.inputs[index])}
 
@@ -200,31 +202,26 @@ def evaluate(
     if protocol == "zero-shot" and job.heads is None:  # an encoder without classes
         return _by_fidelity(job, made, test, indices)
     head = job.record["options"]["head"]
-    classes: list[Dataset] = []
 
     def score(role: Role, model: Model) -> Scored:
         if protocol == "zero-shot":
-            chosen = choose_head(model, head, test)
-            found, labelled = zero_shot(model, chosen, test), align_labels(test, chosen.classes)
+            found = zero_shot(model, choose_head(model, head, test), test)
         else:
-            found, labelled = (likelihood if protocol == "likelihood" else perplexity)(model, test), test
-        classes.append(labelled)
-        right = None if found.predicted is None else found.predicted == labelled.labels
+            found = (likelihood if protocol == "likelihood" else perplexity)(model, test)
         value = found.bits_per_character if protocol == "perplexity" else found.accuracy
         assert value is not None
-        return Scored(role, model.name, value, found, right)
+        return Scored(role, model.name, value, found)
 
     scored: dict[Role, Scored] = {}
     if is_whole(job):
         with finetuned_source(job):
             scored["finetuned"] = replace(score("finetuned", job.source), name=job.record["finetuned"]["name"])
     scored["target"] = score("target", job.target)
-    aligned = classes[-1]
     for role, (model, tensors) in made.items():
         with changed(model.module, tensors):
             scored[role] = score(role, model)
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
-    return Evaluated(aligned, indices, protocol, metric, scored)
+    return Evaluated(test, indices, protocol, metric, scored)
 
 
 def _by_fidelity(

@@ -2,8 +2,8 @@
 
 A fine-tune moves the weights of its base by a few percent of their norm: 2 to 10 in our models. The weights of another
 base differ by more than their own norm. On labelled samples a fine-tune is better than its base. It is refused where it
-is clearly worse (a sign test), or where it is neither clearly better nor better than a guess (a head or classes in
-another order). With fewer than `LEAST` samples only the first is certain enough.
+is clearly worse (a sign test) than a base that is better than a guess, and where it is neither clearly better than its
+base nor better than a guess: a head or classes in another order. With fewer than `LEAST` samples the second is chance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .labels import scores_by
 
 LARGEST = 0.5  # the norm of a change over that of its base
 LAYERS = 16  # in which it is measured
-LEAST = 50  # samples from which a guess can be told from skill
+LEAST = 100  # samples from which a guess can be told from skill
 GO_ON = "or pass `accept_unlikely=True`"
 
 
@@ -108,12 +108,13 @@ def _check_right(job: Job, base: NDArray[np.bool_], tuned: NDArray[np.bool_], cl
     count, right = len(tuned), int(tuned.sum())
     better = direction(int((tuned & ~base).sum()), int((base & ~tuned).sum()))
     found = f"the fine-tuned source is right on {right} of {count} samples"
-    if better < 0:
+    skilled = [tail(count, int(each.sum()), 1 / classes) < LEVEL for each in (base, tuned)]
+    if better < 0 and skilled[0]:
         raise CheckpointError(
             f"{found} and its base {job.source.name} on {int(base.sum())}: the two may be swapped, or the data are of "
             f"another task. Check `source`, `finetuned` and `data`, {GO_ON}."
         )
-    if count >= LEAST and better < 1 and tail(count, right, 1 / classes) >= LEVEL:
+    if count >= LEAST and better < 1 and not skilled[1]:
         raise CheckpointError(
             f"{found}, no more than a guess among {classes} classes: check `head`, and that the classes of the data "
             f"are in the order of the fine-tune, {GO_ON}."
@@ -134,14 +135,15 @@ def _by_tokens(job: Job, samples: Drawn, loss: TokenLoss, change: float | None) 
 
 
 def _relative_change(job: Job) -> float | None:
-    """The norm of the change over that of the base, in some of the paired layers."""
+    """The norm of the change over that of the base, in some of the paired layers; not of an adapter's own factors."""
     stored, vector = job.source.stored_parameters(), job.task_vector
     names = [name for name in dict.fromkeys(pair.source.weight for pair in job.plan.pairs) if name in vector]
+    names = [name for name in names if vector.spec(name).rank is None]
     chosen = dict.fromkeys(names[index * len(names) // LAYERS] for index in range(LAYERS)) if names else {}
     change = base = 0.0
     for name in chosen:
         weight = stored[name]
-        if weight.is_floating_point() and not vector.spec(name).dtype.is_complex:
+        if weight.is_floating_point():
             change += norm_of(vector[name]) ** 2
             base += norm_of(weight) ** 2
     return math.sqrt(change / base) if base > 0 and math.isfinite(change / base) else None
