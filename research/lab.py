@@ -6,11 +6,12 @@
 
 Each cell (source, target, task) is ported with bico and bico+ from calibration samples of the training split, on which
 the scale is chosen. On test samples every candidate scale is scored. Rows are appended to --out, and what is there is
-not run again; with --losses they hold the held-out loss of every sample at every scale too. The table gives the gain
-over the target's own accuracy and the share of the fine-tuning gain that it is, averaged over cells, with a paired
-bootstrap interval against bico at scale 1 over cells. Needs the shared zoo; text cells need the shared encoders too,
-with fine-tunes of the source next to them (minilm-l6-trec6, made with `tuneport finetune`). Says so where they are not
-there.
+not run again; with --losses they hold the held-out loss of every sample at every scale too. --part I/N runs every Nth
+cell from the Ith, so that several processes share the work. The table gives the gain over the target's own accuracy
+and the share of the fine-tuning gain that it is, averaged over cells, with a paired bootstrap interval against bico at
+scale 1 over cells. "plain" is a rule without the fit of the head's sharpness. Needs the shared zoo; text cells need the
+shared encoders too, with fine-tunes of the source next to them (minilm-l6-trec6, made with `tuneport finetune`). Says
+so where they are not there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,14 @@ import numpy as np
 import torch
 from lab_study import Row, begin, keep, study_parser
 from torch import Tensor
+from torch.nn import functional as F
 
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Job
 from tuneport.measure.accuracy import encode_batches
 from tuneport.methods import METHODS
+from tuneport.pipeline import scale
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import RULES, SCALES, Scaled, Score, choose_on_halves, choose_scale
 from tuneport.pipeline.statistics import measure_job, problem_of
@@ -83,14 +88,14 @@ def tested(job: Job, entries: Any, test: list[Any], dtype: torch.dtype) -> dict[
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     with Scaled(job.target.module, entries) as scaled, torch.inference_mode():
-        for scale in SCALES:
-            scaled.set(scale)
+        for size in SCALES:
+            scaled.set(size)
             module = copy.deepcopy(job.target.module).to(dtype)
             right = 0
             for batch, labels in test:
                 scores = head.scores(job.target, module, {key: as_wanted(value) for key, value in batch.items()})
                 right += int((scores.argmax(-1).cpu() == labels.cpu()).sum())
-            found[scale] = 100 * right / sum(len(labels) for _, labels in test)
+            found[size] = 100 * right / sum(len(labels) for _, labels in test)
     return found
 
 
@@ -101,7 +106,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
         method = METHODS[name]
         job = prepare(
             places.model(source), places.model(f"{source}-{task}"), places.model(target), data,
-            method=method, samples=samples, seed=seed, device=options.device, batch_size=options.batch,
+            signals=name, samples=samples, seed=seed, device=options.device, batch_size=options.batch,
             sampler="class_balanced" if task in TEXTS else "random",
         )  # fmt: skip
         assert job.heads is not None
@@ -111,7 +116,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
             test = list(encode_batches(job.target, drawn.subset(some), 100))
         started = time.process_time()
         sides = job.halves()
-        parts = (measure_job(sides[0]), measure_job(sides[1]))
+        parts = tuple(measure_job(side, views=method.rehearses) for side in sides)
         solved: dict[int, Any] = {}
 
         def solve(found: Any, job: Any = job, method: Any = method, solved: dict[int, Any] = solved) -> Any:
@@ -119,7 +124,8 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
                 solved[id(found)] = method.transfer(problem_of(job, found))
             return solved[id(found)]
 
-        choice = choose_on_halves(sides, map(solve, parts))
+        with both_losses() as plain:
+            choice = choose_on_halves(sides, map(solve, parts))
         moved = solve(parts[0] + parts[1])
         seconds = time.process_time() - started
         dtype = torch.bfloat16 if options.bfloat16 else torch.float32
@@ -132,7 +138,8 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
                 "samples": samples,
                 "seed": seed,
                 "method": name,
-                "chosen": {rule: chosen(choice.scores, rule, samples) for rule in RULES},
+                "chosen": {rule: chosen(choice.scores, rule, samples) for rule in RULES}
+                | {f"{rule} plain": chosen(dict(zip(SCALES, plain, strict=True)), rule, samples) for rule in RULES},
                 "accuracy": {str(scale): value for scale, value in accuracy.items()},
                 "held_out": [[s, round(f.loss, 5), f.accuracy, f.sharpness] for s, f in choice.scores.items()],
                 "cpu_seconds": round(seconds, 1),
@@ -143,6 +150,24 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
             kept = {str(s): f.losses for s, f in choice.scores.items() if f.losses is not None}
             rows[-1]["losses"] = {s: [round(float(x), 4) for x in values] for s, values in kept.items()}
     return rows
+
+
+@contextmanager
+def both_losses() -> Iterator[list[Score]]:
+    """The scores of the scales, in their order, at the sharpness of the head itself."""
+    plain: list[Score] = []
+    judged = scale.score_of_classes
+
+    def score(scores: Tensor, labels: Tensor) -> Score:
+        losses = F.cross_entropy(scores.double(), labels, reduction="none")
+        plain.append(Score(float(losses.mean()), losses=losses))
+        return judged(scores, labels)
+
+    scale.score_of_classes = score
+    try:
+        yield plain
+    finally:
+        scale.score_of_classes = judged
 
 
 def chosen(scores: Mapping[float, Score], rule: ScaleRule, samples: int) -> float:
@@ -165,8 +190,8 @@ def gain(row: Row, rule: str) -> float:
     return float(by_scale[str(row["chosen"].get(rule, rule))] - by_scale["0.0"])
 
 
-SHOWN = [("bico", rule) for rule in ("1.0", "auto", "safe")]
-SHOWN += [("bico+", rule) for rule in ("0.25", "1.0", "auto", "safe")]
+SHOWN = [("bico", rule) for rule in ("1.0", "auto", "auto plain", "safe", "safe plain")]
+SHOWN += [("bico+", rule) for rule in ("0.25", "1.0", "auto", "auto plain", "safe", "safe plain")]
 
 
 def table(rows: list[Row]) -> str:
@@ -201,10 +226,24 @@ def table(rows: list[Row]) -> str:
                 f"| {samples} | {method} | {rule} | {100 * np.nanmean(mean / room):.1f} % | {mean.mean():+.2f} "
                 f"| {against} | {mean.min():+.1f} | {min(map(min, single)):+.1f} |"
             )
+        lines += _sharpness(samples, of, draws)
         seeds = sorted({row["seed"] for row in here})
         count = sum(row["method"] == "bico+" for row in here)
         lines.append(f"| | {len(cells)} cells, {count} draws of seeds {seeds} | | | | | | |")
     return "\n".join(lines)
+
+
+def _sharpness(samples: int, of: Any, draws: Any) -> list[str]:
+    """What the fit of the sharpness gains: each rule with it against the rule without."""
+    lines = []
+    for method, rule in product(("bico", "bico+"), RULES):
+        apart = np.array(
+            [np.mean(a) - np.mean(b) for a, b in zip(of(method, rule), of(method, f"{rule} plain"), strict=True)]
+        )
+        low, high = np.percentile(apart[draws].mean(1), [2.5, 97.5])
+        about = f"{apart.mean():+.2f} ({low:+.2f} to {high:+.2f})"
+        lines.append(f"| {samples} | {method} | {rule} against {rule} plain | | {about} | | {apart.min():+.1f} | |")
+    return lines
 
 
 def main() -> None:
@@ -217,24 +256,24 @@ def main() -> None:
     parser.add_argument("--bfloat16", action="store_true", help="score test samples in bfloat16: faster on some CPUs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=32, help="samples per pass")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
     parser.add_argument("--losses", action="store_true", help="keep the held-out losses of every sample")
     options, rows = begin(parser, lambda rows: table([rechosen(row) for row in rows]))
     torch.set_num_threads(1)
     cells = [tuple(cell.split(":")) for cell in options.cells] if options.cells else CELLS
     done = {(r["source"], r["target"], r["task"], r["samples"], r["seed"]) for r in rows}
     places = Places(options.root, options.encoders)
-    for seed in options.seeds:
-        for samples in options.samples:
-            for cell in cells:
-                if (*cell, samples, seed) in done:
-                    continue
-                found = run_cell(places, cell, samples, seed, options)  # type: ignore[arg-type]
-                keep(options.out, found)
-                words = [
-                    f"{r['method']}@1 {gain(r, '1.0'):+.1f} auto {gain(r, 'auto'):+.1f} safe {gain(r, 'safe'):+.1f}"
-                    for r in found
-                ]
-                print(*cell, samples, seed, *words, flush=True)
+    part, parts = map(int, options.part.split("/"))
+    for cell, samples, seed in list(product(cells, options.samples, options.seeds))[part::parts]:
+        if (*cell, samples, seed) in done:
+            continue
+        found = run_cell(places, cell, samples, seed, options)  # type: ignore[arg-type]
+        keep(options.out, found)
+        words = [
+            f"{r['method']}@1 {gain(r, '1.0'):+.1f} auto {gain(r, 'auto'):+.1f} safe {gain(r, 'safe'):+.1f}"
+            for r in found
+        ]
+        print(*cell, samples, seed, *words, flush=True)
 
 
 if __name__ == "__main__":

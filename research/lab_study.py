@@ -6,6 +6,7 @@ A study goes on where it was stopped: it reads what is in --out and runs what is
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -37,4 +38,5 @@ def begin(parser: argparse.ArgumentParser, table: Callable[[list[Row]], str]) ->
 
 def keep(out: Path, rows: Iterable[Row]) -> None:
     with out.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # several processes may share the file
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -51,7 +51,7 @@ def main() -> None:
         finetuned={task: str(zoo / f"a-{task}") for task in options.tasks},
         data={task: str(images / f"{task}.npz") for task in options.tasks},
         heads={task: task for task in options.tasks},
-        methods=("naive", "transfusion", "gradfix", "theseus", "bico"),
+        methods=("naive", "transfusion", "gradfix", "gradfix_mean", "theseus", "bico"),
         shots=tuple(options.shots),
         seeds=tuple(options.seeds),
         steps=tuple(options.steps),

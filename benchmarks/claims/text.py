@@ -5,7 +5,7 @@ the target with the zero-shot head (label descriptions) and with a linear probe 
 Few-shot fine-tuning gets the same samples; its learning rate and number of steps are chosen on validation data.
 Needs the shared encoders and texts; says so where they are not there.
 
-    python benchmarks/claims/text.py --encoders ENCODERS --data SHARED/data/text --out benchmarks/results/text.md
+    python -m benchmarks.claims.text --encoders ENCODERS --data SHARED/data/text --out benchmarks/results/text.md
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gzip
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.common import commit
 from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import TASKS
 from tuneport.job import Job
@@ -185,8 +185,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of the full fine-tunes")
     parser.add_argument("--test", type=int, default=500, help="test samples at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON files of runs to put together instead")
     options = parser.parse_args()
     tasks, targets = options.tasks.split(","), options.targets.split(",")
+    if options.merge:
+        parts = [json.loads(path.read_text()) for path in options.merge]
+        rows, notes = ([item for part in parts for item in part[key]] for key in ("rows", "notes"))
+        seconds = sum(part.get("seconds", 0.0) for part in parts)
+        options.out.with_suffix(".json").write_text(json.dumps({"rows": rows, "notes": notes}, indent=1))
+        options.out.write_text(markdown(rows, notes, tasks, targets, options, seconds))
+        return
     needed = [options.encoders / name for name in (SOURCE, *targets)] + [options.data / FILES[task] for task in tasks]
     missing = [str(path) for path in needed if not path.exists()]
     if missing:
@@ -215,7 +223,9 @@ def main() -> None:
             rows.append(
                 {"task": task, "target": name, "seed": 0, "N": 0, "method": "fine-tuned target", "zero-shot": best}
             )
-            options.out.with_suffix(".json").write_text(json.dumps({"rows": rows, "notes": notes}, indent=1))
+            options.out.with_suffix(".json").write_text(
+                json.dumps({"rows": rows, "notes": notes, "seconds": time.time() - started}, indent=1)
+            )
             del target, judge, full
     options.out.write_text(markdown(rows, notes, tasks, targets, options, time.time() - started))
     print(options.out.read_text())
@@ -260,13 +270,12 @@ def markdown(
         lines.append(
             f"| {note['task']} | {note['source']:.1f} | {note['fine-tuned source']:.1f} | {note['target']} | {tried} |"
         )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines += [
         "",
-        f"- command: `python benchmarks/claims/text.py --encoders ENCODERS --data TEXTS --tasks {options.tasks} "
+        f"- command: `python -m benchmarks.claims.text --encoders ENCODERS --data TEXTS --tasks {options.tasks} "
         f"--targets {options.targets} --samples {options.samples} --seeds {options.seeds} --steps {options.steps}`",
         f"- machine: {platform.machine()}, {options.device}, torch {torch.__version__}; {seconds:.0f} s",
-        f"- commit: {commit or 'not known'}; date: {time.strftime('%Y-%m-%d')}",
+        f"- commit: {commit()}; date: {time.strftime('%Y-%m-%d')}",
         "",
     ]
     return "\n".join(lines)

@@ -16,19 +16,20 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from scipy.stats import spearmanr
 
-from benchmarks.claims.zoo import PAIRS
+from benchmarks.claims.zoo import CELLS
+from benchmarks.common import commit, part_of
 from tuneport.measure.likeness import COMPARED
 from tuneport.pipeline.preflight import (
     LIKELY,
@@ -51,26 +52,24 @@ def run(options: argparse.Namespace) -> None:
     """One comparison per cell; what a cell's file holds already is not done again."""
     options.runs.mkdir(parents=True, exist_ok=True)
     zoo, images = options.shared / "zoo", options.shared / "data" / "images"
-    for seed in options.seeds:
-        for (source, target), tasks in PAIRS.items():
-            for task in tasks:
-                file = options.runs / f"{source}-{target}-{task}-{seed}.json"
-                cell: Cell = json.loads(file.read_text()) if file.exists() else {}
-                wanted = {"trial"} if options.trial_only else {"trial", "similarity"}
-                if wanted <= set(cell):
-                    continue
-                started = time.perf_counter()
-                tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
-                given = {"head": task, "samples": 100, "seed": seed}
-                job = prepare(zoo / source, tuned, zoo / target, data, signals=COMPARED, **given)
-                cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed}
-                if "trial" not in cell:
-                    cell["trial"] = asdict(try_transfer(job))
-                if "similarity" in wanted:
-                    cell["similarity"] = summary(compare(job, trial=False).similarity)
-                cell["seconds"] = round(cell.get("seconds", 0.0) + time.perf_counter() - started, 1)
-                file.write_text(json.dumps(cell) + "\n")
-                print(file.name, cell["seconds"], "s", flush=True)
+    for seed, (source, target, task) in part_of(product(options.seeds, CELLS), options.part):
+        file = options.runs / f"{source}-{target}-{task}-{seed}.json"
+        cell: Cell = json.loads(file.read_text()) if file.exists() else {}
+        wanted = {"trial"} if options.trial_only else {"trial", "similarity"}
+        if wanted <= set(cell):
+            continue
+        started = time.perf_counter()
+        tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
+        given = {"head": task, "samples": 100, "seed": seed}
+        job = prepare(zoo / source, tuned, zoo / target, data, signals=COMPARED, **given)
+        cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed}
+        if "trial" not in cell:
+            cell["trial"] = asdict(try_transfer(job))
+        if "similarity" in wanted:
+            cell["similarity"] = summary(compare(job, trial=False).similarity)
+        cell["seconds"] = round(cell.get("seconds", 0.0) + time.perf_counter() - started, 1)
+        file.write_text(json.dumps(cell) + "\n")
+        print(file.name, cell["seconds"], "s", flush=True)
 
 
 def load(options: argparse.Namespace) -> list[Cell]:
@@ -216,12 +215,11 @@ def write(options: argparse.Namespace) -> None:
     if fresh:
         title = "## Other draws, measured after the rule was fixed (as many as there was time for)"
         lines += ["", title, "", *table(fresh)]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     lines += [
         "",
         "- commands: those at the head of `benchmarks/claims/verdict.py`",
         f"- machine: {platform.machine()}, CPU, torch {torch.__version__}",
-        f"- commit: {commit.strip()}",
+        f"- commit: {commit()}",
         f"- date: {datetime.now(timezone.utc).date()}",
         *([f"- note: {options.note}"] if options.note else []),
     ]
@@ -236,6 +234,7 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/images/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--runs", type=Path, required=True, help="where the file of each cell is, or goes")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
     parser.add_argument("--trial-only", action="store_true", help="leave the layer-by-layer likeness out")
     parser.add_argument("--write", type=Path, help="write the tables of the runs to this file")
     parser.add_argument("--note", help="a line to end the tables with")

@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common import commit, load, run_comparison, save
+from benchmarks.common import commit, load, part_of, run_comparison, save
 from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import Comparing
 
@@ -30,6 +30,7 @@ PAIRS = {
     ("c", "a2"): ("cifar10", "mnist"),
     ("c", "b"): ("cifar10", "mnist"),
 }
+CELLS = [(source, target, task) for (source, target), tasks in PAIRS.items() for task in tasks]
 METHODS = ("naive", "input_only", "output_only", "gradient_only", "theseus", "bico")
 # Fine-tuned targets where no run measured them: the figures of the zoo's README, on 4,000 test images.
 STATED = {
@@ -46,29 +47,28 @@ def run(options: argparse.Namespace) -> None:
     if not zoo.is_dir():
         sys.exit(f"{options.shared} has no zoo/: this benchmark needs the shared models and data")
     options.runs.mkdir(parents=True, exist_ok=True)
-    for (source, target), tasks in PAIRS.items():
-        for task in tasks:
-            out = options.runs / f"{source}-{target}-{task}"
-            tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
-            missing = [str(path) for path in (zoo / source, zoo / target, tuned, data) if not path.exists()]
-            if out.exists() or missing:
-                print(f"skipped {out.name}: {'done' if out.exists() else 'no ' + ', '.join(missing)}", flush=True)
-                continue
-            comparison = Comparison(
-                source=str(zoo / source),
-                target=str(zoo / target),
-                finetuned={task: str(tuned)},
-                data={task: str(data)},
-                heads={task: task},
-                methods=METHODS,
-                samples=tuple(options.samples),
-                seeds=tuple(options.seeds),
-                scales=tuple(options.scales),
-                reference={task: str(path)} if (path := zoo / f"{target}-{task}").exists() else {},
-            )
-            result = run_comparison(comparison)
-            save(result, out)
-            print(out.name, result.about["seconds"], "s", flush=True)
+    for source, target, task in part_of(CELLS, options.part):
+        out = options.runs / f"{source}-{target}-{task}"
+        tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
+        missing = [str(path) for path in (zoo / source, zoo / target, tuned, data) if not path.exists()]
+        if out.exists() or missing:
+            print(f"skipped {out.name}: {'done' if out.exists() else 'no ' + ', '.join(missing)}", flush=True)
+            continue
+        comparison = Comparison(
+            source=str(zoo / source),
+            target=str(zoo / target),
+            finetuned={task: str(tuned)},
+            data={task: str(data)},
+            heads={task: task},
+            methods=METHODS,
+            samples=tuple(options.samples),
+            seeds=tuple(options.seeds),
+            scales=tuple(options.scales),
+            reference={task: str(path)} if (path := zoo / f"{target}-{task}").exists() else {},
+        )
+        result = run_comparison(comparison)
+        save(result, out)
+        print(out.name, result.about["seconds"], "s", flush=True)
 
 
 def write(options: argparse.Namespace) -> None:
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[100])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--scales", nargs="+", default=["1", "auto"])
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth pair and task, from the Ith")
     parser.add_argument("--runs", type=Path, help="where each run's folder is, or goes")
     parser.add_argument("--write", type=Path, help="write the tables of the runs to this file")
     parser.add_argument("--commands", action="store_true", help="print the commands of the BiCo cells")
