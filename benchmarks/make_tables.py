@@ -158,7 +158,8 @@ def of_lab(o: argparse.Namespace, notes: Path) -> dict[str, Table]:
     tuned = {
         f"fresh-model-{task}": f"python -m tuneport finetune {o.shared}/zoo/b --data {images}/{task}.npz --head {task} "
         f"--steps {2 if o.smallest else 2000} --batch-size {8 if o.smallest else 128} --learning-rate 1e-4 "
-        f"--weight-decay 0.1 --warmup {0 if o.smallest else 200} --device {o.device} --overwrite --out {models}/b-{task}"
+        f"--weight-decay 0.1 --warmup {0 if o.smallest else 200} --device {o.device} --overwrite "
+        f"--out {models}/b-{task}"
         for task in (TASKS[:1] if o.smallest else TASKS)
     }
     fresh = " ".join(f"b:{target}:{task}" for target in ("a", "a2", "c") for task in TASKS)
