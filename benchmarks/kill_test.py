@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the commands would inherit that it is ignored
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         made = make_cases(Path(scratch))
