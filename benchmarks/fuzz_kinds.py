@@ -37,7 +37,7 @@ from fuzz_spoil import (
     spoil_value,
 )
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tuneport import TuneportError, cli
 from tuneport.bench.recipe import read_recipe
@@ -569,9 +569,11 @@ def commands(root: Path) -> Iterator[Kind]:
     for name, seed in (("base", 0), ("tuned", 1), ("target", 2)):
         torch.manual_seed(seed)
         write_model(home / name)
+    changed = {name: tensor * 1.01 for name, tensor in load_file(home / "base" / "model.safetensors").items()}
+    save_file(changed, home / "tuned" / "model.safetensors", {"format": "pt"})
     images = np.random.default_rng(0).integers(0, 255, (8, 8, 8, 3), dtype=np.uint8)
     np.savez(home / "data.npz", x=images, y=np.arange(8) % 2, classes=np.array(["0", "1"]))
-    vector = TaskVector({"classifier.bias": torch.ones(2)})
+    vector = TaskVector({"vit.embeddings.cls_token": torch.ones(1, 1, 8)})
     save_task_vector(home / "tau.safetensors", vector)
     (home / "arguments.json").write_text("[]")
 

@@ -49,8 +49,7 @@ class Case:
 def make_cases(root: Path) -> dict[str, Case]:
     """Inputs from the models that the package carries, and the commands that read them."""
     import numpy as np
-    import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     from tuneport.demo.run import MODELS, mirrored_digits
     from tuneport.io.checkpoint import write_checkpoint
@@ -58,25 +57,21 @@ def make_cases(root: Path) -> dict[str, Case]:
 
     small, large, data = str(MODELS / "small"), str(MODELS / "large"), str(root / "digits.npz")
     np.savez(data, **mirrored_digits())
-    for name in ("tuned", "shards"):
-        (root / name).mkdir()
-    copy_companions(MODELS / "small", root / "tuned")
+    steps = ["--data", data, "--head", "digits", "--steps", "30", "--batch-size", "32"]
+    if error := call(["finetune", small, *steps, "--out", str(root / "tuned")]):
+        raise SystemExit(f"the fine-tune: {error}")
+    (root / "shards").mkdir()
     copy_companions(MODELS / "large", root / "shards")
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: (tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
-        for name, tensor in load_file(MODELS / "small" / "model.safetensors").items()
-    }
-    save_file(tensors, root / "tuned" / "model.safetensors", {"format": "pt"})
     write_checkpoint(root / "shards", load_file(MODELS / "large" / "model.safetensors"), max_shard_size="100KB")
     extract = ["extract", small, str(root / "tuned")]
-    call([*extract, "--out", str(root / "tau.safetensors")])
+    if error := call([*extract, "--out", str(root / "tau.safetensors")]):
+        raise SystemExit(f"the task vector: {error}")
     tuned, common = str(root / "tuned"), ["--data", data, "--head", "digits", "--save-every", "0"]
     port = ["transfer", "--source", small, "--finetuned", tuned, *common, "--samples", "160", "--batch-size", "4"]
+    port += ["--scale", "1"]
     to_large = [*port, "--target", large]
     tasks = ["--finetuned", f"digits={tuned}", "--data", f"digits={data}", "--head", "digits=digits"]
     table = ["--methods", "naive,theseus", "--samples", "8,16", "--seeds", "0,1,2", "--scales", "1"]
-    steps = ["--data", data, "--head", "digits", "--steps", "30", "--batch-size", "32"]
     lesson = ["distill", "--finetuned", tuned, "--target", large, *common, "--samples", "64", "--steps", "12"]
     return {
         "model": Case(to_large),
