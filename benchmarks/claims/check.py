@@ -168,9 +168,6 @@ def values() -> dict[str, float]:
             for key, value in distilled(samples).items()
             if not isinstance(value, str)
         }
-    found["distill.missing"] = 2 * 3 * sum(map(len, PAIRS.values())) - sum(
-        distilled(samples)["rows"] for samples in (100, 500)
-    )
     for key, recipe, method in (
         ("zero_shot", "depth-and-width", "target"),
         ("theseus", "cross-distribution-depth", "theseus"),

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from benchmarks.claims.text import SOURCE, TARGETS, read_splits, tune
 from benchmarks.claims.zoo import PAIRS, STATED
-from benchmarks.common import add_row, commit, rows_in
+from benchmarks.common import add_row, rows_in
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Drawn, Job
@@ -252,11 +252,34 @@ def write(options: argparse.Namespace) -> None:
             f"| {' | '.join(map(str, kind))} | {len(found)} | {begun:.1f} | {statistics.mean(shares.values()):.1f} | "
             f"{shares[worst]:.1f} ({' '.join(worst)}) | {lost:.1f} | {seconds:.1f} |"
         )
-    lines += ["", f"- command: python -m benchmarks.claims.distill {' '.join(sys.argv[1:])}", f"- commit: {commit()}"]
-    lines.append("- fine-tuned targets are the figures of the zoo's README (4,000 test images)")
+    lines += ["", *cell_table(rows_in(options.out)), ""]
+    lines.append("- fine-tuned targets of the zoo are the figures of its README (4,000 test images)")
     if options.write is not None:
+        # what was written by hand after the tables stays
+        old = options.write.read_text() if options.write.exists() else ""
+        lines += ["", f"## {notes}"] if (notes := old.partition("\n## ")[2].rstrip()) else []
         options.write.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def cell_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The share of each cell, from the port and with the source as the teacher: means over the draws."""
+    found: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if (row["start"], row["teacher"], row["steps"], row["set"]) == ("port", "source", 300, ""):
+            found[row["pair"], row["task"]][row["samples"]].append(row)
+    counts = sorted({count for cell in found.values() for count in cell})
+    names = (f"{kind}, N = {count}" for count in counts for kind in ("port", "distilled"))
+    yield "| pair | task | " + " | ".join(names) + " | draws |"
+    yield "|---" * (3 + 2 * len(counts)) + "|"
+    for (pair, task), cell in sorted(found.items()):
+        means = [
+            f"{statistics.mean(row[key] for row in cell[count]):.1f}" if cell[count] else "–"
+            for count in counts
+            for key in ("share_begun", "share")
+        ]
+        draws = " and ".join(str(len(cell[count])) for count in counts)
+        yield f"| {pair.replace(':', ' to ')} | {task} | {' | '.join(means)} | {draws} |"
 
 
 def main() -> None:

@@ -66,7 +66,8 @@ def _text_case(text: dict[str, Any], target: str) -> Case:
 
 def _tower_case() -> Case:
     lines = (RESULTS / "distill.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["pair"] == "a:b" and row["samples"] == 100]
+    kind = {"pair": "a:b", "samples": 100, "start": "port", "teacher": "source", "steps": 300, "set": ""}
+    rows = [row for row in map(json.loads, lines) if kind.items() <= row.items()]
     keys = {"before": "target", "port": "begun", "distilled": "written", "full": "finetuned"}
     scores = {key: mean(row[name] for row in rows) for key, name in keys.items()}
     zoo = json.loads((RESULTS / "zoo-n100.json").read_text(encoding="utf-8"))
