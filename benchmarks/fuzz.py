@@ -165,6 +165,7 @@ def fuzz(cases: range, seed: int, word: str, out: Path) -> None:
         (canary / "file").write_text("untouched")
         chosen = [kind for kind in kinds(good) if word in kind.name]
         all_kinds = [kind for kind in chosen if not kind.alone] * CHEAP + [kind for kind in chosen if kind.alone]
+        random.Random(0).shuffle(all_kinds)
         shutil.copytree(good, work)
         guard = Guard(work)
         for case in cases:
@@ -225,7 +226,7 @@ def report(results: list[dict[str, Any]], seconds: float) -> str:
     """What happened, as a page."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     rows = []
-    for kind in dict.fromkeys(result["kind"] for result in sorted(results, key=lambda result: result["case"])):
+    for kind in sorted({result["kind"] for result in results}):
         of_kind = [result for result in results if result["kind"] == kind]
         ends = Counter("wrong" if result["wrong"] else result["outcome"] for result in of_kind)
         slowest, memory = (max(result[key] for result in of_kind) for key in ("seconds", "memory"))

@@ -44,10 +44,9 @@ def copied(zoo: Zoo, name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(zoo[name], tmp_path / name))
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_five_hundred_spoiled_files(seed: int) -> None:
+def test_eighty_spoiled_files() -> None:
     """In a process of its own, since it listens to the interpreter's audit events."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz.py"), "--cases", "500", "--seed", str(seed)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz.py"), "--cases", "80", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
