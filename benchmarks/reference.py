@@ -175,6 +175,7 @@ def open_tower(folder: Path) -> Any:
 
 
 def prepare_images(folder: Path, images: NDArray[np.uint8]) -> Tensor:
+    images = np.stack([images] * 3, axis=-1) if images.ndim == 3 else images  # grey
     processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
     return processor(list(images), return_tensors="pt")["pixel_values"].double()
 
