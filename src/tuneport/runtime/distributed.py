@@ -83,7 +83,7 @@ def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
     here = ranks()
     if here.size == 1:
         return statistics
-    owners = _owners(plan, here)
+    owners = _owners(plan, here) | {pair.target.name: 0 for pair in plan.loose}  # the first process moves loose tensors
     distinct: dict[int, tuple[str, CrossCovariance]] = {}
     for key, covariance in sorted(statistics.covariances.items()):  # in an order that all processes share
         distinct.setdefault(id(covariance), (key[0], covariance))
@@ -160,7 +160,7 @@ def _broadcast(tensor: Tensor | None, owner: int, shape: torch.Size, dtype: torc
     return buffer.view(dtype).view(shape).to(device_type) if tensor is None else tensor
 
 
-def _owners(plan: Plan, here: Ranks) -> Mapping[str, int]:
+def _owners(plan: Plan, here: Ranks) -> dict[str, int]:
     """The process that solves each layer: whole blocks in turn, since layers of a block share statistics."""
     owners: dict[str, int] = {}
     weights: dict[str, int] = {}
