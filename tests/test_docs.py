@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import typer
 from PIL import Image
+from torch import Tensor
 
 import tuneport
 from benchmarks.claims import readme
-from builders.folders import LARGE, SMALL, build, perturb, write_head
+from builders.folders import LARGE, SMALL, build, images, perturb, write_head
 from tuneport import cli
 from tuneport.bench.recipe import read_recipe
 from tuneport.data.samplers import SAMPLERS
+from tuneport.measure.accuracy import compute_features
 from tuneport.methods import METHODS
 from tuneport.pipeline.options import DEFAULTS
 
@@ -94,22 +96,31 @@ def check_words(words: list[str]) -> None:
             assert word.partition("=")[0] in allowed, f"unknown option {word} in: tuneport {' '.join(words)}"
 
 
+def fitted_classes(model: Path, data: Path) -> Tensor:
+    """A head that suits a model: the least-squares fit of the classes to its features."""
+    train = tuneport.read_data(data, "train")
+    features = torch.nn.functional.normalize(compute_features(tuneport.open_model(model), train), dim=-1)
+    wanted = torch.eye(len(CLASSES))[torch.as_tensor(train.labels)] - 1 / len(CLASSES)
+    return torch.linalg.lstsq(features, wanted).solution.T.contiguous()
+
+
 @pytest.fixture(scope="module")
 def example_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("docs")
     old, new = build("clip_vision", SMALL, root / "old-base"), build("clip_vision", LARGE, root / "new-base")
-    for folder, size in ((old, SMALL), (new, LARGE)):
+    tuned = perturb(old, root / "old-base-cars")
+    for split, count in (("train", 120), ("test", 24)):
+        for number, (pixels, label) in enumerate(zip(*images(count, seed=count), strict=True)):
+            folder = root / "cars" / split / CLASSES[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    for folder in (old, tuned, new):
         (folder / "heads" / "animals.safetensors").unlink()
-        write_head(folder / "heads" / "cars.safetensors", size.width - 4, CLASSES, seed=size.seed)
-    perturb(old, root / "old-base-cars")
-    random = np.random.default_rng(0)
-    for split, count in (("train", 40), ("test", 8)):
-        for name in CLASSES:
-            folder = root / "cars" / split / name
-            folder.mkdir(parents=True)
-            for i in range(count):
-                pixels = random.integers(0, 255, (16, 16, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i:03}.png")
+    for path, readers, noise in ((tuned, (old, tuned), 0.0), (new, (new,), 0.5)):  # the new base is to be improved
+        embeds = fitted_classes(path, root / "cars")
+        embeds += noise * embeds.std() * torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0))
+        for folder in readers:
+            write_head(folder / "heads" / "cars.safetensors", embeds.shape[1], CLASSES, embeds=embeds)
     return root
 
 

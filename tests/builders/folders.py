@@ -281,10 +281,17 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_head(
-    path: Path, width: int, classes: tuple[str, ...] = HEAD_CLASSES, scale: float = 10.0, seed: int = 0
+    path: Path,
+    width: int,
+    classes: tuple[str, ...] = HEAD_CLASSES,
+    scale: float = 10.0,
+    seed: int = 0,
+    embeds: torch.Tensor | None = None,
 ) -> Path:
+    """A head file with these class embeddings, or with random ones."""
     path.parent.mkdir(exist_ok=True)
-    embeds = torch.randn(len(classes), width, generator=torch.Generator().manual_seed(seed))
+    if embeds is None:
+        embeds = torch.randn(len(classes), width, generator=torch.Generator().manual_seed(seed))
     save_file(
         {"class_embeds": embeds, "logit_scale": torch.tensor(math.log(scale))}, path, {"classes": json.dumps(classes)}
     )
