@@ -66,7 +66,8 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 for folder, adapts in outputs.items():
     if adapts:
         from peft import PeftModel
-        model = PeftModel.from_pretrained(kind.from_pretrained(base, num_labels=int(sys.argv[5])), folder)
+        base_model = kind.from_pretrained(base, num_labels=int(sys.argv[5]), dtype=torch.float32)
+        model = PeftModel.from_pretrained(base_model, folder)
     else:
         model = kind.from_pretrained(folder)
     model, found = model.to(device).eval(), []
@@ -97,7 +98,9 @@ class Trainer:
         names = dict(enumerate(classes))
         labels = {name: index for index, name in names.items()}
         torch.manual_seed(0)
-        found = AutoModelForSequenceClassification.from_pretrained(folder, id2label=names, label2id=labels)
+        found = AutoModelForSequenceClassification.from_pretrained(
+            folder, id2label=names, label2id=labels, dtype=torch.float32
+        )
         self.module, self.device = found.to(device), device
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -134,7 +137,7 @@ def whole_base(options: argparse.Namespace) -> Path:
     folder: Path = options.work / f"{SOURCE}-base"
     if not (folder / "tokenizer.json").is_file():
         torch.manual_seed(0)
-        AutoModel.from_pretrained(options.encoders / SOURCE).save_pretrained(folder)
+        AutoModel.from_pretrained(options.encoders / SOURCE, dtype=torch.float32).save_pretrained(folder)
         AutoTokenizer.from_pretrained(options.encoders / SOURCE).save_pretrained(folder)
     return folder
 
