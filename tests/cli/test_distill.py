@@ -86,11 +86,6 @@ class TestAlone:
         page = (place / "out" / "report.html").read_text()
         assert "tuneport distill --finetuned" in page
 
-    def test_a_lora_is_an_adapter(self, run: Run, zoo: Zoo, place: Path) -> None:
-        done = run(*alone(zoo, "--lora", 2, "--json", "--out", place / "out"))
-        assert done.code == 0, done.err
-        assert (place / "out" / "adapter_config.json").is_file()
-
     def test_inputs_are_not_replaced(self, run: Run, zoo: Zoo) -> None:
         words = alone(zoo, "--overwrite", "--out", zoo["clip_vision-target"])
         assert_refused(run(*words), 1, "clip_vision-target")

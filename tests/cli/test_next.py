@@ -63,6 +63,13 @@ def test_a_training_split_alone(run: Run, zoo: Zoo, place: Path) -> None:
     assert followed(run, run("transfer", "--scale=1", *words, "--out", place / "out")) == []
 
 
+def test_a_lora_that_was_distilled(run: Run, zoo: Zoo, place: Path) -> None:
+    words = ["--finetuned", zoo["clip_vision-tuned"], "--target", zoo["clip_vision-target"], "--data", zoo.data]
+    done = run("distill", *words, "--samples", 16, "--steps", 4, "--lora", 2, "--out", place / "out")
+    assert followed(run, done) == ["evaluate", "python"]
+    assert (place / "out" / "adapter_config.json").is_file()
+
+
 ROWS: dict[str, Any] = {
     "labels": [{"text": text, "label": number % 3} for number, text in enumerate(texts.SENTENCES)],
     "plain": [{"text": text} for text in texts.SENTENCES],
