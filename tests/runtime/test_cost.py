@@ -225,7 +225,7 @@ def test_a_transfer_from_python_records_its_cost(zoo: Zoo, tmp_path: Any) -> Non
     transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=SAMPLES).save(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "tuneport.json").read_text())
     assert written["cost"] == cost_of(prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES))
-    assert "counted for this plan" in (tmp_path / "out" / "report.html").read_text()
+    assert "forward passes, both models" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_given_loss_is_not_run_to_count() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from ..job import Drawn, Job
 from ..layers import Layer
@@ -186,6 +186,18 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
     return [samples * (found.prefix + math.prod(found.grid) if found else 1) for found in layouts]
 
 
+class _Counter(TrueOnMeta):
+    """Add up FLOPs by torch's formulas, without sorting them by module as its `FlopCounterMode` does."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += flops(*args, **(kwargs or {}), out_val=found)
+        return found
+
+
 def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
     layers: Sides[dict[Layer, frozenset[str]]] = Sides({}, {})
     for pair in job.plan.pairs:
@@ -194,13 +206,13 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
     size = count_samples([batch])
     forward: list[int] = []
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
-    with TrueOnMeta(), FlopCounterMode(display=False) as counter:
+    with _Counter() as counter:
         for model, inputs, loss, own in zip(job.models, (batch.source, batch.target), losses, layers, strict=True):
 
             def counted(module: nn.Module, inputs: Any, loss: Loss = loss) -> Tensor:
-                before = counter.get_total_flops()
+                before = counter.total
                 value = loss(module, inputs)
-                forward.append(counter.get_total_flops() - before)
+                forward.append(counter.total - before)
                 return value
 
             on_meta = shapes_of(model.module), own, move_batch(inputs, torch.device("meta"))
@@ -218,7 +230,7 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
                 summed.add(both)
                 matched[pair.target.name, signal] = sum(len(rows) for _, rows in map(match, source, target))
     tokens = Sides(*(max(map(_tokens, seen.values()), default=0) for seen in signals))
-    return BatchCost(sum(forward), counter.get_total_flops() - sum(forward), size, tokens, matched)
+    return BatchCost(sum(forward), counter.total - sum(forward), size, tokens, matched)
 
 
 def _tokens(calls: list[Tensor]) -> int:
