@@ -114,7 +114,7 @@ def cut(recipe: Recipe) -> Recipe:
         parts[name] = replace(
             part,
             **tables,
-            seeds=part.seeds[:2],
+            seeds=part.seeds[:1],
             samples=part.samples[:2],
             shots=part.shots[:2],
             finetune=schedule,

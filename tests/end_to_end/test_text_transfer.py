@@ -45,7 +45,7 @@ from tuneport.pipeline.prepare import prepare
 
 WIDE = Size(width=24, depth=3, heads=6, head_width=4, hidden=128)
 NARROW = Size(width=16, depth=2, heads=4, head_width=4, hidden=32, seed=1)
-BUDGETS = (6, 12, 24)
+BUDGETS = (6, 24)
 CLASSES = {
     "animals": ("cat", "dog", "bird", "leaves"),
     "places": ("town", "garden", "river", "mountains"),
@@ -93,7 +93,7 @@ def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
         for name, model in rows.items():
             table.setdefault(name, []).append(accuracy.linear_probe(model, few, test).accuracy)
     assert {name: len(cells) for name, cells in table.items()} == dict.fromkeys(
-        ("source", "target", "theseus", "bico"), 3
+        ("source", "target", "theseus", "bico"), len(BUDGETS)
     )
     assert all(100 / 3 < cells[-1] <= 100 for cells in table.values())  # a probe on 24 samples has learnt something
 
@@ -345,13 +345,13 @@ def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path]
             ]
             write_rows(tmp_path / "data" / task / f"{split}.jsonl", rows)
     recipe = Path(bench.__file__).parent / "recipes" / "t5-linear-probe.toml"
-    text = recipe.read_text(encoding="utf-8").replace("samples = [50, 100, 200]", "samples = [6, 12]", 1)
+    text = recipe.read_text(encoding="utf-8").replace("samples = [50, 100, 200]", "samples = [12]", 1)
     (tmp_path / "recipe.toml").write_text(text, encoding="utf-8")
     bench.run_recipe(tmp_path / "recipe.toml", tmp_path / "out", root=tmp_path)
     found = load(tmp_path / "out")
     assert {row.task for row in found.rows} == set(columns)
     assert {(row.method, row.budget) for row in found.rows} == {
         ("fine-tuned source", 0),
-        *((method, budget) for method in ("source", "target", "theseus", "bico") for budget in (6, 12)),
+        *((method, 12) for method in ("source", "target", "theseus", "bico")),
     }
     assert all(0 <= row.accuracy <= 100 for row in found.rows)

@@ -413,6 +413,7 @@ def test_seconds_are_work_over_rate() -> None:
 def test_a_probe_divides_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 8)  # every measurement takes an eighth of a second
+    probe.cache_clear()
     rates = probe(CPU, torch.float32)
     assert rates.passes == 8 * 20 * 2 * 512**3, "20 products of 512 x 512 matrices"
     assert rates.products == 8 * 3 * 2 * 512**3
@@ -420,7 +421,9 @@ def test_a_probe_divides_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates.dense == 8 * 20 * 128**3
     assert rates.thin == 8 * (30 * (512 + 512) * 128**2 + 100 * 128**3)
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    probe.cache_clear()
     assert probe(CPU, torch.float32).passes == 2 * 512**3, "a product that takes a second is not repeated"
+    probe.cache_clear()
 
 
 @pytest.mark.usefixtures("half_units")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -35,8 +35,9 @@ class Rates:
     back: float
 
 
+@cache
 def probe(device: torch.device, dtype: torch.dtype, tokens: int = 1024) -> Rates:
-    """Measure the rates of this machine; a product has as many rows as a batch has `tokens`."""
+    """Measure the rates of this machine, once per process; a product has as many rows as a batch has `tokens`."""
     on_gpu = device.type == "cuda"
     width = 4096 if on_gpu else 512
     rows = min(tokens, width) if on_gpu else width
