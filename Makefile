@@ -24,7 +24,7 @@ demo: setup
 test test-families: export OMP_NUM_THREADS := 1
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 $(FAMILIES_STAMP): pyproject.toml constraints-families.txt
 	$(PYTHON) -m venv $(FAMILIES)
@@ -32,7 +32,7 @@ $(FAMILIES_STAMP): pyproject.toml constraints-families.txt
 	touch $(FAMILIES_STAMP)
 
 test-families: $(FAMILIES_STAMP)
-	$(FAMILIES)/bin/python -m pytest -n 2 -m "not slow" tests/models/families
+	$(FAMILIES)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/models/families
 
 lint: setup
 	$(BIN)/ruff format --check src tests benchmarks research examples

@@ -102,7 +102,7 @@ def write_sentences(path: Path, classes: int) -> None:
 
 
 def cut(recipe: Recipe) -> Recipe:
-    """The recipe with two tasks at most, one seed and short fine-tuning."""
+    """The recipe with two tasks at most, one seed, few samples and short fine-tuning."""
     parts = {}
     for name, part in recipe.comparisons.items():
         tasks = list(part.data)[-2:]
@@ -115,7 +115,7 @@ def cut(recipe: Recipe) -> Recipe:
             part,
             **tables,
             seeds=part.seeds[:1],
-            samples=part.samples[:2],
+            samples=(6, 12)[: len(part.samples)],
             shots=part.shots[:2],
             finetune=schedule,
             checkpoint_every=1 if part.checkpoint_every else 0,

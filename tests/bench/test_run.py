@@ -181,7 +181,9 @@ class TestEqualTerms:
 
         monkeypatch.setattr(cells, "get_method", watched)
         few = {"methods": list(made), "shots": [8, 12], "seeds": [0], "steps": [], "warm_start": "naive"}
+        gc.freeze()  # objects from before need not be searched each time
         run_comparison(comparison_of(settings | few))
+        gc.unfreeze()
         assert [len(found) for found in made.values()] == [6, 6, 1]  # the halves and the whole of each budget
         assert max(alive) == 1  # that of the method that reads no data
 

@@ -66,7 +66,7 @@ def paper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         rows.append({"text": text, "label": name, "split": "train" if index < 48 else "test"})
     return {
         "source": write(root / "source", source, words),
-        "tuned": write(root / "tuned", finetuned(describe_module(source), amount=0.1), words),
+        "tuned": write(root / "tuned", finetuned(describe_module(source), amount=0.05), words),
         "target": write(root / "target", make(request.param, NARROW), words),
         "data": write_rows(root / "data.jsonl", rows),
     }
