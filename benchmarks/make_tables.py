@@ -71,7 +71,7 @@ def of_zoo(o: argparse.Namespace, results: Path) -> dict[str, Table]:
     shared, runs, claims = o.shared, o.runs, "python -m benchmarks.claims"
     rivals = {
         f"rivals-{task}-{seed}": f"{claims}.rivals --shared {shared} --device {o.device} --tasks {task} --seeds {seed} "
-        f"{'--shots 1 --steps 1' if o.smallest else ''} --out {runs}/rivals/{task}-{seed}"
+        f"{'--shots 1 --steps 1 --test 50' if o.smallest else ''} --out {runs}/rivals/{task}-{seed}"
         for task in (TASKS[:1] if o.smallest else TASKS)
         for seed in ((0,) if o.smallest else (0, 1, 2))
     }
@@ -89,7 +89,11 @@ def of_zoo(o: argparse.Namespace, results: Path) -> dict[str, Table]:
         ),
         "zoo": Table(
             parts(
-                o, "zoo", 18, f"{zoo} --shared {shared} --seeds 0 1 2", "--part 3/18 --seeds 0 --samples 10 --scales 1"
+                o,
+                "zoo",
+                18,
+                f"{zoo} --shared {shared} --seeds 0 1 2",
+                "--part 3/18 --seeds 0 --samples 10 --scales 1 --test 50",
             ),
             (f"{zoo} --write {results}/zoo-n100.md",),
             minutes="10 minutes",

@@ -114,11 +114,11 @@ def moved(job: Job, method: str, kind: str, maps: Maps) -> tuple[Any, float, int
     return entries.task_vector(), square, ranks
 
 
-def accuracies(job: Job, vector: Any, test: list[Any]) -> dict[str, float]:
+def accuracies(job: Job, vector: Any, test: list[Any], scales: tuple[float, ...] = SCALES) -> dict[str, float]:
     assert job.heads is not None
     head, found = job.heads.target, {}
     with Scaled(job.target.module, vector) as scaled, torch.inference_mode():
-        for scale in (0.0, *SCALES):
+        for scale in scales:
             scaled.set(scale)
             right = [
                 head.scores(job.target, job.target.module, batch).argmax(-1).cpu() == labels.cpu()
@@ -140,6 +140,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
     some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
     test = list(encode_batches(job.target, drawn.subset(some), 100))
     maps, rows = Maps(measure_job(job)), []
+    base = accuracies(job, {}, test, (0.0,))
     for method in ("theseus", "bico"):
         least = moved(job, method, "none", maps)[1]
         for kind in KINDS:
@@ -154,7 +155,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
                     "seed": seed,
                     "method": method,
                     "kind": kind,
-                    "accuracy": accuracies(job, vector, test),
+                    "accuracy": base | accuracies(job, vector, test),
                     "filled": round(1 - least / square, 4),
                     "ranks": ranks,
                     "seconds": round(time.perf_counter() - started, 1),

@@ -64,7 +64,7 @@ def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, optio
 
     def ported(dtype: str, completion: Any) -> dict[str, NDArray[np.float64]]:
         result = transfer(
-            *folders, data, method=method, samples=options.samples, head=task,
+            *folders, data, method=method, scale=1.0, samples=options.samples, head=task,
             completion=completion, dtype=dtype, device=options.device,
         )  # fmt: skip
         return {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}

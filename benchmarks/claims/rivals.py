@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--shots", type=int, nargs="+", default=[1, 2, 5, 10, 20])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 10, 50, 200])
+    parser.add_argument("--test", type=int, help="test samples at most")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="of the code, where git cannot tell it")
     parser.add_argument("--machine", help="in words; else the device's name")
@@ -57,6 +58,7 @@ def main() -> None:
         steps=tuple(options.steps),
         warm_start="bico",
         learning_rate=1e-4,
+        test_samples=options.test,
         device=options.device,
     )
     result = run_comparison(

@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> None:
             samples=tuple(options.samples),
             seeds=tuple(options.seeds),
             scales=tuple(options.scales),
+            test_samples=options.test,
             reference={task: str(path)} if (path := zoo / f"{target}-{task}").exists() else {},
         )
         result = run_comparison(comparison)
@@ -142,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/images/")
     parser.add_argument("--samples", type=int, nargs="+", default=[100])
+    parser.add_argument("--test", type=int, help="test samples at most")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--scales", nargs="+", default=["1", "auto"])
     parser.add_argument("--part", default="0/1", help="I/N: every Nth pair and task, from the Ith")

@@ -99,7 +99,7 @@ class Case:
     soft: tuple[reference.Signals, reference.Signals]
 
     def determined(self, method: str) -> dict[str, NDArray[np.float64]]:
-        return dense(run(self.job, method))
+        return dense(run(self.job, method, scale=1.0))
 
 
 def dense(result: Result) -> dict[str, NDArray[np.float64]]:
@@ -137,7 +137,7 @@ def test_what_the_samples_determine_agrees(case: Case, method: str) -> None:
 @pytest.mark.parametrize("method", ["bico", "theseus"])
 def test_maps_of_full_rank_agree_with_a_plain_svd(case: Case, method: str, towers: Towers) -> None:
     wanted = reference.move(case.folders, case.signals, method)
-    result = transfer(*case.folders, towers.data, method=method, samples=SAMPLES, dtype="float64")
+    result = transfer(*case.folders, towers.data, method=method, scale=1.0, samples=SAMPLES, dtype="float64")
     filled = differences(dense(result), wanted)
     full = {name: value for name, value in filled.items() if name.rpartition(".")[0] in wanted.full}
     assert max(full.values()) < CLOSE
@@ -148,7 +148,7 @@ def test_maps_of_full_rank_agree_with_a_plain_svd(case: Case, method: str, tower
 
 def test_norms_move_with_the_layers_that_read_them(case: Case, towers: Towers) -> None:
     wanted = reference.move(case.folders, case.signals, "theseus", complete=False, norms=True)
-    options: Any = {"method": "theseus", "completion": "none", "samples": SAMPLES, "dtype": "float64"}
+    options: Any = {"method": "theseus", "completion": "none", "scale": 1.0, "samples": SAMPLES, "dtype": "float64"}
     result = transfer(*case.folders, towers.data, norms="rotate", **options)
     assert max(differences(dense(result), wanted).values()) < CLOSE
     assert set(result.task_vector) == set(wanted.deltas)
