@@ -26,7 +26,7 @@ class TestPlan:
 
     def test_names_of_fused_layers_are_shown_whole(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=300))
-        done = run("plan", *options(zoo, "siglip_vision"))
+        done = run("plan", *options(zoo, "siglip_vision"), "--layers")
         assert done.code == 0
         assert "head.attention.in_proj_weight[q]" in done.out
         assert "kept" in done.out
@@ -35,6 +35,17 @@ class TestPlan:
     def test_names_are_not_cut_in_a_narrow_window(self, run: Run, zoo: Zoo) -> None:
         done = run("plan", *options(zoo))
         assert "…" not in done.out
+
+    def test_a_block_stands_for_all(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Roles of one shape share a line, with the ranges of their blocks: three blocks from two."""
+        monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=300))
+        done = run("plan", *options(zoo))
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if "│" in line]
+        shapes = {"".join(sorted(row[1].split(", "))): row[2:] for row in rows}
+        assert shapes["koutqv"] == ["0-2", "24 x 24", "0-1", "16 x 16"]
+        assert shapes["fc1"] == ["0-2", "48 x 24", "0-1", "32 x 16"]
+        assert len(rows) <= 6, "20 layers"
+        assert len(run("plan", *options(zoo), "--layers").out.splitlines()) > 20
 
     def test_sizes_are_shown_as_everywhere(self, run: Run, zoo: Zoo) -> None:
         size = run("plan", *options(zoo), "--json").json["expected"]["statistics_bytes"]
@@ -85,7 +96,11 @@ class TestCompare:
         source, _, target = zoo.trio("clip_vision")
         done = run("compare", source, target, "--data", zoo.data, "--samples", 16)
         assert done.code == 0
-        assert "verdict: uncertain" in done.out
+        assert done.out.startswith("verdict: uncertain\n")
+        assert len(done.out.splitlines()) < 8
+        assert (
+            len(run("compare", source, target, "--data", zoo.data, "--samples", 16, "--layers").out.splitlines()) > 40
+        )
         assert "no fine-tune was given" in done.out
 
     def test_a_transfer_with_verdict_and_accuracy(self, run: Run, zoo: Zoo, place: Path) -> None:

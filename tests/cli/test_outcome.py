@@ -1,0 +1,129 @@
+"""What a transfer says first: gain, harm, nothing, and the exit code that scripts can ask for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from builders.commands import Run, assert_refused, options
+from builders.folders import SMALL, Zoo, build, images
+from tuneport.data.formats import read_plain
+from tuneport.measure.accuracy import zero_shot
+from tuneport.models.heads import choose_head
+from tuneport.models.open import open_model
+from tuneport.pipeline.transfer import transfer
+
+
+def known_by(model: Path, out: Path, test: int = 60) -> Path:
+    """Data whose test labels are the classes that a model gives to the samples."""
+    pixels, labels = images(30, 1, 3)
+    arrays = {"x_train": pixels, "y_train": labels, "classes": np.array(("cat", "dog", "owl"))}
+    pixels = images(test, 2, 3)[0]
+    np.savez(out, **arrays, x_test=pixels, y_test=np.arange(test) % 3)
+    opened, data = open_model(model), read_plain(out, "test")
+    found = zero_shot(opened, choose_head(opened, None, data), data)
+    assert found.predicted is not None
+    known = np.array([list(arrays["classes"]).index(found.classes[each]) for each in found.predicted])
+    np.savez(out, **arrays, x_test=pixels, y_test=known)
+    return out
+
+
+@pytest.fixture(scope="module")
+def ported(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A port at full strength."""
+    trio = zoo.trio("vit")
+    out = tmp_path_factory.mktemp("ported") / "out"
+    return transfer(*trio, zoo.data, method="naive", scale=30, samples=24, head_fit="none").save(out)
+
+
+def words(zoo: Zoo, data: Path, out: Path) -> list[str]:
+    given = options(zoo, "vit", data=data, method="naive", scale=30, out=out)
+    return ["transfer", *given, "--head-fit", "none"]
+
+
+def test_a_gain(run: Run, zoo: Zoo, place: Path, ported: Path) -> None:
+    data = known_by(ported, place / "known.npz")
+    done = run(*words(zoo, data, place / "out"), "--fail-on-harm")
+    assert done.code == 0, done.err
+    first, *rest = done.out.splitlines()
+    assert first.startswith("accuracy on known: ")
+    assert first.endswith("-> 100.0 %: the transfer helped")
+    assert [line.split("  ")[1] for line in rest[:3]] == [
+        "the fine-tuned source",
+        "the target as it was",
+        "the port",
+    ]
+    card = (place / "out" / "README.md").read_text()
+    assert f"**{first.replace('->', '-&gt;')}.**" in card
+
+
+def test_harm_is_said_and_has_an_exit_code(run: Run, zoo: Zoo, place: Path) -> None:
+    data = known_by(zoo["vit-target"], place / "known.npz")
+    done = run(*words(zoo, data, place / "out"))
+    assert done.code == 0, "an exit code only where it is asked for"
+    assert "100.0 -> " in done.out.splitlines()[0]
+    assert "the transfer did harm; try --scale safe, more samples, or --distill 300" in done.out.splitlines()[0]
+    done = run(*words(zoo, data, place / "out"), "--overwrite", "--fail-on-harm", "--json")
+    assert (done.code, done.json["outcome"]) == (3, "harm")
+    assert (place / "out" / "tuneport.json").is_file(), "the output stays"
+
+
+def test_a_scale_of_zero_is_called_what_it_is(run: Run, zoo: Zoo, place: Path) -> None:
+    done = run("transfer", *options(zoo, scale=0), "--out", place / "out")
+    assert done.code == 0, done.err
+    assert "nothing moved; the chosen scale is 0, and the output is the target as it was" in done.out.splitlines()[0]
+    target = zoo["clip_vision-target"] / "model.safetensors"
+    assert (place / "out" / "model.safetensors").read_bytes() == target.read_bytes()
+    assert json.loads((place / "out" / "tuneport.json").read_text())["outcome"] == "nothing moved"
+    card = (place / "out" / "README.md").read_text()
+    assert "with the skill of" not in card
+    assert "clip\\_vision-target, unchanged" in card
+
+
+@pytest.mark.parametrize(("more", "samples"), [((), 20), (("--no-evaluate",), 0), (("--evaluate",), 30)])
+def test_a_part_of_the_test_split_is_scored_unless_asked_otherwise(
+    run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], samples: int
+) -> None:
+    monkeypatch.setattr("tuneport.pipeline.evaluation.USUAL", 20)
+    done = run("transfer", *options(zoo, method="naive", scale=9), *more, "--out", place / "out", "--json")
+    assert done.code == 0, done.err
+    if not samples:
+        assert (done.json["outcome"], "evaluation" in done.json) == ("not measured", False)
+        return
+    assert {row["samples"] for row in done.json["accuracies"]} == {samples}
+    assert sum(row["samples"] for row in done.json["by_class"]) == samples
+    turned = [each for side in ("right", "wrong") for each in done.json["turned"][side]]
+    assert turned
+    test = read_plain(zoo.data, "test")
+    for each in turned:
+        assert test.classes[test.labels[each["index"]]] == each["label"], "the index is that in the whole split"
+        assert each["thumbnail"].startswith("data:image/png;base64,")
+
+
+def test_data_without_a_test_split_are_not_scored(run: Run, zoo: Zoo, place: Path) -> None:
+    pixels, labels = images(30, 1, 3)
+    np.savez(place / "x.npz", x_train=pixels, y_train=labels, classes=np.array(("cat", "dog", "owl")))
+    done = run("transfer", *options(zoo, method="naive", scale=1, data=place / "x.npz"), "--out", place / "out")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[0].startswith("the gain was not measured: ")
+
+
+def test_what_looks_like_no_fine_tune_is_an_error_that_can_be_passed(run: Run, zoo: Zoo, place: Path) -> None:
+    other = build("clip_vision", replace(SMALL, seed=5), place / "other")
+    swapped = options(zoo, source=other, method="naive", scale=1)
+    assert_refused(run("transfer", *swapped, "--out", place / "out"), 1, "another base", "--accept-unlikely")
+    assert run("transfer", *swapped, "--accept-unlikely", "--out", place / "out").code == 0
+
+
+def test_progress_is_told_where_there_is_no_terminal(
+    run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneport.cli.terminal.EVERY", 0.0)
+    done = run("transfer", "--scale=1", *options(zoo), "--batch-size", "8", "--no-evaluate", "--out", place / "out")
+    assert "measuring: 8 of 24" in done.err
+    assert "measuring: 24 of 24" in done.err
+    assert "solving 20 layers: 24 of 24" in done.err

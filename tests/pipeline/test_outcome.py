@@ -1,0 +1,87 @@
+"""The first sentence about a transfer, and what it recommends, for every way that one can end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tuneport.data.dataset import Dataset
+from tuneport.measure.accuracy import Evaluation
+from tuneport.pipeline.evaluation import Evaluated, Role, Scored
+from tuneport.pipeline.outcome import outcome_of
+
+COUNT = 100
+LABELS = np.zeros(COUNT, dtype=np.int64)
+
+
+def scored(role: Role, right: int) -> Scored:
+    """A model that is right on the first samples."""
+    predicted = (np.arange(COUNT) >= right).astype(np.int64)
+    found = Evaluation(float(right), COUNT, "zero-shot", predicted=predicted, labels=LABELS, classes=("a", "b"))
+    return Scored(role, role, found.accuracy, found)
+
+
+def evaluated(**right: int) -> Evaluated:
+    test = Dataset(["text"] * COUNT, LABELS, ("a", "b"), name="mnist")
+    models = {role: scored(role, count) for role, count in right.items()}  # type: ignore[arg-type]
+    return Evaluated(test, np.arange(COUNT), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "port", "word", "sentence"),
+    [
+        (50, 70, "gain", "50.0 -> 70.0 %: the transfer helped"),
+        (72, 60, "harm", "72.0 -> 60.0 %: the transfer did harm; try --scale safe, more samples, or --distill 300"),
+        (50, 53, "no clear change", "50.0 -> 53.0 %: no clear change on 100 test samples"),
+        (50, 45, "no clear change", "50.0 -> 45.0 %: no clear change on 100 test samples"),  # 5 of 5: p = 0.06
+        (50, 44, "harm", "50.0 -> 44.0 %: the transfer did harm; try --scale safe, more samples, or --distill 300"),
+    ],
+)
+def test_a_change_is_named_where_chance_cannot_make_it(target: int, port: int, word: str, sentence: str) -> None:
+    found = outcome_of(evaluated(target=target, port=port), scale=1.0)
+    assert (found.outcome, found.headline) == (word, f"accuracy on mnist: {sentence}")
+
+
+def test_advice_does_not_repeat_what_was_done() -> None:
+    found = outcome_of(evaluated(target=72, port=60), scale=0.25, rule="safe")
+    assert "did harm; try more samples, or --distill 300" in found.headline
+
+
+def test_a_scale_of_zero_is_no_port() -> None:
+    for given in (None, evaluated(target=72, port=72)):
+        found = outcome_of(given, scale=0.0)
+        assert found.outcome == "nothing moved"
+        assert "nothing moved" in found.headline
+        assert "the chosen scale is 0, and the output is the target as it was" in found.headline
+    assert outcome_of(None, scale=0.0, head=True).outcome == "not measured", "a fitted head is a change"
+    assert outcome_of(evaluated(target=50, port=50, distilled=80), scale=1.0, distilled=True).outcome == "gain"
+
+
+def test_nothing_is_claimed_without_a_test_split() -> None:
+    found = outcome_of(None, scale=1.0, reason="the data have no test split")
+    assert (found.outcome, found.headline) == ("not measured", "the gain was not measured: the data have no test split")
+
+
+@pytest.mark.parametrize(
+    ("right", "words"),
+    [
+        ({"finetuned": 95, "target": 50, "port": 60}, "Keep the old model while you can (95.0 % against 60.0 %)"),
+        ({"finetuned": 62, "target": 50, "port": 60}, "Use the port: the old model has 62.0 %."),
+        ({"target": 50, "port": 60}, "Use the port."),
+        ({"finetuned": 95, "target": 60, "port": 50}, "Keep the old model (95.0 %), or add --distill 300"),
+        ({"target": 60, "port": 50}, "Keep the target as it was, or add --distill 300"),
+        ({"finetuned": 52, "target": 50, "port": 51}, "The test split shows no gain"),
+    ],
+)
+def test_one_recommendation(right: dict[str, int], words: str) -> None:
+    assert outcome_of(evaluated(**right), scale=1.0).recommendation.startswith(words)
+
+
+def test_rows_have_intervals_and_samples_that_turned() -> None:
+    record = evaluated(finetuned=95, target=70, port=60).record()
+    assert [row["role"] for row in record["accuracies"]] == ["finetuned", "target", "port"]
+    assert all(row["low"] < row["value"] < row["high"] for row in record["accuracies"])
+    assert record["by_class"] == [{"class": "a", "samples": COUNT, "before": 70.0, "after": 60.0}]
+    turned = record["turned"]
+    assert (turned["right_count"], turned["wrong_count"], len(turned["right"])) == (0, 10, 0)
+    assert turned["wrong"][0] == {"index": 60, "label": "a", "before": "a", "after": "b", "text": "text"}
