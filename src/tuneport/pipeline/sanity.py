@@ -34,7 +34,7 @@ from .change import Finetuned, is_task_vector
 from .evaluation import finetuned_source, is_whole
 from .labels import scores_by
 
-LARGEST = 0.5  # the norm of a change over that of its base
+LARGEST = 0.8  # the norm of a change over that of its base
 LAYERS = 16  # in which it is measured
 LEAST = 100  # samples from which a guess can be told from skill
 GO_ON = "or pass `accept_unlikely=True`"
