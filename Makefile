@@ -37,7 +37,7 @@ test-families: $(FAMILIES_STAMP)
 lint: setup
 	$(BIN)/ruff format --check src tests benchmarks research examples
 	$(BIN)/ruff check src tests benchmarks research examples
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 
 docs: setup
