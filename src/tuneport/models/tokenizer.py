@@ -52,11 +52,12 @@ class Encoded:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """Tokenized texts: the tokenizer's result, the texts as it read them, and each token's begin and end in them."""
+    """Tokenized texts: the tokenizer's result, the texts as it read them, where each token is, and what was cut."""
 
     found: Any
     texts: Sequence[str]
     offsets: Tensor  # (N, T, 2)
+    cut: tuple[bool, ...]
 
     def labels(self, answers: Sequence[Sequence[Place]] | None) -> Tensor:
         """The tokens to predict: those that touch an answer, or all."""
@@ -194,7 +195,8 @@ class Reader:
                 return_offsets_mapping=True,
                 return_tensors="pt",
             )
-        bare = [row for row, count in enumerate(found["attention_mask"].sum(1).tolist()) if count == 0]
+        counts = found["attention_mask"].sum(1).tolist()
+        bare = [row for row, count in enumerate(counts) if count == 0]
         if bare:
             raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
         highest = int(found["input_ids"].max())
@@ -203,7 +205,16 @@ class Reader:
                 f"the tokenizer gives token {highest}, but the model has embeddings for {self.vocabulary}: they do not "
                 "belong together. Copy the tokenizer's files from the original model."
             )
-        return _Tokens(found, firsts, found["offset_mapping"])
+        offsets, parts = found["offset_mapping"], [firsts] if seconds is None else [firsts, seconds]
+        cut = (
+            count >= self.longest
+            and any(
+                _lacks_end(part[row], offsets[row], found.sequence_ids(row), number)
+                for number, part in enumerate(parts)
+            )
+            for row, count in enumerate(counts)
+        )
+        return _Tokens(found, firsts, offsets, tuple(cut))
 
     def _encoded(self, tokens: _Tokens, pieces: Sequence[Pieces], inside: Sequence[_Inside] | None = None) -> Encoded:
         """The inputs and spans of tokenized texts, by the pieces of each and the place of each token in a piece."""
@@ -212,8 +223,7 @@ class Reader:
         if inside is None:
             inside = [(tokens.offsets[row].tolist(), found.sequence_ids(row)) for row in range(len(pieces))]
         rows = [_spans(piece, *inside[row], found["attention_mask"][row]) for row, piece in enumerate(pieces)]
-        cut = tuple(bool(encoding.overflowing) for encoding in found.encodings)
-        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), cut)
+        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut)
 
 
 _Inside = tuple[list[list[int]], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece
@@ -229,6 +239,12 @@ def _inside(offsets: list[list[int]], places: Sequence[Place]) -> _Inside:
         found.append([max(begin, start) - start, min(end, stop) - start])
         parts.append(part)
     return found, parts
+
+
+def _lacks_end(text: str, offsets: Tensor, parts: Sequence[int | None], number: int) -> bool:
+    """True if the tokens of a part do not reach the end of its text; blanks at the end may have no token."""
+    ends = (end for (_, end), part in zip(offsets.tolist(), parts, strict=True) if part == number)
+    return max(ends, default=0) < len(text.rstrip())
 
 
 def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
