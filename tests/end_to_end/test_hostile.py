@@ -90,7 +90,9 @@ class TestConfigurations:
                 open_model(folder)
             (folder / name).write_text(before)
 
-    @pytest.mark.parametrize("size", [{"height": 10**6, "width": 10**6}, {"height": -3, "width": 4}])
+    @pytest.mark.parametrize(
+        "size", [{"height": 10**6, "width": 10**6}, {"height": -3, "width": 4}, {"height": 10**400, "width": 4}]
+    )
     def test_absurd_images(self, zoo: Zoo, tmp_path: Path, size: dict[str, int]) -> None:
         folder = copied(zoo, "vit-base", tmp_path)
         edit_json(folder / "preprocessor_config.json", size=size)

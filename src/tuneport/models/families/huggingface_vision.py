@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CheckpointError, reraised
+from ...errors import CheckpointError, reraised, shortened
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Batch, Model, outside_of
@@ -120,7 +120,7 @@ def _check_sizes(processor: Any, path: Path, tower: Any, architecture: Architect
     if any(not 0 < side <= LARGEST_IMAGE for side in sides):
         largest = max(sides, key=abs)
         raise CheckpointError(
-            f"{path} is refused: it makes images of {largest:.6g} pixels a side; expected 1 to {LARGEST_IMAGE}."
+            f"{path} is refused: it makes images of {shortened(largest, 20)} pixels a side; expected 1 to {LARGEST_IMAGE}."
         )
     reads = getattr(tower, "image_size", None)
     reads = (reads, reads) if isinstance(reads, int) else tuple(reads or ())
