@@ -118,9 +118,9 @@ def _check_sizes(processor: Any, path: Path, tower: Any, architecture: Architect
     used = [dict(getattr(processor, size, None) or {}) for do, size in steps if getattr(processor, do, None)]
     sides = [size[key] for size in used for key in SIDES if isinstance(size.get(key), (int, float))]
     if any(not 0 < side <= LARGEST_IMAGE for side in sides):
-        largest = max(sides, key=abs)
+        largest = shortened(max(sides, key=abs), 20)
         raise CheckpointError(
-            f"{path} is refused: it makes images of {shortened(largest, 20)} pixels a side; expected 1 to {LARGEST_IMAGE}."
+            f"{path} is refused: it makes images of {largest} pixels a side; expected 1 to {LARGEST_IMAGE}."
         )
     reads = getattr(tower, "image_size", None)
     reads = (reads, reads) if isinstance(reads, int) else tuple(reads or ())
