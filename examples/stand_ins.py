@@ -104,7 +104,7 @@ def text_models(folder: Path, steps: int) -> Options:
     kind = transformers.BertForSequenceClassification
     module = _seeded(lambda: kind.from_pretrained(folder / "old-base", config=config))
     labels = torch.tensor([config.label2id[row["label"]] for row in rows[:300]])
-    _train(module, _batches({**encoded, "labels": labels}), steps)
+    _train(module, _batches({**encoded, "labels": labels}), steps, rate=5e-4)
     _write(folder / "old-base-reviews", module, tokenizer)
     return options(folder / "old-base", folder / "old-base-reviews", folder / "new-base", folder / "reviews.jsonl")
 

@@ -105,14 +105,14 @@ def _shares(record: Record) -> list[tuple[str, float]]:
 def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
     """Losses and agreement along a distillation."""
     marks = found["curve"] if found is not None else ()
-    labels = [f"step {mark['step']}" for mark in marks]
-    given = {"x_label": "steps", "at": [mark["step"] for mark in marks] or None, "low": 0.0}
+    steps = [mark["step"] for mark in marks]
     losses = {"training": [mark["loss"] for mark in marks], "held out": [mark["held_out_loss"] for mark in marks]}
     agreement = {"held out": [mark["agreement"] for mark in marks]}
-    drawn = (
-        curves("Distance from the teacher's answers", losses, labels, **given),
-        curves("Agreement with the teacher", agreement, labels, **given, high=1.0),
-    )
+    shown = (("Distance from the teacher's answers", losses, None), ("Agreement with the teacher", agreement, 1.0))
+    drawn = [
+        curves(title, lines, [f"step {step}" for step in steps], x_label="steps", at=steps or None, low=0.0, high=high)
+        for title, lines, high in shown
+    ]
     return [figure for figure in drawn if figure is not None]
 
 
