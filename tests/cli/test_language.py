@@ -104,7 +104,7 @@ def test_label_words_of_any_table(run: Run, trio: dict[str, Path], place: Path) 
     assert alone.json["accuracy"] == found["after"]
     assert alone.json["protocol"] == "likelihood"
     told = run("evaluate", place / "out", "--data", table, "--columns", "text=sentence,label=y")
-    assert f"{found['after']:.2f} % of 16 samples right (likelihood)\nperplexity " in told.out
+    assert f"{found['after']:.2f} % of 16 samples right (likelihood; 95 % interval " in told.out
 
 
 @pytest.mark.parametrize(

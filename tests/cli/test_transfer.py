@@ -235,7 +235,7 @@ class TestResume:
         assert_refused(run(*command, "--seed", "5", "--resume"), 1, "cannot be resumed: options.seed was 0 and is 5")
         done = run(*command, "--resume", "--json")
         assert done.code == 0, done.err
-        assert done.err == "note: continuing what an earlier run has saved\n"
+        assert done.warnings == "note: continuing what an earlier run has saved\n"
         assert done.json["passes"]["forward"] == 6
         assert sorted(file.name for file in place.iterdir()) == ["out", "whole"]
         first, second = ((place / name / "model.safetensors").read_bytes() for name in ("out", "whole"))

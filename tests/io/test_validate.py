@@ -57,7 +57,7 @@ def test_same_structure_collects_everything() -> None:
     many = {f"block.{i}.w": torch.zeros(1) for i in range(12)}
     text = error_of(lambda: same_structure({}, many))
     assert text.startswith("12 of 12 tensors of the fine-tuned model are not in the base: block.0.w, block.1.w,")
-    assert text.endswith("block.9.w, ... and 2 more. Check that the fine-tuned model was fine-tuned from the base.")
+    assert text.endswith("block.2.w, ... and 9 more. Check that the fine-tuned model was fine-tuned from the base.")
 
 
 def test_vocabularies_of_different_length() -> None:

@@ -378,9 +378,8 @@ class Split:
 
     def error(self, method: str = "bico", samples: int = 512) -> float:
         """The distance of the ported twin's logits from the true ones, relative to the distance before."""
-        result = transfer(
-            self.source, self.moved, self.target, self.data, method=method, samples=samples, head_fit="none"
-        )
+        more = {"samples": samples, "head_fit": "none", "accept_unlikely": True}  # a planted change, without a skill
+        result = transfer(self.source, self.moved, self.target, self.data, method=method, scale=1, **more)
         reading = open_model(self.target)
         batch = reading.encode(list(self.data.inputs[:64]))
         with torch.no_grad():

@@ -52,6 +52,7 @@ def plan(
     ] = False,
     length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
     layers: options.Layers = False,
+    accept_unlikely: options.AcceptUnlikely = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:

@@ -51,6 +51,6 @@ def same_weights(fingerprint: str, tensors: Mapping[str, Tensor]) -> bool | None
 
 
 def _values(tensor: Tensor) -> list[float]:
-    flat = tensor.flatten()
+    flat = tensor.detach().flatten()
     places = [(2 * index + 1) * len(flat) // (2 * VALUES) for index in range(VALUES)]
     return [float(f"{float(flat[place]):.5g}") for place in places]

@@ -58,13 +58,14 @@ class Evaluation:
 
     def by_class(self) -> list[dict[str, Any]]:
         """The accuracy of each class that the samples have, in percent; nothing where there are no classes."""
-        rows = []
-        for number, name in enumerate(self.classes if self.right is not None else ()):
-            if (mine := self.labels == number).any():
-                assert self.right is not None
-                share = 100.0 * float(self.right[mine].mean())
-                rows.append({"class": name, "samples": int(mine.sum()), "accuracy": share})
-        return rows
+        if self.right is None or self.labels is None:
+            return []
+        found = [(name, self.right[self.labels == number]) for number, name in enumerate(self.classes)]
+        return [
+            {"class": name, "samples": len(right), "accuracy": 100.0 * float(right.mean())}
+            for name, right in found
+            if len(right)
+        ]
 
 
 def zero_shot(

@@ -36,7 +36,7 @@ def sign_test(better: int, worse: int) -> float:
 def tail(count: int, least: int, share: float) -> float:
     """The probability that at least `least` of `count` independent events of this probability happen.
 
-    >>> tail(3, 2, 0.5)
+    >>> round(tail(3, 2, 0.5), 9)
     0.5
     """
     if least <= 0:

@@ -78,8 +78,8 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
             progress(len(rows))
     chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
     right = 100.0 * float(np.mean(np.array(predicted) == data.labels))
-    known = {"predicted": np.array(predicted), "labels": data.labels, "classes": () if data.choices else data.classes}
-    return replace(chosen.evaluation(right, len(data), "likelihood"), **known)
+    scores, classes = chosen.evaluation(right, len(data), "likelihood"), () if data.choices else data.classes
+    return replace(scores, predicted=np.array(predicted), labels=data.labels, classes=classes)
 
 
 def usual_protocol(model: Model, data: Dataset, head: str | None = None) -> Protocol:

@@ -21,7 +21,7 @@ from ..task_vectors.lora_write import UNCUT, AdapterForm
 from ..training.distill import Mark
 from ..training.state import StateFile
 from ..types import OutputKind, Progress, Say, ScaleRule
-from .evaluation import Role, evaluate
+from .evaluation import Evaluated, Role, evaluate
 from .outcome import outcome_of
 from .result import Result, check_output, check_vector, output_bytes, updates_of
 from .transfer import conditions_of, run, scale_for
@@ -56,29 +56,22 @@ def port(
     Args:
         job, method, scale, progress, passes: see `run`.
         out: a folder, or a file where the kind is "task-vector".
-        kind: what to write.
-        form: of an adapter.
+        kind, form: what to write, and of an adapter, how.
         distill, watch: steps of a distillation (of an adapter, of its LoRA), and what gets its curve.
-        overwrite: replace an existing output.
-        resume: continue what a killed run has measured; the files are the same as without the interruption.
+        overwrite, resume: replace an existing output; continue what a killed run has measured; the files are the same as without the interruption.
         save_every: seconds between two saves of what is measured.
-        note: called with a line about what is resumed or dropped.
-        test, test_samples: data on which the scores go into the record, and how many of them, if not all.
-        untested: why there are no such data.
+        note, step: called with lines for the user, and with the name of each step as it begins.
+        test, test_samples, untested: data that are scored, how many of them if not all, and why there are none.
         verdict: of a pre-flight, for the record.
-        step: called with the name of each step as it begins.
     """
     out, method = Path(out), get_method(method)
     say, begin = (call or (lambda _: None) for call in (note, step))
-    if scale is None and isinstance(scale_for(job, None), float):
+    asked, scale = scale, scale_for(job, scale)
+    if asked is None and isinstance(scale, float):
         say("the scale is 1, as in the paper: no sample can be scored to choose it")
-    scale = scale_for(job, scale)
-    check_vector(kind, job.fits_head)
-    if distill is not None and kind == "adapter" and form.rank is None:
-        raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
-    _check_memory(job, test, distill)
-    conditions = conditions_of(job, method, scale) | ({} if distill is None else {"distill": distill})
-    conditions |= asdict(form) if kind == "adapter" else {}
+    _check(job, kind, form, test, distill)
+    form_of = asdict(form) if kind == "adapter" else {}
+    conditions = {**conditions_of(job, method, scale), **({} if distill is None else {"distill": distill}), **form_of}
     job = replace(job, form=form if kind == "adapter" else None)
     work = Work(out, conditions, save_every)
     with claimed(out):
@@ -89,36 +82,24 @@ def port(
             return done
         size = output_bytes(job.target, kind, updates_of(job, method, kind, form.rank))
         check_output(out, kind, overwrite, needed_bytes=size)
-        if resume:
-            work.check()
-            say("continuing what an earlier run has saved" if work.exists() else "nothing to resume: starting over")
-        elif work.exists():
-            say(f"what an unfinished run for {out} has measured is dropped; `resume=True` continues from it")
-            work.remove()
+        _resume(work, resume, say)
         try:
             kept = work if ranks().size == 1 else None
-            moving = {"progress": progress, "work": kept, "passes": passes, "note": note, "step": step}
-            result = run(job, method, scale=scale, **moving)
-            ported = result
+            ported = result = run(
+                job, method, scale=scale, progress=progress, work=kept, passes=passes, note=note, step=step
+            )
             if distill is not None:
                 lora = form.rank if kind == "adapter" else None
                 result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
-            made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
             found = None
             if test is not None:
                 begin("scoring the test split")
+                made: dict[Role, Result] = {"port": ported, **({} if ported is result else {"distilled": result})}
                 outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
                 found = evaluate(job, outputs, test, test_samples)
-            more = {"fingerprint": fingerprint(conditions), **(found.record() if found else {})}
-            told = outcome_of(
-                found,
-                scale=result.scale,
-                rule=scale if isinstance(scale, str) else None,
-                head=job.fits_head,
-                distilled=bool(result.record.get("distilled", {}).get("best")),
-                reason=untested,
-            )
-            result = replace(result, record={**result.record, **more, **asdict(told), **(verdict or {})}).counted()
+            more = {"fingerprint": fingerprint(conditions), **(verdict or {})}
+            more |= _outcome(result, found, scale, untested)
+            result = replace(result, record={**result.record, **more}).counted()
             begin("writing")
             result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
         except KeyboardInterrupt:
@@ -126,14 +107,37 @@ def port(
                 say("what was measured is kept; the same call with `resume=True` continues from it")
             raise
         work.remove()
-    if kind != "task-vector":  # the record that is written says more
-        written: dict[str, Any] = read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
-        return written
-    return {**result.record, "out": str(out), "as": kind}
+    return finished(out, kind) or {**result.record, "out": str(out), "as": kind}  # what is written says more
 
 
-def _check_memory(job: Job, test: Dataset | None, distill: int | None) -> None:
-    """Refuse, for an offloaded model, what needs it whole."""
+def _outcome(result: Result, found: Evaluated | None, scale: float | str, reason: str) -> dict[str, Any]:
+    """What the record says of the scores, and of what the transfer has come to."""
+    told = outcome_of(
+        found,
+        scale=result.scale,
+        rule=scale if isinstance(scale, str) else None,
+        head="head" in result.record,
+        distilled=bool(result.record.get("distilled", {}).get("best")),
+        reason=reason,
+    )
+    return {**({} if found is None else found.record()), **asdict(told)}
+
+
+def _resume(work: Work, resume: bool, say: Say) -> None:
+    """Check what an unfinished run has saved, or remove it."""
+    if resume:
+        work.check()
+        say("continuing what an earlier run has saved" if work.exists() else "nothing to resume: starting over")
+    elif work.exists():
+        say(f"what an unfinished run for {work.out} has measured is dropped; `resume=True` continues from it")
+        work.remove()
+
+
+def _check(job: Job, kind: OutputKind, form: AdapterForm, test: Dataset | None, distill: int | None) -> None:
+    """Refuse outputs that cannot be written, and for an offloaded model, what needs it whole."""
+    check_vector(kind, job.fits_head)
+    if distill is not None and kind == "adapter" and form.rank is None:
+        raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
     if test is not None:
         job.target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
     for model in job.models if distill is not None else ():

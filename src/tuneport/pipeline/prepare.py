@@ -77,21 +77,9 @@ def prepare(
         memory_budget=given["memory_budget"],
         trust_remote_code=given["trust_remote_code"],
     )
-    headed = None
-    if finetuned is None:
-        vector = every_layer(models.source)
-        tuned: Finetuned = vector
-        parts: list[Finetuned] = [vector]
-    else:
-        parts = list(map(opened, finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]))
-        for part in () if given["accept_unlikely"] else parts:
-            check_base(models.source, part)
-        tuned = parts[0] if len(parts) == 1 else sum_of_changes(models.source, parts, given["exclude"])
-        headed = _headed(models, tuned, data, given)
-        models = headed or models
-        vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
+    models, parts, tuned, vector, headed = _change(models, finetuned, data, given)
     models = Sides(*(model.cut_at(given["max_length"]) for model in models))
-    fits = headed is not None or _fits_projection(models, given)
+    fits = headed or _fits_projection(models, given)
     question, wanted = _ask_scored(data, models, wanted, given, device, fits=fits, scored=scored)
     plan = plan_of(
         *models,
@@ -130,6 +118,26 @@ def prepare(
     known: Options = {**given, "device": str(device), "dtype": dtype}
     names = {"loss": question.loss_name, "task": question.task}
     return replace(job, record=prepared_record(job, known, parts, about, **names, dtype_note=note))
+
+
+def _change(
+    models: Sides[Model], finetuned: Finetuned | Sequence[Finetuned] | None, data: Data | None, given: Options
+) -> tuple[Sides[Model], list[Finetuned], Finetuned, TaskVector, bool]:
+    """What a fine-tune changes: the models, its parts, their sum, its task vector, and whether its head is fitted.
+
+    The models get a head for the classes of the fine-tune, if it has one that is to be fitted.
+    """
+    if finetuned is None:
+        vector = every_layer(models.source)
+        return models, [vector], vector, vector, False
+    parts = list(map(opened, finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]))
+    for part in () if given["accept_unlikely"] else parts:
+        check_base(models.source, part)
+    tuned = parts[0] if len(parts) == 1 else sum_of_changes(models.source, parts, given["exclude"])
+    headed = _headed(models, tuned, data, given)
+    models = headed or models
+    vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
+    return models, parts, tuned, vector, headed is not None
 
 
 def _headed(models: Sides[Model], tuned: Finetuned, data: Data | None, given: Options) -> Sides[Model] | None:

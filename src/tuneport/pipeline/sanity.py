@@ -1,9 +1,10 @@
 """Checks that catch swapped and foreign inputs before any work: is this a fine-tune of this base, and for these labels?
 
-A fine-tune moves the weights of its base by a few percent of their norm: 2 to 10 in our models. The weights of another
-base differ by more than their own norm. On labelled samples a fine-tune is better than its base. It is refused where it
-is clearly worse (a sign test) than a base that is better than a guess, and where it is neither clearly better than its
-base nor better than a guess: a head or classes in another order. With fewer than `LEAST` samples the second is chance.
+A fine-tune changes the weights of its base by a few percent of their norm: 5 to 6 in our models. The weights of another
+base have nothing in common with them: the difference is larger than their norm, and takes them away. On labelled
+samples a fine-tune is better than its base. It is refused where it is clearly worse (a sign test) than a base that is
+better than a guess, and where it is neither clearly better than its base nor better than a guess: a head or classes in
+another order. With fewer than `LEAST` samples the second is chance.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from ..measure.objectives import TokenLoss
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..task_vectors.lora_format import Adapter
-from ..task_vectors.low_rank import norm_of
 from ..task_vectors.vector import TaskVector
 from .change import Finetuned, is_task_vector
 from .evaluation import finetuned_source, is_whole
 from .labels import scores_by
 
-LARGEST = 0.8  # the norm of a change over that of its base
-LAYERS = 16  # in which it is measured
+LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
+LAYERS = 16  # in which that is measured
 LEAST = 100  # samples from which a guess can be told from skill
 GO_ON = "or pass `accept_unlikely=True`"
 
@@ -72,12 +72,12 @@ def look(job: Job) -> Seen:
 
     A CheckpointError says what cannot be a fine-tune of this base for these labels, unless the job accepts it.
     """
-    seen = Seen(_relative_change(job))
-    if seen.change is not None and seen.change > LARGEST and not job.accept_unlikely:
+    change, left = _change(job)
+    seen = Seen(change)
+    if left < LEAST_LEFT and not job.accept_unlikely:
         raise CheckpointError(
-            f"the fine-tune differs from {job.source.name} by {seen.change:.2f} times the norm of its weights, and "
-            f"fine-tunes differ by less than {LARGEST}: it has most likely another base. Check `source` and "
-            f"`finetuned`, {GO_ON}."
+            f"the fine-tune differs from {job.source.name} by {change:.2f} times the norm of its weights, and little "
+            f"of them is left in it: it has most likely another base. Check `source` and `finetuned`, {GO_ON}."
         )
     samples, able = job.samples, is_whole(job) and not job.by_source
     if not isinstance(samples, Drawn) or not len(samples) or not able:
@@ -134,19 +134,26 @@ def _by_tokens(job: Job, samples: Drawn, loss: TokenLoss, change: float | None) 
     return Seen(change, len(samples), "loss", float(base.mean()), float(tuned.mean()))
 
 
-def _relative_change(job: Job) -> float | None:
-    """The norm of the change over that of the base, in some of the paired layers; not of an adapter's own factors."""
+def _change(job: Job) -> tuple[float | None, float]:
+    """The norm of the change over that of the base, and the share of the base that is left in the fine-tune.
+
+    Both are measured in some of the paired layers. An adapter stores its change as factors, which say nothing of its
+    base.
+    """
     stored, vector = job.source.stored_parameters(), job.task_vector
     names = [name for name in dict.fromkeys(pair.source.weight for pair in job.plan.pairs) if name in vector]
     names = [name for name in names if vector.spec(name).rank is None]
     chosen = dict.fromkeys(names[index * len(names) // LAYERS] for index in range(LAYERS)) if names else {}
-    change = base = 0.0
+    change = base = along = 0.0
     for name in chosen:
         weight = stored[name]
         if weight.is_floating_point():
-            change += norm_of(vector[name]) ** 2
-            base += norm_of(weight) ** 2
-    return math.sqrt(change / base) if base > 0 and math.isfinite(change / base) else None
+            before, delta = weight.flatten().double().cpu(), vector.dense(name).flatten().double().cpu()
+            change, base = change + float(delta @ delta), base + float(before @ before)
+            along += float(delta @ before)
+    if not base > 0 or not math.isfinite(change):
+        return None, 1.0
+    return math.sqrt(change / base), 1 + along / base
 
 
 def stated_fingerprint(finetuned: Finetuned) -> str:
