@@ -58,15 +58,14 @@ def port(
         out: a folder, or a file where the kind is "task-vector".
         kind, form: what to write, and of an adapter, how.
         distill, watch: steps of a distillation (of an adapter, of its LoRA), and what gets its curve.
-        overwrite, resume: replace an existing output; continue what a killed run has measured; the files are the same as without the interruption.
+        overwrite, resume: replace an existing output, or continue what a killed run has measured, with the same files.
         save_every: seconds between two saves of what is measured.
         note, step: called with lines for the user, and with the name of each step as it begins.
         test, test_samples, untested: data that are scored, how many of them if not all, and why there are none.
         verdict: of a pre-flight, for the record.
     """
-    out, method = Path(out), get_method(method)
+    out, method, asked, scale = Path(out), get_method(method), scale, scale_for(job, scale)
     say, begin = (call or (lambda _: None) for call in (note, step))
-    asked, scale = scale, scale_for(job, scale)
     if asked is None and isinstance(scale, float):
         say("the scale is 1, as in the paper: no sample can be scored to choose it")
     _check(job, kind, form, test, distill)
@@ -89,7 +88,7 @@ def port(
                 job, method, scale=scale, progress=progress, work=kept, passes=passes, note=note, step=step
             )
             if distill is not None:
-                lora = form.rank if kind == "adapter" else None
+                lora = form_of.get("rank")
                 result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
             found = None
             if test is not None:
