@@ -257,6 +257,7 @@ def test_patterns_that_take_too_long_are_refused(key: str, pattern: str, tmp_pat
         "q_proj",
         "layers.0.self_attn.q_proj",
         r"^vision_model\.encoder\.layers\.1\.self_attn\.q_proj",
+        r"^self_attn\.q_proj",
         r"layers\.\d+\.self_attn\.(q|v)_proj",
         r".*\.layers\.[01]\.self_attn\.q_proj",
         "proj",
