@@ -22,8 +22,8 @@ import tuneport
 
 
 def main() -> None:
-    given, out = arguments(__doc__, language_models, steps=100)
-    given.setdefault("--distill", "100")
+    given, out = arguments(__doc__, language_models, steps=150)
+    given.setdefault("--distill", "300")
     words = [word for pair in given.items() for word in pair]
     command("transfer", *words, "--as", "adapter", "--rank", "8", "--evaluate", "--out", out)
     print("the report:", (out / "report.html").resolve())
