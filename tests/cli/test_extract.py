@@ -47,6 +47,13 @@ class TestExtractAndApply:
         assert_refused(done, 1, "--exclude '*' leaves no tensor", "there is nothing to extract. Exclude less")
         assert list(place.iterdir()) == []
 
+    def test_another_base_is_told(self, run: Run, zoo: Zoo, place: Path) -> None:
+        base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
+        assert run("extract", base, tuned, "-o", tau).code == 0
+        assert run("apply", tau, base, "-o", place / "own").err == ""
+        done = run("apply", tau, tuned, "-o", place / "other")
+        assert (done.code, done.err) == (0, f"note: {tau} was made for other weights than those of {tuned}\n")
+
     def test_patterns_that_match_nothing_are_told(self, run: Run, zoo: Zoo, place: Path) -> None:
         base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"
         words = ("--exclude", "classifier.*", "--exclude", "clasifier.*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def test_what_looks_like_no_fine_tune_is_an_error_that_can_be_passed(run: Run, z
     swapped = options(zoo, source=other, method="naive", scale=1)
     assert_refused(run("transfer", *swapped, "--out", place / "out"), 1, "another base", "--accept-unlikely")
     assert run("transfer", *swapped, "--accept-unlikely", "--out", place / "out").code == 0
+
+
+@pytest.mark.parametrize("more", [("--rank", "3"), ()])
+def test_usage_is_checked_before_libraries_are_loaded(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    for name in ("torch", "tuneport.runtime.distributed", "tuneport.pipeline.port"):
+        monkeypatch.setitem(sys.modules, name, None)  # to import it is an error
+    out = place / "new" if more else place
+    done = run("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", out, *more)
+    assert_refused(done, 1, "they go with --as adapter" if more else "exists already")
 
 
 def test_progress_is_told_where_there_is_no_terminal(

@@ -33,7 +33,7 @@ from .options import (
     Seed,
     TrustRemoteCode,
     UniformRank,
-    check_form,
+    check_usage,
     parse_columns,
     parse_numbers,
 )
@@ -86,6 +86,8 @@ def apply(
 
     check_new_folder(out, overwrite, inputs=[vector, path_of(base)])
     loaded = load_task_vector(vector)
+    if words := change.other_base_note(vector, base):
+        note(words)
     change.apply(vector, base, out, scale=scale, overwrite=overwrite)
     if json:
         emit_json({"out": out, "tensors": len(loaded), "scale": scale})
@@ -110,11 +112,12 @@ def merge(
     json: Json = False,
 ) -> None:
     """Merge fine-tunes of one base into one: a task vector, an adapter or a model."""
+    check_usage(locals())
     from ..pipeline.merge import merge_finetunes
     from ..task_vectors.lora_write import AdapterForm
 
     form = AdapterForm(rank, energy, uniform_rank, adapter_dtype)
-    check_form(as_, form)
+    form.check()
     record = merge_finetunes(
         finetuned,
         out,

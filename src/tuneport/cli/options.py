@@ -5,17 +5,17 @@ A command declares the defaults, and the options that no other command has.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ..errors import TuneportError
+from ..errors import CheckpointError, TuneportError
 from ..types import Completion, Norms, OutputKind
 
 if TYPE_CHECKING:
     from ..pipeline.options import Options
-    from ..task_vectors.lora_write import AdapterForm
 
 Source = Annotated[
     str, typer.Option(help="The old base model: a folder, open_clip's NAME:TAG or NAME:FILE, timm:NAME.")
@@ -164,15 +164,15 @@ def parse_columns(given: str | None) -> dict[str, str] | None:
     return {name.strip(): own.strip() for name, _, own in pairs}
 
 
-def check_form(kind: OutputKind, form: AdapterForm) -> None:
-    """Refuse the options of an adapter with another kind of output."""
-    from ..task_vectors.lora_write import UNCUT
-
-    if kind != "adapter" and form != UNCUT:
+def check_usage(given: Mapping[str, Any]) -> None:
+    """Refuse options that do not fit each other, and an output that exists, before any library is loaded."""
+    shape = tuple(given.get(name) for name in ("rank", "energy", "uniform_rank", "adapter_dtype"))
+    if given["as_"] != "adapter" and shape != (None, None, False, "float32"):
         raise TuneportError(
             "--rank, --energy, --uniform-rank and --adapter-dtype shape an adapter; they go with --as adapter."
         )
-    form.check()
+    if os.path.lexists(given["out"]) and not given["overwrite"] and not given.get("resume"):
+        raise CheckpointError(f"{given['out']} exists already. Choose another name or pass `overwrite=True`.")
 
 
 def parse_numbers(option: str, text: str) -> list[float]:

@@ -163,6 +163,7 @@ def compare(
     batch_size: options.BatchSize = 32,
     device: options.Device = "auto",
     layers: options.Layers = False,
+    accept_unlikely: options.AcceptUnlikely = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:

@@ -76,6 +76,7 @@ def transfer(
 ) -> None:
     """Write the new base with the old base's fine-tuned skill."""
     asked = SimpleNamespace(**locals())
+    options.check_usage(vars(asked))
     from ..runtime.distributed import processes
 
     with processes(device) as here:
@@ -152,7 +153,7 @@ def _check_output(out: str, kind: OutputKind, form: AdapterForm, overwrite: bool
     from ..pipeline.result import check_output
 
     check_output(out, kind, overwrite, inputs=[path_of(path) for path in inputs if path])
-    options.check_form(kind, form)
+    form.check()
 
 
 def _check_job(job: Job, method: str, kind: OutputKind, form: AdapterForm, test: Dataset | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..io.checkpoint import open_checkpoint
 from ..io.companions import companion_bytes, copy_companions
-from ..io.fingerprint import weights_fingerprint
+from ..io.fingerprint import same_weights, weights_fingerprint
 from ..io.hub import local
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe, renamed
@@ -236,6 +236,14 @@ def write_model(
 def fingerprint_of(base: str | Path) -> str:
     """The fingerprint of the weights of a base, for what is made of it."""
     return weights_fingerprint(open_stored(local(base)).tensors)
+
+
+def other_base_note(vector: str | Path, base: str | Path) -> str:
+    """A note if a task-vector file was made for other weights; adding it to them may still be wanted."""
+    stated = open_checkpoint(Path(vector)).metadata.get("base_fingerprint", "")
+    if stated and same_weights(stated, open_stored(local(base)).tensors) is False:
+        return f"{vector} was made for other weights than those of {base}"
+    return ""
 
 
 def base_identity(base: Path) -> Input:

@@ -19,7 +19,7 @@ from ..task_vectors.merge import DENSITY, merge
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import OutputKind
 from .adapter import adapter_facts
-from .change import base_identity, extract, is_task_vector, made_by, opened, stated_base, write_model
+from .change import base_identity, extract, fingerprint_of, is_task_vector, made_by, opened, stated_base, write_model
 from .result import check_output
 
 
@@ -68,7 +68,7 @@ def merge_finetunes(
         **made_by(),
     }
     if kind == "task-vector":
-        named = {} if base is None else {"base": str(base)}
+        named = {} if base is None else {"base": str(base), "base_fingerprint": fingerprint_of(base)}
         save_task_vector(out, vector, {**named, "merged": to_json(record)}, overwrite=overwrite)
     elif kind == "model":
         assert base is not None
