@@ -206,26 +206,32 @@ def assert_same_output(one: Path, other: Path) -> None:
     assert record_of(one) == record_of(other)
 
 
+@pytest.fixture(scope="module", params=[1.0, "auto"])
+def whole(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """A job, a scale, and the output of a run that was not interrupted."""
+    job, out = job_of(zoo, signals=METHODS["bico"].signals), tmp_path_factory.mktemp("whole") / "out"
+    port(job, out, scale=request.param)
+    return job, request.param, out
+
+
 class TestPort:
     @pytest.mark.parametrize("after", [1, 3, 5, 6])
-    @pytest.mark.parametrize("scale", [1.0, "auto"])
-    def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, after: int, scale: Any) -> None:
-        options = {"signals": METHODS["bico"].signals}
-        port(job_of(zoo, **options), tmp_path / "whole", scale=scale)
-        out = tmp_path / "out"
+    def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, whole: Any, after: int) -> None:
+        (job, scale, wanted), out = whole, tmp_path / "out"
         with pytest.raises(Killed):
-            port(job_of(zoo, **options), out, scale=scale, save_every=0, progress=stop_at(after))
-        assert names(tmp_path) == ([".out.tuneport-work", "whole"] if after > 1 else ["whole"])
+            port(job, out, scale=scale, save_every=0, progress=stop_at(after))
+        assert names(tmp_path) == ([".out.tuneport-work"] if after > 1 else [])
+        job = job_of(zoo, signals=METHODS["bico"].signals)  # as another process would prepare it
         notes: list[str] = []
         done: list[int] = []
-        port(job_of(zoo, **options), out, scale=scale, resume=True, progress=done.append, note=notes.append)
+        port(job, out, scale=scale, resume=True, progress=done.append, note=notes.append)
         assert notes[0] == (
             "continuing what an earlier run has saved" if after > 1 else "nothing to resume: starting over"
         )
         assert [note.partition(" is right on ")[0] for note in notes[1:]] == ["the fine-tuned source"]
         assert sum(done) == SAMPLES
-        assert names(tmp_path) == ["out", "whole"]
-        assert_same_output(out, tmp_path / "whole")
+        assert names(tmp_path) == ["out"]
+        assert_same_output(out, wanted)
 
     def test_other_groups_of_layers_are_measured_again(self, zoo: Zoo, tmp_path: Path) -> None:
         pairs = job_of(zoo).plan.pairs
