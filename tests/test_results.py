@@ -31,7 +31,7 @@ def test_every_number_is_that_of_the_results(name: str, known: dict[str, float])
         ("It gains 7 points.", "page: 7 has no origin: It gains 7 points."),
         ("| bico | 7.4 |", "page: 7.4 has no origin: | bico | 7.4 |"),
         ("<!-- results: zoo -->\n| bico | 99 |\n<!-- end -->", "page: the table zoo differs from the results"),
-        ("9.99<!-- verdict.md: trial: change of accuracy -->", "page: 9.99 is on no line with 'trial: change of "),
+        ("9.99<!-- verdict: trial: change of accuracy -->", "page: 9.99 is on no line with 'trial: change of "),
     ],
 )
 def test_another_number_is_found(text: str, problem: str) -> None:

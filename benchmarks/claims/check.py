@@ -5,7 +5,7 @@
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`, and a function of TABLES makes its lines. A measured
 number in a sentence is followed by its origin in a comment: `76<!-- distill.n100 -->` is a value of `values()`, and
-`0.79<!-- verdict.md: change of accuracy -->` stands on a line with these words of a file under benchmarks/results.
+`0.79<!-- verdict: change of accuracy -->` stands on a line with these words of verdict.md under benchmarks/results.
 All other numbers are in backquotes, in a block of code, or part of a phrase of SETTINGS.
 """
 
@@ -219,8 +219,8 @@ def corrected(page: str, known: dict[str, float], problems: list[str], name: str
     def number(found: re.Match[str]) -> str:
         text, after, origin = found.groups()
         file, _, words = origin.partition(": ")
-        if file.endswith(".md"):
-            path = RESULTS / file
+        if words:
+            path = RESULTS / file / "README.md" if (RESULTS / file).is_dir() else RESULTS / f"{file}.md"
             lines = [line for line in path.read_text().splitlines() if words in line] if path.exists() else []
             if not any(re.search(rf"(?<![\d.]){re.escape(text)}(?![\d]|\.\d)", line) for line in lines):
                 problems.append(f"{name}: {text} is on no line with {words!r} of {file}")

@@ -80,7 +80,7 @@ def write(options: argparse.Namespace) -> None:
     for budget in first.comparison.samples:
         for pair, tasks in PAIRS.items():
             found = {task: runs[name] for task in tasks if (name := f"{pair[0]}-{pair[1]}-{task}") in runs}
-            text += _block(pair, found, budget)
+            text += _block(pair, found, budget) if found else []
     seeds = " ".join(map(str, first.comparison.seeds))
     text += [
         f"- command: python -m benchmarks.claims.zoo --shared ../shared --seeds {seeds} --samples "

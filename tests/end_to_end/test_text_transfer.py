@@ -336,6 +336,9 @@ def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path]
         tuned = tmp_path / "finetuned" / "t5-3b" / task
         tuned.parent.mkdir(parents=True, exist_ok=True)
         tuned.symlink_to(paper["tuned"])
+        reference = tmp_path / "finetuned" / "t5-large" / task
+        reference.parent.mkdir(exist_ok=True)
+        reference.symlink_to(paper["target"])
         (tmp_path / "data" / task).mkdir(parents=True)
         for split in ("train", "validation"):
             rows = [
@@ -352,6 +355,7 @@ def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path]
     assert {row.task for row in found.rows} == set(columns)
     assert {(row.method, row.budget) for row in found.rows} == {
         ("fine-tuned source", 0),
+        ("fine-tuned target", 0),
         *((method, 12) for method in ("source", "target", "theseus", "bico")),
     }
     assert all(0 <= row.accuracy <= 100 for row in found.rows)

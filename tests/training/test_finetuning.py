@@ -19,7 +19,7 @@ from tuneport.errors import TuneportError
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.training.finetune import finetune, prepared
+from tuneport.training.finetune import finetune, prepare_training, prepared
 from tuneport.training.loop import Schedule
 
 CPU = torch.device("cpu")
@@ -183,3 +183,24 @@ def test_every_epoch_sees_every_sample_once(
     assert first == second
     assert len(set(first)) == 24
     assert seen[:3] != seen[3:]
+
+
+def test_an_encoder_decoder_learns_to_write_the_words_for_the_labels(tmp_path: Path) -> None:
+    """The first loss is that of transformers for the whole batch, and the last is lower."""
+    plain = texts.make("t5", texts.Size(depth=1), dropout_rate=0.0)
+    folder = texts.write(tmp_path / "t5", plain, texts.t5_tokenizer())
+    rows = [{"text": text, "label": label} for text, label in (("the old cat", "dog"), ("a river town", "winter"))]
+    data = texts.write_rows(tmp_path / "rows.jsonl", [{**row, "split": "train"} for row in rows * 4])
+    schedule = Schedule(steps=12, batch_size=8, learning_rate=1e-2, warmup=0)
+    training = prepare_training(folder, data, schedule, device="cpu")
+    assert training.head is None
+    losses: list[torch.Tensor] = []
+    *_, (_, module) = finetune(training.model, None, training.train, schedule, log=losses.append)
+    words = texts.t5_tokenizer()
+    inputs, wanted = (words([row[key] for row in rows], return_tensors="pt", padding=True) for key in ("text", "label"))
+    labels = wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        expected = plain.eval()(**inputs, labels=labels).loss
+    torch.testing.assert_close(losses[0].detach(), expected, rtol=1e-4, atol=1e-5)
+    assert float(losses[-1]) < 0.9 * float(losses[0])
+    assert not torch.equal(module.state_dict()["shared.weight"], plain.state_dict()["shared.weight"])

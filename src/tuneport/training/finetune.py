@@ -1,5 +1,7 @@
 """Fine-tuning by the paper's protocol: the tower is trained with labels, and the head stays frozen.
 
+An encoder-decoder without a head learns to write the words for the labels instead.
+
 `finetune` trains a copy in memory; `prepare_training` and `run_training` go from paths to a folder that the model's
 library loads. The folder appears only when the run is complete. Accuracies in the record are those of the validation
 split, never of the test split.
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.dataset import Dataset, align_labels
+from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import TuneportError
@@ -28,6 +30,7 @@ from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe
 from ..measure.accuracy import encode_batches, zero_shot
+from ..measure.objectives import batch_for, choose_objective
 from ..models.base import Model, outside_of
 from ..models.heads import Head, choose_head
 from ..models.open import open_model, pick_device
@@ -46,7 +49,7 @@ PROTOCOL = Schedule(steps=2000, batch_size=128, learning_rate=1e-5, weight_decay
 
 def finetune(
     model: Model,
-    head: Head,
+    head: Head | None,
     data: Dataset,
     schedule: Schedule,
     *,
@@ -64,7 +67,7 @@ def finetune(
 
     Args:
         model: the model, which is not changed.
-        head: the head that classifies the tower's features.
+        head: the head that classifies the tower's features; None to learn the texts of the samples.
         data: labelled samples.
         schedule: steps, batches and learning rates.
         at: steps to yield at.
@@ -76,14 +79,9 @@ def finetune(
     """
     if schedule.steps < 1:
         raise TuneportError(f"fine-tuning needs at least one step, got {schedule.steps}.")
-    data = align_labels(data, head.classes)
-    batch_of = batch_reader(model, data, cache_bytes)
     module = _trainable(model)
     stops = {*at, schedule.steps}
-
-    def loss_of(_step: int, rows: Tensor) -> Tensor:
-        batch, labels = batch_of(rows)
-        return F.cross_entropy(head.scores(model, module, batch), labels)
+    loss_of = _text_loss(model, module, data) if head is None else _class_loss(model, module, head, data, cache_bytes)
 
     what = f"the fine-tuning of {model.name} on {data.name}"
     run = run_steps(
@@ -107,12 +105,38 @@ def finetune(
             module.train(step < schedule.steps)  # the last one stays in evaluation mode
 
 
+def _class_loss(
+    model: Model, module: nn.Module, head: Head, data: Dataset, cache_bytes: int
+) -> Callable[[int, Tensor], Tensor]:
+    """The mean loss of a batch of rows by their classes."""
+    batch_of = batch_reader(model, align_labels(data, head.classes), cache_bytes)
+
+    def loss_of(_step: int, rows: Tensor) -> Tensor:
+        batch, labels = batch_of(rows)
+        return F.cross_entropy(head.scores(model, module, batch), labels)
+
+    return loss_of
+
+
+def _text_loss(model: Model, module: nn.Module, data: Dataset) -> Callable[[int, Tensor], Tensor]:
+    """The mean loss of the tokens that a batch of rows is to write."""
+    data = with_prompts(data)
+    objective = choose_objective(data, [model])
+    total = objective.loss(model, None)
+
+    def loss_of(_step: int, rows: Tensor) -> Tensor:
+        batch = batch_for(model, objective.encode(model, data.subset(rows.numpy())))
+        return total(module, batch) / (batch[1] != UNLABELLED).sum()
+
+    return loss_of
+
+
 @dataclass(frozen=True)
 class Training:
     """A checked fine-tuning run."""
 
     model: Model
-    head: Head
+    head: Head | None
     train: Dataset
     validation: Dataset | None
     schedule: Schedule
@@ -144,11 +168,12 @@ def prepare_training(
     train = read_data(data, "train")
     task, place = split_reference(data)
     validation = task.read(place, "validation") if task is not None else None
-    chosen = choose_head(opened, head, train)
-    align_labels(train, chosen.classes)
+    chosen = None if opened.generates == "seq2seq" and head is None else choose_head(opened, head, train)
+    if chosen is not None:
+        align_labels(train, chosen.classes)
     opened.check_kind(train)
     drawn = np.arange(len(train)) if samples is None else select(train, samples=samples, seed=schedule.seed)
-    about = data_identity(place, train, drawn, (chosen,))
+    about = data_identity(place, train, drawn, () if chosen is None else (chosen,))
     if samples is None:
         about.pop("indices")  # all of them
     train = train.subset(drawn)
@@ -188,7 +213,7 @@ def run_training(
         run = finetune(model, head, data, schedule, at=stops, progress=progress, log=losses.append)
         for step, module in run:
             scores = {}
-            if training.validation is not None:
+            if training.validation is not None and head is not None:
                 found = zero_shot(model.with_module(module), head, training.validation)
                 scores["validation_accuracy"] = found.accuracy
             if step in stops:
