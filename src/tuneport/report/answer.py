@@ -11,7 +11,7 @@ from typing import Any
 
 from .plots import Figure, is_finite, tracks
 from .record import Record
-from .summary import repeat_command
+from .summary import SCORE_FORMS, repeat_command
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "gain": ("good", "▲"),
@@ -63,8 +63,7 @@ def _scores(record: Record) -> Figure | None:
     rows: Sequence[Mapping[str, Any]] = record.get("accuracies") or ()
     if not rows:
         return None
-    metric = record.get("evaluation", {}).get("metric", "accuracy")
-    form, unit = (".1f", " %") if metric == "accuracy" else (".3f", "")
+    form, unit = SCORE_FORMS[record.get("evaluation", {}).get("metric", "accuracy")]
     written, name = rows[-1]["role"], Path(record.get("out", "")).name
     names = {key: record.get(key, {}).get("name", "") for key in ("finetuned", "source", "target")} | {written: name}
     return tracks([_score(row, form, unit, names.get(row["role"], "")) for row in rows], unit=unit)
