@@ -354,6 +354,21 @@ class TestRepeat:
             key: str(value) for key, value in given.items()
         }
 
+    @pytest.mark.parametrize(
+        ("found", "word"),
+        [
+            (None, "--no-evaluate"),
+            ({"samples": 30, "protocol": "zero-shot"}, None),
+            ({"samples": 501, "protocol": "zero-shot"}, "--evaluate"),
+            ({"samples": 30, "protocol": "perplexity"}, "--evaluate"),
+        ],
+    )
+    def test_command_repeats_the_evaluation(self, record: Any, found: Any, word: str | None) -> None:
+        given = {key: value for key, value in record.items() if key != "evaluation"}
+        words = shlex.split(repeat_command(given if found is None else {**given, "evaluation": found}) or "")
+        assert [each for each in words if "evaluate" in each] == ([] if word is None else [word])
+        assert words[words.index("--out") + 1] == record["out"]
+
     def test_no_command_for_live_modules(self, zoo: Zoo) -> None:
         modules = [load(path) for path in zoo.trio("vit")]
         made = transfer(*modules, method="naive")

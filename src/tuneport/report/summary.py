@@ -202,8 +202,16 @@ def repeat_command(record: Record) -> str | None:
     words = [word for name, value in listed for word in (f"--{name}", str(value))]
     words += ["--uniform-rank"] if options.get("uniform_rank") else []
     words += ["--accept-unlikely"] if options.get("accept_unlikely") else []
-    words += [] if "evaluation" in record or record.get("command") == "distill" else ["--no-evaluate"]
+    if record.get("command") != "distill":
+        words += _evaluate_option(record.get("evaluation"))
     return shlex.join(["tuneport", record.get("command", "transfer"), *words])
+
+
+def _evaluate_option(found: Mapping[str, Any] | None) -> list[str]:
+    """What asks for the same evaluation: by default at most 500 labelled samples are scored."""
+    if found is None:
+        return ["--no-evaluate"]
+    return ["--evaluate"] if found["samples"] > 500 or found["protocol"] in ("perplexity", "fidelity") else []
 
 
 def _distill_options(given: dict[str, Any], record: Record) -> dict[str, Any]:
