@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing import start_processes
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -47,6 +49,11 @@ def run_program(program: str, *words: str) -> Done:
         assert process.exitcode is not None
         out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
         return Done(process.exitcode, out, err)
+
+
+def run_together(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """Call `work(rank, *arguments)` in several processes at once, and raise what one of them raises."""
+    start_processes(work, arguments, nprocs=count, start_method="forkserver")
 
 
 def _run(program: str, words: tuple[str, ...], folder: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
 
+from builders.processes import run_together
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
 from tuneport.pipeline import statistics
@@ -63,7 +63,7 @@ def entries_of(rank: int) -> dict[str, Any]:
 
 def by_processes(size: int, folder: Path, **options: Any) -> list[Any]:
     folder.mkdir()
-    multiprocessing.spawn(worker, (size, str(folder), options), nprocs=size)
+    run_together(worker, (size, str(folder), options), size)
     return [torch.load(folder / str(rank)) for rank in range(size)]
 
 
@@ -153,7 +153,7 @@ def one_batch_each(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    multiprocessing.spawn(one_batch_each, (2, str(tmp_path)), nprocs=2)
+    run_together(one_batch_each, (2, str(tmp_path)), 2)
 
 
 def test_one_process_needs_no_process_group() -> None:
