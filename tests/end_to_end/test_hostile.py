@@ -271,8 +271,8 @@ class TestHeadsAndTaskVectors:
 
     def test_headers_that_are_too_large(self, tmp_path: Path) -> None:
         path = tmp_path / "w.safetensors"
-        entries = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(300_000)}
-        header = json.dumps(entries).encode()
+        entry = b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+        header = b"{" + b",".join(entry % i for i in range(300_000)) + b"}"
         path.write_bytes(struct.pack("<Q", len(header)) + header)
         with pytest.raises(CheckpointError, match=r"refused: its header .* at most 2000000 are read"):
             open_checkpoint(path)
