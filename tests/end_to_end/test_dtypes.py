@@ -65,7 +65,8 @@ class TestEveryFamily:
 
     def test_writes_what_float32_would_but_for_coarser_maps(self, zoo: Zoo, tmp_path: Path, family: str) -> None:
         trio = zoo.trio(family)
-        coarse, exact = (transfer(*trio, zoo.data, scale=1, samples=24, dtype=name) for name in ("bfloat16", "float32"))
+        options = {"scale": 1, "samples": 24, "accept_unlikely": True}  # random changes may lose what a base knows
+        coarse, exact = (transfer(*trio, zoo.data, **options, dtype=name) for name in ("bfloat16", "float32"))
         assert set(coarse.task_vector) == set(exact.task_vector)
         assert cosine(coarse.task_vector, exact.task_vector) > 0.5
         assert coarse.record["options"]["dtype"] == "bfloat16"

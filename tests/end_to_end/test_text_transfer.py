@@ -82,7 +82,7 @@ def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
         few = train.subset(select(train, samples=samples, seed=3))
         rows = {"source": source, "target": target}
         for name in ("theseus", "bico"):
-            result = transfer(*folders, train, method=name, samples=samples, seed=3, exclude=["decoder.*"])
+            result = transfer(*folders, train, method=name, scale=1, samples=samples, seed=3, exclude=["decoder.*"])
             assert result.record["data"]["indices"] == select(train, samples=samples, seed=3).tolist()
             assert result.record["options"]["loss"] == ("seq2seq" if name == "bico" else None)
             moved = set(result.task_vector)

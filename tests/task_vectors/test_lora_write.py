@@ -81,7 +81,7 @@ def test_adapters_of_every_family_load(family: str, zoo: Zoo, tmp_path: Path) ->
 def test_tensors_that_an_adapter_cannot_hold_are_listed(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     tuned = seeded(clip, 7)
-    result = tuneport.transfer(source, tuned, target, method="naive")
+    result = tuneport.transfer(source, tuned, target, method="naive", accept_unlikely=True)
     out = result.save(tmp_path / "out", kind="adapter", rank=2)
     reasons = {
         item["tensor"]: item["reason"] for item in json.loads((out / "tuneport.json").read_text())["not_transported"]

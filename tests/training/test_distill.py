@@ -98,7 +98,7 @@ def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> No
 
 def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path) -> None:
     ported = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=30)
-    found = ported.distill(12)
+    found = ported.distill(12, learning_rate=1e-3)  # a quarter less held-out loss: more than rounding can undo
     assert found.record["distilled"]["matching"] == "classes"
     assert found.record["distilled"]["best"] > 0
     assert ported.target.classifier_parameters <= set(found.task_vector)
