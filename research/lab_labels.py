@@ -35,7 +35,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], seed: int, options: Any
         )  # fmt: skip
         head = choose_head(result.target, task, test)
         row["before"] = zero_shot(result.target, head, test).accuracy
-        row[labels] = {
+        row[f"labels_{labels}"] = {
             "accuracy": zero_shot(result.target.with_module(result.apply().eval()), head, test).accuracy,
             "scale": result.scale,
         }
@@ -50,7 +50,7 @@ def table(rows: list[Row]) -> str:
     for cell in cells:
         here = [row for row in rows if (row["source"], row["target"], row["task"]) == cell]
         for labels, found in gains.items():
-            found.append(float(np.mean([row[labels]["accuracy"] - row["before"] for row in here])))
+            found.append(float(np.mean([row[f"labels_{labels}"]["accuracy"] - row["before"] for row in here])))
         shown = " | ".join(f"{found[-1]:+.1f}" for found in gains.values())
         lines.append(f"| {':'.join(cell)} | {len(here)} | {here[0]['before']:.1f} | {shown} |")
     lines.append("| mean | | | " + " | ".join(f"{np.mean(found):+.1f}" for found in gains.values()) + " |")
