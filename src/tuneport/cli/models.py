@@ -86,9 +86,9 @@ def apply(
 
     check_new_folder(out, overwrite, inputs=[vector, path_of(base)])
     loaded = load_task_vector(vector)
+    change.apply(vector, base, out, scale=scale, overwrite=overwrite)
     if words := change.other_base_note(vector, base):
         note(words)
-    change.apply(vector, base, out, scale=scale, overwrite=overwrite)
     if json:
         emit_json({"out": out, "tensors": len(loaded), "scale": scale})
     else:
