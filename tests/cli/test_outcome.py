@@ -83,6 +83,7 @@ def test_a_scale_of_zero_is_called_what_it_is(run: Run, zoo: Zoo, place: Path) -
     card = (place / "out" / "README.md").read_text()
     assert "with the skill of" not in card
     assert "clip\\_vision-target, unchanged" in card
+    assert "was ported to" not in card
 
 
 @pytest.mark.parametrize(("more", "samples"), [((), 20), (("--no-evaluate",), 0), (("--evaluate",), 30)])
