@@ -69,10 +69,10 @@ class Model:
         folder: the model's folder, for files that are copied along.
         kind: "image" or "text", what the model reads.
         classes: class names of its classification layer.
-        task: what that layer labels, if it can be made anew: "image", "sequence" or "token".
+        task: what that layer labels, if it can be made again: "image", "sequence" or "token".
         problem: transformers' `problem_type` of that layer, if it is stated.
         classifier: the path of that layer, the last one of the head.
-        own_head: the parameters of that layer in the files, if the layer was made anew for classes that it knows.
+        own_head: the parameters of that layer in the files, if the layer was made again for classes that it knows.
         fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
         encode: raw samples -> the module's inputs.
         features: runs the module and returns one vector per sample, of size `width`.
@@ -135,7 +135,7 @@ class Model:
 
     @property
     def labelling(self) -> Labelling | None:
-        """What the classification layer decides, if there is one that can be made anew."""
+        """What the classification layer decides, if there is one that can be made again."""
         return Labelling(self.task, self.classes, self.problem) if self.task else None
 
     @property
