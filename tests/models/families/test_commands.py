@@ -24,7 +24,7 @@ def tuneport(*arguments: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "tuneport", *map(str, arguments), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert all(line.startswith("note: ") for line in done.stderr.splitlines()), done.stderr
     answer = json.loads(done.stdout)
     assert isinstance(answer, dict)
     return answer
@@ -45,7 +45,7 @@ def test_open_clip_from_transfer_to_evaluation(tmp_path: Path) -> None:
     target = clip_folder(tmp_path / "target", 1, width=24, layers=3)
     data = write_data(tmp_path / "animals.npz")
     job = ("--source", base, "--finetuned", tuned, "--target", target, "--data", data, "--samples", 12)
-    record = tuneport("transfer", *job, "--out", tmp_path / "out")
+    record = tuneport("transfer", *job, "--accept-unlikely", "--out", tmp_path / "out")
     assert len(record["layers"]) == 3 * 6 + 2
     assert {item["reason"] for item in record["not_transported"]} >= {"outside the image tower"}
     assert tuneport("evaluate", tmp_path / "out", "--data", data)["samples"] == 30

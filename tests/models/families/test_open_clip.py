@@ -347,7 +347,8 @@ class TestTransfer:
         assert model.logit_scale == open_model(trio[2]).logit_scale
         assert choose_head(model, None, empty_dataset("animals", CLASSES)).class_embeds.dtype == torch.float32
         coarse, exact = (
-            tuneport.transfer(*map(str, trio), data, samples=24, dtype=dtype) for dtype in ("bfloat16", "float32")
+            tuneport.transfer(*map(str, trio), data, scale=1, samples=24, dtype=dtype)
+            for dtype in ("bfloat16", "float32")
         )
         assert set(coarse.task_vector) == set(exact.task_vector)
         state = load_file(coarse.save(tmp_path / "out") / "open_clip_model.safetensors")

@@ -368,7 +368,7 @@ def test_a_bare_twin_gets_the_head_of_a_finetuned_classifier(tmp_path: Path, dat
         save(module.float(), tmp_path / name, "plain")
         for name, module in (("source", bare), ("tuned", classifier), ("target", target))
     ]
-    result = tuneport.transfer(*folders, data, samples=60)
+    result = tuneport.transfer(*folders, data, scale=1, samples=60)
     again = reload(result.save(tmp_path / "out"))
     assert (again.num_classes, again.pretrained_cfg["label_names"]) == (3, list(CLASSES))
     transform = create_transform(**resolve_model_data_config(again))
