@@ -27,6 +27,7 @@ from builders.loras import (
     seeded,
     vit,
 )
+from tuneport import transfer
 from tuneport.errors import CheckpointError
 from tuneport.models.open import describe_module
 from tuneport.task_vectors.lora_format import open_adapter
@@ -269,6 +270,15 @@ def test_patterns_are_matched_as_peft_matches_them(pattern: str, tmp_path: Path)
     options = {"rank_pattern": {pattern: 2}, "alpha_pattern": {pattern: 7}}
     model = adapted(base, target_modules=["q_proj", "v_proj"], **options)
     assert_same(read(saved(model, tmp_path / "lora"), base), merged_change(model, base), 2e-6)
+
+
+def test_long_names_of_types_are_shortened(tmp_path: Path) -> None:
+    folder = saved(adapted(clip(), target_modules=["q_proj"]), tmp_path / "lora")
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**stored, "peft_type": "9" * 4000}))
+    with pytest.raises(CheckpointError, match=r"is an adapter of type 9+ \.\.\. 9+") as caught:
+        transfer(clip(), folder, clip(), method="naive")
+    assert len(str(caught.value)) < 2000
 
 
 def test_bases_that_are_no_names(tmp_path: Path) -> None:

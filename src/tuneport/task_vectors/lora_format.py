@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, TuneportError, first_of
+from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import LARGEST_INDEX, open_checkpoint, read_json, read_object, write_checkpoint
 from ..io.output import RECORD
 from ..io.validate import check_finite, check_unquantised
@@ -69,7 +69,7 @@ class Adapter:
     def kind(self) -> str:
         """The adapter's type as peft calls it: LORA, LOHA, ..."""
         kind = self.config.get("peft_type")
-        return str(getattr(kind, "value", kind))
+        return shortened(getattr(kind, "value", kind))
 
     @property
     def task_type(self) -> str | None:
