@@ -66,6 +66,20 @@ def test_bombs_are_refused_before_they_are_loaded(
         open_checkpoint(path)
 
 
+def test_a_broken_pickle_does_not_hide_a_bomb_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads data.pkl only, wherever it stands in the archive."""
+    path = written(tmp_path, BOMBS["shared tuples"][0], legacy=False)
+    with zipfile.ZipFile(path) as whole:
+        members = {name: whole.read(name) for name in whole.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("good/first.pkl", b"no pickle")
+        for name, content in members.items():
+            archive.writestr(name, content)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("too late"))
+    with pytest.raises(CheckpointError, match=r"bomb\.pt is refused: .*and 10000000 objects"):
+        open_checkpoint(path)
+
+
 def test_members_that_are_too_large_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, b"\x80\x02X" + struct.pack("<I", 4 * 10**6) + bytes(4 * 10**6) + b".", False)
     with pytest.raises(CheckpointError, match=r"its member good/data\.pkl has 4000008 bytes, and may have 4000000"):

@@ -20,10 +20,13 @@ MOST_OPERATIONS = 10**6  # of about 30 for a tensor
 MOST_OBJECTS = 10**7  # an object counts as often as others contain it
 _BUFFERS = ("builtins bytearray", "__builtin__ bytearray", "torch Tensor")  # of a length that the pickle states
 
+# what broken archives and pickles raise here, and where they are loaded, too
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError, TypeError)
+
 
 def check_pickle(path: Path) -> None:
     """Refuse a file of torch.save that unpacks to more than it may; a file that is broken is left to its reader."""
-    with suppress(zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError, TypeError):
+    with suppress(*_BROKEN):
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 _check_members(archive, path)
@@ -42,7 +45,7 @@ def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
             given = f"its member {shortened(member.filename)} has {member.file_size} bytes"
             raise CheckpointError(f"{path} is refused: {given}, and may have {LARGEST_PICKLE}. Save tensors only.")
         if member.filename.endswith(".pkl"):
-            with archive.open(member) as file:
+            with suppress(*_BROKEN), archive.open(member) as file:  # a broken one does not hide the next
                 _check(file, path)
 
 
