@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab_study import Row, begin, keep, study_parser
+from lab_study import Row, begin, cells_parser, keep
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -247,16 +247,11 @@ def _sharpness(samples: int, of: Any, draws: Any) -> list[str]:
 
 
 def main() -> None:
-    parser = study_parser(__doc__)
+    parser = cells_parser(__doc__)
     parser.add_argument("--encoders", type=Path, help="the folder with text encoders")
     parser.add_argument("--samples", type=int, nargs="+", default=[20, 100])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--cells", nargs="+", help="source:target:task; all of the zoo without")
-    parser.add_argument("--test", type=int, default=2000, help="test samples at most")
     parser.add_argument("--bfloat16", action="store_true", help="score test samples in bfloat16: faster on some CPUs")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=32, help="samples per pass")
-    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
     parser.add_argument("--losses", action="store_true", help="keep the held-out losses of every sample")
     options, rows = begin(parser, lambda rows: table([rechosen(row) for row in rows]))
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from lab import CELLS, TEXTS, Places
-from lab_study import Row, begin, keep, study_parser
+from lab_study import Row, begin, cells_parser, keep
 from torch import Tensor
 
 from tuneport.data.dataset import align_labels
@@ -198,14 +198,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = study_parser(__doc__)
+    parser = cells_parser(__doc__)
     parser.add_argument("--encoders", type=Path, help="the folder with text encoders and the fine-tunes of the source")
     parser.add_argument("--samples", type=int, nargs="+", default=[20, 100])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--cells", nargs="+", help="source:target:task; those of the zoo without, of text with `text`")
-    parser.add_argument("--test", type=int, default=2000, help="test samples at most")
-    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
-    parser.add_argument("--device", default="cpu")
     options, rows = begin(parser, table)
     if options.cells == ["text"] and options.encoders is None:
         sys.exit("the cells of text need --encoders.")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from lab import CELLS, Places
-from lab_study import Row, begin, keep, study_parser
+from lab_study import Row, begin, cells_parser, keep
 
 from tuneport import transfer
 from tuneport.data.tasks import read_data
@@ -58,13 +58,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = study_parser(__doc__)
+    parser = cells_parser(__doc__)
     parser.add_argument("--samples", type=int, default=500)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--cells", nargs="+", help="source:target:task; all of the zoo without")
-    parser.add_argument("--test", type=int, default=2000, help="test samples at most")
-    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
-    parser.add_argument("--device", default="cpu")
     options, rows = begin(parser, table)
     cells = [tuple(cell.split(":")) for cell in options.cells] if options.cells else CELLS
     done = {(r["source"], r["target"], r["task"], r["seed"]) for r in rows}

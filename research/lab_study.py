@@ -24,6 +24,17 @@ def study_parser(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def cells_parser(about: str | None) -> argparse.ArgumentParser:
+    """The options of a study of cells: which of them, with which draws, on what."""
+    parser = study_parser(about)
+    parser.add_argument("--cells", nargs="+", help="source:target:task; all of the zoo without")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--test", type=int, default=2000, help="test samples at most")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
+    parser.add_argument("--device", default="cpu")
+    return parser
+
+
 def begin(parser: argparse.ArgumentParser, table: Callable[[list[Row]], str]) -> tuple[argparse.Namespace, list[Row]]:
     """The options and the rows that are there; ends here with --table, or where there is no zoo."""
     options = parser.parse_args()
