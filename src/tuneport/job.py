@@ -229,6 +229,34 @@ class Given(Samples):
         return Given(batches[:count]), Given(batches[count:])
 
 
+@dataclass(frozen=True)
+class Part:
+    """A tensor that the fine-tune changed, or the part of a fused one that is a layer.
+
+    Args:
+        tensor: its name in the source's files; of a layer, the layer's name.
+        kind: what it is, in the plural.
+        square: the squared norm of its change.
+        targets: the parameters of the target that take it up.
+        reason: why there are none.
+    """
+
+    tensor: str
+    kind: str
+    square: float
+    targets: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class AddedTokens:
+    """Tokens that the fine-tune added: the change that puts their rows into the target, and the account of them."""
+
+    vector: TaskVector = field(default_factory=lambda: TaskVector({}))
+    parts: tuple[Part, ...] = ()
+    rows: frozenset[int] = frozenset()  # of the fine-tune's tables
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """A checked transfer: what will be moved, and how it will be measured."""
@@ -241,6 +269,7 @@ class Job:
     losses: Sides[Loss] | None = None
     heads: Sides[Head] | None = None
     teacher: TaskVector | None = None  # the whole change of the source, if the target's head is fitted to its scores
+    added: AddedTokens | None = None
     match: Match | None = None
     completion: Completion = "svd"
     max_tokens: int | None = None

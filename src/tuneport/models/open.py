@@ -6,6 +6,7 @@ import shlex
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from ..io.validate import check_unquantised
 from ..task_vectors.lora_format import check_no_parts, is_adapter
 from ..types import Sides
 from .base import Family, Labelling, Model, ModelLike, Stored, describe_any
+from .families import TOKENIZER_FILES, open_tokenizer
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
@@ -113,6 +115,16 @@ def as_classifier(model: Model, labelling: Labelling, *, trust_remote_code: bool
     if family is None:
         raise CheckpointError(f'tuneport does not know the family of {model.name}: pass `head_fit="none"`.')
     return family.classifier(model, labelling, trust_remote_code=trust_remote_code)
+
+
+def tokenizer_of(folder: str | Path) -> Any | None:
+    """The tokenizer in the folder of a model or of an adapter; None if there is none that can be used."""
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return open_tokenizer(Path(folder), False, "a fine-tune")
+    except CheckpointError:
+        return None
 
 
 def open_stored(reference: str | Path) -> Stored:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..io.hub import local
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe, renamed
 from ..io.validate import check_finite, check_unquantised
+from ..job import AddedTokens
 from ..models.base import Model, ModelLike
 from ..models.open import describe_module, open_model, open_stored, path_of
 from ..report.provenance import files_identity, package_version, versions
@@ -32,6 +34,8 @@ from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
+from ..types import Sides
+from .vocabulary import added_rows, cut_tables
 
 Finetuned = ModelLike | Adapter | TaskVector
 
@@ -54,13 +58,22 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
     if isinstance(finetuned, Adapter):
         stored = {file: name for name, file in source.file_names.items()}
         base, turned = source.stored_parameters(), transposed_weights(source.module)
-        vector = task_vector_of(as_lora(finetuned, source.module), base, other_names=stored, transposed=turned)
+        whole = replace(finetuned, tensors=cut_tables(source, finetuned, finetuned.tensors))
+        vector = task_vector_of(as_lora(whole, source.module), base, other_names=stored, transposed=turned)
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         vector = _stored_change(source, finetuned, exclude)
     known = vector.subset(name for name in vector if name in source.file_names)
     check_changes(known, (name for name in known if not source.matches(name, exclude)), exclude)
     return known
+
+
+def added_by(models: Sides[Model], finetuned: Finetuned, exclude: Sequence[str] = ()) -> AddedTokens | None:
+    """The rows of the tokens that an `opened` fine-tune added to the vocabulary of the source, for the target."""
+    if not isinstance(finetuned, (str, Path, Adapter)):
+        return None
+    tensors = finetuned.tensors if isinstance(finetuned, Adapter) else _stored(finetuned)
+    return None if isinstance(tensors, TaskVector) else added_rows(models, finetuned, tensors, exclude)
 
 
 def sum_of_changes(source: Model, parts: Sequence[Finetuned], exclude: Sequence[str] = ()) -> TaskVector:
@@ -114,7 +127,10 @@ def names_of(finetuned: Finetuned) -> Iterable[str]:
 def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
     live = {stored: name for name, stored in source.file_names.items()}
     given = _stored(finetuned)
-    vector = given if isinstance(given, TaskVector) else _between(source.tensors, given, exclude)
+    if isinstance(given, TaskVector):
+        vector = given
+    else:
+        vector = _between(source.tensors, cut_tables(source, finetuned, given), exclude)
     return vector.rename({name: live[name] for name in vector if name in live})
 
 

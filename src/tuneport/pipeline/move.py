@@ -102,7 +102,13 @@ def _move(job: Job, passes: Passes | None, meter: _Meter) -> tuple[Transfer, Sta
                 moved.append(meter.solve(group, statistics))
             counted = _count(counted, statistics)
             del statistics  # before the next group is measured
-    return Transfer.join(moved), counted
+    return _with_rows(job, Transfer.join(moved)), counted
+
+
+def _with_rows(job: Job, moved: Transfer) -> Transfer:
+    """A transfer with the rows of added tokens, unless the method moved the tables themselves."""
+    rows = dict(job.added.vector) if job.added is not None else {}
+    return replace(moved, task_vector=TaskVector(rows | dict(moved.task_vector))) if rows else moved
 
 
 def _in_files(moved: Transfer) -> Transfer:
@@ -125,13 +131,15 @@ def _move_auto(
         found = reduce(add, parts)
         counted = _count(counted, found)
         if len(groups[0]) == 1:
-            choice = choose_on_halves(sides, (meter.solve(sides[0], part) for part in parts), rule)
-            return meter.solve(sides[0], found), choice, counted
+            halves = (_with_rows(sides[0], meter.solve(sides[0], part)) for part in parts)
+            choice = choose_on_halves(sides, halves, rule)
+            return _with_rows(sides[0], meter.solve(sides[0], found)), choice, counted
         for done, part in zip(moved, parts, strict=True):
             done.append(meter.solve(jobs[0], part))
         whole.append(meter.solve(jobs[0], found) if len(parts) > 1 else moved[0][-1])
         del parts, found  # before the next group is measured
-    return Transfer.join(whole), choose_on_halves(sides, map(Transfer.join, moved), rule), counted
+    halves = (_with_rows(sides[0], Transfer.join(done)) for done in moved)
+    return _with_rows(sides[0], Transfer.join(whole)), choose_on_halves(sides, halves, rule), counted
 
 
 def _stage(name: str, index: int, groups: Sequence[Job]) -> str:

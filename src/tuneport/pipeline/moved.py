@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ..job import Job
+from ..job import AddedTokens, Job, Part
 from ..layers import Layer
 from ..methods.entries import matrix_of
 from ..pairing import KEPT_BY_KIND, Kept
 from ..task_vectors.low_rank import as_dense, norm_of
+from ..task_vectors.vector import TaskVector
 
+TABLES = ("embedding", "vocabulary head")
 NOT_MOVED = "not moved by this method"
 KINDS = {  # of tensors outside layers, in the plural
     "normalisation": "norms",
@@ -24,25 +25,6 @@ KINDS = {  # of tensors outside layers, in the plural
     "learnt token": "learnt tokens",
     "convolution": "convolutions",
 }
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor that the fine-tune changed, or the part of a fused one that is a layer.
-
-    Args:
-        tensor: its name in the source's files; of a layer, the layer's name.
-        kind: what it is, in the plural.
-        square: the squared norm of its change.
-        targets: the parameters of the target that take it up.
-        reason: why there are none.
-    """
-
-    tensor: str
-    kind: str
-    square: float
-    targets: tuple[str, ...]
-    reason: str
 
 
 def changed_parts(job: Job, moved: Collection[str], kept: Iterable[Kept] = ()) -> tuple[Part, ...]:
@@ -88,6 +70,8 @@ def _parts(job: Job, moved: Collection[str], stays: Collection[str]) -> Iterator
     loose = {pair.source.name: pair.target.name for pair in job.plan.loose if pair.target.name in moved}
     kinds = {part.name: part.kind for part in (*source.loose, *source.vocabulary_head)}
     owned = {name for layer in source.layers for name in (layer.weight, layer.bias)}
+    added = job.added or AddedTokens()
+    yield from added.parts
     for name in vector:
         if name not in owned:
             kind = kinds.get(name, "parameter")
@@ -97,7 +81,14 @@ def _parts(job: Job, moved: Collection[str], stays: Collection[str]) -> Iterator
             yield Part(
                 source.file_names.get(name, name),
                 KINDS.get(kind, "other parameters"),
-                vector.norm(name) ** 2,
+                _square_without(vector, name, added.rows if kind in TABLES else ()),
                 targets,
                 reason,
             )
+
+
+def _square_without(vector: TaskVector, name: str, rows: Collection[int]) -> float:
+    """The squared norm of a change, without these rows of it."""
+    square, count = vector.norm(name) ** 2, vector.shape(name)[0] if rows else 0
+    inside = [row for row in rows if row < count]
+    return max(0.0, square - norm_of(vector.dense(name)[inside]) ** 2) if inside else square

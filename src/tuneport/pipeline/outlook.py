@@ -48,7 +48,7 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
         groups = [len(group) for group in passes.groups]
         within = {**_bytes(passes), "groups": groups, "home": "files" if job.target.offloaded else "RAM"}
     kept = method.kept(job.plan)
-    moved = _moved(job.plan, method, kept)
+    moved = _moved(job.plan, method, kept) | set(job.added.vector if job.added is not None else ())
     return {
         "method": name_of(method),
         "samples": len(job.samples),

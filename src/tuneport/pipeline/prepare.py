@@ -31,7 +31,7 @@ from ..report import record as records
 from ..report.provenance import data_identity
 from ..task_vectors.vector import TaskVector
 from ..types import Loss, Sides, Signal
-from .change import Finetuned, change_of, every_layer, opened, sum_of_changes
+from .change import Finetuned, added_by, change_of, every_layer, opened, sum_of_changes
 from .described import prepared_record
 from .heads import labelling_by, scores_of_labels, take_head, with_heads, with_scores
 from .labels import agreement, labelled_by, scores_by
@@ -106,6 +106,7 @@ def prepare(
         losses,
         heads=question.heads,
         teacher=teacher,
+        added=added_by(models, tuned, given["exclude"]),
         match=given["match"],
         completion=given["completion"],
         max_tokens=given["max_tokens"],

@@ -21,7 +21,7 @@ from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import check_new_file, check_new_folder, new_folder
 from ..io.tensors import LazyTensors, describe
-from ..job import Drawn, Given, Job
+from ..job import Drawn, Given, Job, Part
 from ..methods import LayerRecord, Method
 from ..models.base import Model
 from ..models.open import path_of
@@ -40,7 +40,7 @@ from ..types import OutputKind, Progress
 from .adapter import adapter_facts, adapter_record, whole_head
 from .distill import teach
 from .heads import fit_head
-from .moved import Part, account
+from .moved import account
 from .outcome import outcome_of
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
