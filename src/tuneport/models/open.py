@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, TuneportError
+from ..errors import CheckpointError, TuneportError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.hub import local, looks_like_hub_id, nearest_path
 from ..io.regular import check_regular_files
@@ -217,7 +217,9 @@ def _require(reference: str | Path) -> tuple[Family, str]:
             f"merge it into its base, run tuneport merge {shlex.quote(str(found))} --base BASE --as model --out MODEL."
         )
     check_no_parts(Path(found))
-    raise CheckpointError(f"{found} is not a model: no config.json in it. Give {ACCEPTED}.")
+    parts = sorted(str(file) for file in Path(found).glob("*.gguf"))
+    wanted = f"one of its GGUF files ({first_of(parts, 3)})" if parts else ACCEPTED
+    raise CheckpointError(f"{found} is not a model: no config.json in it. Give {wanted}.")
 
 
 def _stored_bytes(model: ModelLike, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Hugging Face models: local folders and live `transformers` objects, vision and text.
+"""Hugging Face models: local folders, GGUF files and live `transformers` objects, vision and text.
 
 Weights load through the class that the folder's config.json names; code from checkpoints runs only with
 `trust_remote_code`. Live parameter names differ from file names in some classes; transformers itself gives the mapping.
@@ -6,10 +6,15 @@ Weights load through the class that the folder's config.json names; code from ch
 
 from __future__ import annotations
 
+import atexit
+import copy
 import inspect
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ from .huggingface_heads import classifier_around, labelling_of
 from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
+CONVERT = "convert it with from_pretrained(FOLDER, gguf_file=NAME) of AutoModelForCausalLM and AutoTokenizer"
 Built = tuple[nn.Module, list[str], list[str]]  # a module, its tensors missing in the files, those of another shape
 
 
@@ -33,10 +39,12 @@ class HuggingFace(Family):
     """The transformers library."""
 
     def recognises(self, reference: str) -> bool:
-        return (Path(reference) / "config.json").is_file()
+        return (Path(reference) / "config.json").is_file() or (_is_gguf(reference) and Path(reference).is_file())
 
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         folder = Path(reference)
+        if _is_gguf(reference):
+            return _from_gguf(folder, device, dtype)
         if not trust_remote_code:
             _check_kernels(folder)
         stored = open_checkpoint(folder)
@@ -56,6 +64,8 @@ class HuggingFace(Family):
 
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
         folder = Path(reference)
+        if _is_gguf(reference):
+            raise CheckpointError(f"{folder} is a GGUF file, and cannot be loaded block by block: {CONVERT}.")
         _check_kernels(folder)
         stored = open_checkpoint(folder) if weights else None
         config = read_object(folder / "config.json", "a model configuration")
@@ -67,11 +77,15 @@ class HuggingFace(Family):
         return replace(_model(module, reference, tensors, names, folder), offloaded=True)
 
     def stored(self, reference: str) -> Stored:
+        if _is_gguf(reference):
+            return super().stored(reference)
         return Stored(open_checkpoint(reference), Path(reference))
 
     def labelling(self, reference: str) -> Labelling | None:
         from transformers import PretrainedConfig
 
+        if _is_gguf(reference):
+            return None
         content = read_object(Path(reference) / "config.json", "a model configuration")
         named = content.get("architectures")
         name = named[0] if isinstance(named, list) and named else ""
@@ -128,13 +142,69 @@ def _dequantised(
     """A quantised model as transformers dequantises it; its tensors are those values in bfloat16."""
     folder = Path(reference)
     kind, _ = _class_of(folder, stored)
-    failed = "Give the model in float32, bfloat16 or float16. The reason"
-    with reraised(f"{words}, and transformers cannot dequantise it here. {failed}"):
+    advice = "Give the model in float32, bfloat16 or float16"
+    settings = read_object(folder / "config.json", "a model configuration")["quantization_config"]
+    if not _unpacks(settings.get("quant_method") if isinstance(settings, dict) else None):
+        raise CheckpointError(f"{words}, which transformers cannot dequantise. {advice}.")
+    with reraised(f"{words}, and transformers cannot dequantise it here. {advice}. The reason"):
         packed = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code)
         unpacked = packed.dequantize(dtype)
-        module = kind(unpacked.config)  # a plain one: the first remembers how its weights were converted
-        module.load_state_dict(unpacked.state_dict())
-        module = module.to(device, dtype).eval()
+        return _in_bfloat16(unpacked, reference, folder, device, dtype, trust_remote_code)
+
+
+def _unpacks(method: object) -> bool:
+    """Whether transformers can dequantise a format, as far as it knows the format."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.base import HfQuantizer
+
+    known = AUTO_QUANTIZER_MAPPING.get(str(method))
+    return known is None or known._dequantize is not HfQuantizer._dequantize
+
+
+def _is_gguf(reference: str) -> bool:
+    return reference.lower().endswith(".gguf")
+
+
+@quiet()
+def _from_gguf(file: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    """A language model in a GGUF file as transformers dequantises it, with its tokenizer in a temporary folder."""
+    import transformers
+
+    if find_spec("gguf") is None:
+        raise CheckpointError(
+            f'{file} is a GGUF file, and gguf, which reads it, is not installed: pip install "tuneport[gguf]", or '
+            f"{CONVERT}."
+        )
+    given = {"gguf_file": file.name, "local_files_only": True}
+    dense = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
+    options = {} if dense is None else {"quantization_config": dense(dequantize=True)}
+    with reraised(f"transformers cannot dequantise {file}. Give the model in float32, bfloat16 or float16. The reason"):
+        config = transformers.AutoConfig.from_pretrained(file.parent, **given)
+        named = transformers.AutoModelForCausalLM._model_mapping.get(type(config), type(config)).__name__
+        if text_class(named, config.model_type) is None:
+            raise CheckpointError(f"{named} is a model that tuneport does not know")
+        module = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **given, **options)
+        folder = Path(tempfile.mkdtemp(prefix="tuneport-gguf-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        transformers.AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+        return _in_bfloat16(module, str(file), folder, device, dtype)
+
+
+def _in_bfloat16(
+    unpacked: Any,
+    reference: str,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> Model:
+    """A model whose weights were dequantised; its tensors are those values in bfloat16."""
+    config = copy.deepcopy(unpacked.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    module = type(unpacked)(config)  # a plain one: the first remembers how its weights were converted
+    module.load_state_dict(unpacked.state_dict())
+    module = module.to(device, dtype).eval()
     names = _file_names(module)
     tensors = {names[n]: t.to("cpu", torch.bfloat16) for n, t in live_tensors(module).items() if n in names}
     model = _model(module, reference, tensors, names, folder, trust_remote_code)
