@@ -1,10 +1,9 @@
-"""Does the pre-flight verdict predict the gain? Every pair and task of the zoo, BiCo at scale 1, N = 100.
+"""Does the pre-flight verdict predict the gain? Every pair and task of the zoo, BiCo at --scale, N = 100.
 
     python -m benchmarks.claims.verdict --shared ../shared --runs runs-verdict
     python -m benchmarks.claims.verdict --runs runs-verdict --write benchmarks/results/verdict.md
 
-The first command runs `tuneport.pipeline.preflight.compare` for each cell on the calibration samples that the
-transfers of
+The first command runs `tuneport.pipeline.preflight.compare` for each cell on the calibration samples that transfers of
 zoo-n100.json drew (the same seed), and keeps a file per cell. The second holds them against the real gains of
 zoo-n100.json: rank correlations of every candidate feature, the verdicts, and thresholds chosen again with each pair
 and each task left out.
@@ -42,6 +41,7 @@ from tuneport.pipeline.preflight import (
     try_transfer,
 )
 from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.transfer import check_scale
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 HARM = 0.5  # points: less than that is neither a gain nor a loss
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         job = prepare(zoo / source, tuned, zoo / target, data, signals=COMPARED, **given)
         cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed}
         if "trial" not in cell:
-            cell["trial"] = asdict(try_transfer(job))
+            cell["trial"] = asdict(try_transfer(job, scale=check_scale(options.scale)))
         if "similarity" in wanted:
             cell["similarity"] = summary(compare(job, trial=False).similarity)
         cell["seconds"] = round(cell.get("seconds", 0.0) + time.perf_counter() - started, 1)
@@ -78,7 +78,7 @@ def load(options: argparse.Namespace) -> list[Cell]:
     targets = {(row["pair"], row["task"]): row["accuracy"] for row in rows if row["method"] == "target"}
     gains: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
-        if row["method"] == "bico" and row["scale_rule"] == "1":
+        if row["method"] == "bico" and row["scale_rule"] == options.scale:
             key = (row["pair"], row["task"])
             gains.setdefault(key, {})[row["seed"]] = row["accuracy"] - targets[key]
     cells = [json.loads(file.read_text()) for file in sorted(options.runs.glob("*.json"))]
@@ -176,8 +176,9 @@ def write(options: argparse.Namespace) -> None:
     fresh = [cell for cell in measured if cell["seed"] != 0]
     lines = ["# Does the pre-flight verdict predict the gain?", ""]
     lines += [
-        f"{len(cells)} cells of the zoo, BiCo at scale 1, N = 100. Gain: test accuracy of the ported target minus that "
-        "of the target, in points, with the same seed. Trial: calibration samples only, by cross-fitting.",
+        f"{len(cells)} cells of the zoo, BiCo at scale {options.scale}, N = 100. Gain: test accuracy of the ported "
+        "target minus that of the target, in points, with the same seed. Trial: calibration samples only, "
+        "by cross-fitting.",
         "",
         *table(cells),
     ]
@@ -234,6 +235,9 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/images/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--runs", type=Path, required=True, help="where the file of each cell is, or goes")
+    parser.add_argument(
+        "--scale", default="auto", help="of the trials and the gains: 1 or auto, the default of N = 100"
+    )
     parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
     parser.add_argument("--trial-only", action="store_true", help="leave the layer-by-layer likeness out")
     parser.add_argument("--write", type=Path, help="write the tables of the runs to this file")

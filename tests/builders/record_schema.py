@@ -154,6 +154,9 @@ class TrialEntry(TypedDict):
     turned_right: NotRequired[int | None]
     turned_wrong: NotRequired[int | None]
     loss_error: NotRequired[Measured]
+    scales: NotRequired[Sequence[float]]
+    rule: NotRequired[Literal["auto", "safe"] | None]
+    seconds: NotRequired[Seconds]
 
 
 class VerdictEntry(TypedDict):

@@ -88,7 +88,8 @@ class TestCompare:
         found = done.json
         assert found["samples"] == 24
         assert found["verdict"]["verdict"] in ("likely to help", "uncertain", "unlikely to help")
-        assert found["verdict"]["trial"]["samples"] == 24
+        trial = found["verdict"]["trial"]
+        assert (trial["samples"], trial["rule"], len(trial["scales"])) == (24, "safe", 4)
         assert {item["signal"] for item in found["similarity"]} == set(found["summary"])
         assert not list(place.iterdir()), "nothing is written"
 
@@ -110,6 +111,7 @@ class TestCompare:
         before = run("evaluate", zoo["clip_vision-target"], "--data", zoo.data, "--json").json
         found = record["evaluation"]
         assert (found["before"], found["after"]) == (before["accuracy"], after["accuracy"])
+        assert record["verdict"]["trial"]["scales"] == [1.0] * 4, "the verdict is on the scale of the transfer"
         assert record["verdict"]["verdict"] in (out / "report.html").read_text()
 
     def test_too_few_samples(self, run: Run, zoo: Zoo) -> None:

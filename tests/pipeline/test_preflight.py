@@ -32,6 +32,7 @@ from tuneport.pipeline.preflight import (
     try_transfer,
 )
 from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import SCALES, Score, choose_scale
 from tuneport.pipeline.statistics import measure_job, problem_of
 
 
@@ -43,7 +44,7 @@ def job(zoo: Zoo) -> Any:
 
 class TestTrial:
     def test_every_sample_is_scored_by_maps_that_have_not_seen_it(self, job: Any) -> None:
-        found = try_transfer(job)
+        found = try_transfer(job, scale=1.0)
         indices = job.samples.indices
         before, after = [], []
         for number in range(FOLDS):
@@ -68,6 +69,28 @@ class TestTrial:
         assert found.accuracy_after == pytest.approx(100 * np.mean([right for _, right in after]), abs=5)
         assert found.gain == pytest.approx(100 * (found.turned_right - found.turned_wrong) / 24)
 
+    def test_the_scale_is_that_of_a_transfer(self, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With fewer than 100 images the rule is "safe", and the answers of the other folds choose."""
+        asked: list[tuple[int, str]] = []
+
+        def choose(score: Any, *, samples: int, rule: str, **given: Any) -> Any:
+            asked.append((samples, rule))
+            return choose_scale(
+                lambda scale: score(scale) if len(asked) > 1 else Score(-scale), samples=samples, **given
+            )
+
+        monkeypatch.setattr("tuneport.pipeline.preflight.choose_scale", choose)
+        found = try_transfer(job)
+        assert asked == [(18, "safe")] * FOLDS
+        assert (found.scales[0], found.rule) == (SCALES[-1], "safe")
+
+    def test_a_scale_of_zero_changes_no_answer(self, job: Any) -> None:
+        found = try_transfer(job, scale=0.0)
+        assert (found.loss_before, found.accuracy_before) == (found.loss_after, found.accuracy_after)
+        assert (found.loss_falls, found.turned_right, found.turned_wrong) == (0, 0, 0)
+        assert judge(found).verdict == UNLIKELY
+        assert judge(found).reasons == ("at scale 0, the target stays as it is",)
+
     def test_a_token_limit_is_shared_by_the_folds(self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         limits: list[int | None] = []
 
@@ -85,7 +108,7 @@ class TestTrial:
         base = zoo["clip_vision-base"]
         data = read_plain(zoo.data, "train")
         job = prepare(base, zoo["clip_vision-tuned"], base, data, signals=COMPARED, samples=24)
-        found = try_transfer(job)
+        found = try_transfer(job, scale=1.0)
         module = job.source.module
         batch, labels = next(iter(job.samples)).target
         moved = {name: tensor for name, tensor in job.task_vector.items() if "norm" not in name}
@@ -111,6 +134,7 @@ class TestTrial:
 
     def test_without_a_head_only_the_loss_counts(self, job: Any) -> None:
         found = try_transfer(replace(job, heads=None))
+        assert (found.scales, found.rule) == ((1.0,) * FOLDS, None), "no sample can be scored to choose a scale"
         assert found.gain is None
         assert found.samples == 24
         assert math.isfinite(found.loss_after)
@@ -136,8 +160,20 @@ class TestVerdict:
         assert found.verdict == expected
         assert found.reasons
 
+    @pytest.mark.parametrize(
+        ("scales", "rule", "words"),
+        [
+            ((1.0, 1.0), None, "at scale 1, the loss falls on 85 % of"),
+            ((0.25, 0.25), "safe", "at scale 0.25, chosen by safe on the other samples, the loss falls"),
+            ((0.5, 0.0, 1.0), "auto", "at scales of 0 to 1, chosen by auto on the other samples, the loss falls"),
+        ],
+    )
+    def test_reasons_name_the_scale(self, scales: tuple[float, ...], rule: Any, words: str) -> None:
+        found = judge(Trial(100, 2.0, 1.8, 0.85, 40.0, 43.0, 6, 3, scales=scales, rule=rule))
+        assert found.reasons[0].startswith(words)
+
     def test_reasons_name_the_numbers(self, job: Any) -> None:
-        found = compare(job)
+        found = compare(job, scale=1.0)
         text = "\n".join(found.verdict.reasons)
         assert f"{found.trial.turned_right} of them turn right" in text
         means = summary(found.similarity)

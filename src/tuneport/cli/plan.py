@@ -157,6 +157,7 @@ def compare(
     method: options.MethodName = "bico",
     samples: options.Samples = None,
     seed: options.Seed = 0,
+    scale: options.Scale = None,
     head: options.HeadName = None,
     columns: options.Columns = None,
     max_length: options.MaxLength = None,
@@ -173,10 +174,12 @@ def compare(
     from ..methods import get_method
     from ..pipeline import preflight
     from ..pipeline.prepare import prepare
+    from ..pipeline.transfer import check_scale
 
+    strength = check_scale(scale)
     signals = get_method(method).signals.union(COMPARED)
     job = prepare(source, finetuned, target, data, signals=signals, **given)
-    found = compare_models(job, method, trial=finetuned is not None)
+    found = compare_models(job, method, strength, trial=finetuned is not None)
     means = preflight.summary(found.similarity)
     if json:
         about = {"source": source, "target": target, "samples": len(job.samples), "summary": means}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import TuneportError
-from ..types import OutputKind
+from ..types import OutputKind, ScaleRule
 from . import options
 from .terminal import emit_json, note, progress, say, watched
 
@@ -124,7 +125,10 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
             usual = usual_test(job, data, columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
         _check_job(job, method, kind, form, test)
-        verdict = compare_models(job, method).record() if asked.compare else None
+        verdict = None
+        if asked.compare:
+            written = replace(job, form=form if kind == "adapter" else None)
+            verdict = compare_models(written, method, strength).record()
         with _measuring(job, method, steps or 0) as callbacks:
             record = port(
                 job,
@@ -190,11 +194,11 @@ def _measuring(job: Job, method: str, steps: int) -> Iterator[dict[str, Any]]:
         yield {"passes": passes, "progress": advance, "watch": watch, "step": watch}
 
 
-def compare_models(job: Job, method: str, *, trial: bool = True) -> Preflight:
+def compare_models(job: Job, method: str, scale: float | ScaleRule | None, *, trial: bool = True) -> Preflight:
     from ..pipeline import preflight
 
     with progress("comparing", 0) as advance:
-        return preflight.compare(job, method, trial=trial, progress=advance)
+        return preflight.compare(job, method, scale=scale, trial=trial, progress=advance)
 
 
 def print_notes(job: Job) -> None:

@@ -1,8 +1,8 @@
 """The similarity of two models, and a verdict on their transfer from a trial on held-out samples.
 
 The trial transfers in memory: it scores the target on each fold of the calibration samples, with and without an update
-whose maps come from the other folds. Similarity has not predicted gains (benchmarks/results/verdict.md), so without a
-fine-tune the verdict is "uncertain".
+whose maps come from the other folds, at the scale that a transfer would take: a number, or what the other folds choose.
+Similarity has not predicted gains (benchmarks/results/verdict.md), so without a fine-tune the verdict is "uncertain".
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 from torch.nn import functional as F
 
 from ..errors import DataError
@@ -28,23 +26,23 @@ from ..maps.statistics import Statistics
 from ..measure.chance import LEVEL, tail
 from ..measure.likeness import LayerSimilarity, compare_layers
 from ..measure.objectives import TokenLoss
-from ..measure.signals import frozen
 from ..methods import Method, get_method
 from ..report.summary import number_text
 from ..training.distill import STEPS
 from ..training.matching import BATCH
-from ..types import Progress
+from ..types import Progress, ScaleRule
 from .heads import fitted
 from .labels import measurable
-from .scale import Scaled
+from .scale import SCALES, Answers, answers_of, choose_scale, scaled_as_written, score_of
 from .statistics import measure_in_parts, problem_of
+from .transfer import scale_for
 
 FOLDS = 4
 LEAST_SAMPLES = 2 * FOLDS
 LIKELY, UNCERTAIN, UNLIKELY = "likely to help", "uncertain", "unlikely to help"
-# Calibrated on the 18 cells of the zoo (benchmarks/claims/verdict.py). For "likely to help" the loss must fall on
-# clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of 40. A lean of
-# TURNED_WRONG is "unlikely to help". Samples that turned must differ by LEAST_TURNED: one more is chance.
+# Calibrated at scale 1 on the 18 cells of the zoo (benchmarks/claims/verdict.py). For "likely to help" the loss must
+# fall on clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of 40. A
+# lean of TURNED_WRONG is "unlikely to help". Samples that turned must differ by LEAST_TURNED: one more is chance.
 LOSS_FALLS = 0.75
 TURNED_WRONG = -1.0
 LEAST_TURNED = 2
@@ -68,8 +66,9 @@ Score = tuple[float, bool | None]  # the loss, and whether the class is right if
 
 @dataclass(frozen=True)
 class Trial:
-    """The target with and without the update, on calibration samples that the maps have not seen, at scale 1.
+    """The target with and without the update, on calibration samples that neither the maps nor the scale have seen.
 
+    `scales` are those of the folds; `rule` chose them, unless the scale was given. `seconds` are those of measuring.
     `loss_falls` is the share of samples whose loss falls. `turned_right` and `turned_wrong` count samples whose class
     becomes right or wrong; they and the accuracies (percent) are None if there are no classes. `loss_error` is the
     standard error of the change of the mean loss, for language models, whose loss is their quality.
@@ -84,6 +83,9 @@ class Trial:
     turned_right: int | None = None
     turned_wrong: int | None = None
     loss_error: float | None = None
+    scales: tuple[float, ...] = (1.0,)
+    rule: ScaleRule | None = None
+    seconds: float = 0.0
 
     @property
     def gain(self) -> float | None:
@@ -125,12 +127,17 @@ class Preflight:
 
 
 def compare(
-    job: Job, method: str | Method = "bico", *, trial: bool = True, progress: Progress | None = None
+    job: Job,
+    method: str | Method = "bico",
+    *,
+    scale: float | ScaleRule | None = None,
+    trial: bool = True,
+    progress: Progress | None = None,
 ) -> Preflight:
     """Compare the two models of a job layer by layer, and try its transfer on held-out calibration samples.
 
-    The job is prepared for the signals of the method and those that are `COMPARED`. With `trial=False` only similarity
-    is measured. Nothing is written, and both models are restored.
+    The job is prepared for the signals of the method and those that are `COMPARED`. The `scale` is that of `transfer`.
+    With `trial=False` only similarity is measured. Nothing is written, and both models are restored.
     """
     held_out, *_ = _folds(job)
     job = measurable(job)
@@ -147,11 +154,10 @@ def compare(
         match=job.match,
         progress=progress,
     )
-    started = time.perf_counter()
-    tried = try_transfer(job, method, progress=progress) if trial else None
+    tried = try_transfer(job, method, scale=scale, progress=progress) if trial else None
     verdict = judge(tried, similarity)
     if tried is not None and job.heads is not None:
-        words = route_words(len(job.samples), (time.perf_counter() - started) / len(job.samples))
+        words = route_words(tried.samples, tried.seconds / tried.samples)
         verdict = replace(verdict, reasons=(*verdict.reasons, words))
     return Preflight(similarity, tried, verdict)
 
@@ -159,7 +165,7 @@ def compare(
 def route_words(samples: int, seconds: float) -> str:
     """What other cells have gained by each route from as many samples, and about how long a distillation takes.
 
-    `seconds` are those of a sample in a trial, in which both models run forward and backward.
+    `seconds` are those of measuring a sample, for which both models run forward and backward.
 
     >>> route_words(500, 0.001).partition(":")[0]
     'with 500 samples, four cells of small vision towers have gained, of what fine-tuning gains'
@@ -174,32 +180,43 @@ def route_words(samples: int, seconds: float) -> str:
     )
 
 
-def try_transfer(job: Job, method: str | Method = "bico", *, progress: Progress | None = None) -> Trial:
-    """Score the target on every fold of the samples, with maps from the other folds (cross-fitting)."""
-    method = get_method(method)
-    job = job.for_(method)
+def try_transfer(
+    job: Job,
+    method: str | Method = "bico",
+    *,
+    scale: float | ScaleRule | None = None,
+    progress: Progress | None = None,
+) -> Trial:
+    """Score the target on every fold of the samples, with maps and a scale from the other folds (cross-fitting)."""
+    method, strength = get_method(method), scale_for(job, scale)
+    job = measurable(job.for_(method))
     folds = _folds(job)
     assert job.losses is not None
-    loss = job.losses.target
-    job = measurable(job)
+    tokens = isinstance(job.losses.target, TokenLoss)
+    candidates = SCALES if isinstance(strength, str) else (0.0, strength)
+    started = time.perf_counter()
     sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
-    before: list[Score] = []
-    after: list[Score] = []
+    seconds = round(time.perf_counter() - started, 3)
+    answers: list[dict[float, list[Answers]]] = []
     for number, fold in enumerate(folds):
         samples = job.samples.take(fold)
-        single = job.heads is None and not isinstance(loss, TokenLoss)  # a loss is a sum: one sample, one number
-        size = 1 if single else samples.size
-        batches = [batch.target for batch in replace(samples, size=size)]
+        single = job.heads is None and not tokens  # a loss is a sum: one sample, one number
+        batches = [batch.target for batch in replace(samples, size=1 if single else samples.size)]
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
-        moved = method.transfer(problem_of(job, rest))
         others = job.samples.take(np.delete(np.arange(len(job.samples)), fold))
-        with fitted(job, job.target.module, others):
-            before += _scores(job, job.target.module, batches)
-        with Scaled(job.target.module, moved.task_vector, job.target.stored_parameters()) as scaled:
-            scaled.set(1.0)
-            with fitted(job, scaled.module, others):
-                after += _scores(job, scaled.module, batches)
-    return _compared(before, after, isinstance(loss, TokenLoss))
+        answers.append({})
+        with scaled_as_written(job, method.transfer(problem_of(job, rest)).task_vector) as scaled:
+            for candidate in candidates:
+                scaled.set(candidate)
+                with fitted(job, scaled.module, others):
+                    answers[-1][candidate] = answers_of(job, scaled.module, batches)
+    scales = tuple(_scale(answers[:number] + answers[number + 1 :], strength, tokens) for number in range(len(folds)))
+    before, after = (
+        [score for found, at in zip(answers, taken, strict=True) for score in _scores(found[at])]
+        for taken in ([0.0] * len(folds), scales)
+    )
+    found = _compared(before, after, tokens)
+    return replace(found, scales=scales, rule=strength if isinstance(strength, str) else None, seconds=seconds)
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:
@@ -222,7 +239,12 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
     if trial is None:
         reason = "no fine-tune was given to try: similarity of the bases alone has not predicted gains"
         return Verdict(UNCERTAIN, (reason, *means))
-    falls = f"the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
+    low, high = min(trial.scales), max(trial.scales)
+    at = f"scale {low:g}" if low == high else f"scales of {low:g} to {high:g}"
+    at += "" if trial.rule is None else f", chosen by {trial.rule} on the other samples"
+    if not high:
+        return Verdict(UNLIKELY, (f"at {at}, the target stays as it is", *means))
+    falls = f"at {at}, the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
     if trial.gain is None or trial.lean is None:
         if trial.loss_error is not None:
             return _judge_loss(trial, falls, means)
@@ -293,23 +315,25 @@ def _folds(job: Job) -> list[slice]:
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
-def _scores(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Score]:
+def _scale(folds: Sequence[Mapping[float, list[Answers]]], strength: float | ScaleRule, tokens: bool) -> float:
+    """The scale that was given, or that the answers of some folds choose."""
+    if not isinstance(strength, str):
+        return strength
+    answers = {scale: [answer for found in folds for answer in found[scale]] for scale in folds[0]}
+    count = sum(len(values) for values, _ in answers[0.0])
+    return choose_scale(
+        lambda scale: score_of(answers[scale], tokens), samples=count, held_out=True, rule=strength
+    ).scale
+
+
+def _scores(answers: Iterable[Answers]) -> Iterator[Score]:
     """The score of each sample; without a head, of each batch."""
-    assert job.losses is not None
-    found: list[Score] = []
-    with frozen(module), torch.no_grad():
-        for batch in batches:
-            if isinstance(job.losses.target, TokenLoss):
-                found += [(loss, None) for loss in job.losses.target.each(module, batch).tolist()]
-                continue
-            if job.heads is None:
-                found.append((float(job.losses.target(module, batch)), None))
-                continue
-            inputs, labels = batch
-            scores = job.heads.target.scores(job.target, module, inputs)
-            losses = F.cross_entropy(scores, labels, reduction="none")
-            found += zip(losses.tolist(), (scores.argmax(-1) == labels).tolist(), strict=True)
-    return found
+    for values, labels in answers:
+        if labels is None:
+            yield from ((loss, None) for loss in values.tolist())
+        else:
+            losses = F.cross_entropy(values, labels, reduction="none")
+            yield from zip(losses.tolist(), (values.argmax(-1) == labels).tolist(), strict=True)
 
 
 def _compared(before: list[Score], after: list[Score], tokens: bool) -> Trial:

@@ -214,19 +214,19 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
             for scale, seen in answers.items():
                 scaled.set(scale)
                 with fitted(judge, scaled.module, maker.samples):
-                    seen += _answers(judge, scaled.module, batches)
+                    seen += answers_of(judge, scaled.module, batches)
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
     each = sides[0].losses is not None and isinstance(sides[0].losses.target, TokenLoss)
-    return choose_scale(lambda scale: _score(answers[scale], each), samples=samples, held_out=held_out, rule=rule)
+    return choose_scale(lambda scale: score_of(answers[scale], each), samples=samples, held_out=held_out, rule=rule)
 
 
 Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or the loss of each sample
 
 
-def _answers(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answers]:
-    """The answers of the target."""
+def answers_of(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answers]:
+    """The answers of the target, which `module` is, to batches of its own inputs."""
     assert job.losses is not None
     found: list[Answers] = []
     with frozen(module), torch.no_grad():
@@ -242,7 +242,8 @@ def _answers(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answer
     return found
 
 
-def _score(answers: Sequence[Answers], each: bool) -> Score:
+def score_of(answers: Sequence[Answers], each: bool) -> Score:
+    """The score of answers; `each` says that they are losses of single samples."""
     values = torch.cat([value for value, _ in answers])
     labels = [label for _, label in answers if label is not None]
     if labels:
