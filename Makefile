@@ -8,14 +8,28 @@ STAMP := $(VENV)/.installed
 FAMILIES := .venv-families
 FAMILIES_STAMP := $(FAMILIES)/.installed
 
-.PHONY: setup demo test test-families lint docs bench clean
+.PHONY: setup setup-families demo test test-families lint docs bench clean
+
+# Libraries are compiled when they are first imported, most of their modules never: the compiled ones must be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
+# create FOLDER,CONSTRAINTS,EXTRA: the pip of older Pythons takes twice as long as the pinned one.
+define create
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) --upgrade pip
+	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3)]"
+	touch $(1)/.installed
+endef
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	touch $(STAMP)
+	$(call create,$(VENV),constraints.txt,dev)
+
+setup-families: $(FAMILIES_STAMP)
+
+$(FAMILIES_STAMP): pyproject.toml constraints-families.txt
+	$(call create,$(FAMILIES),constraints-families.txt,test-families)
 
 demo: setup
 	$(BIN)/tuneport demo --overwrite
@@ -26,12 +40,7 @@ test test-families: export OMP_NUM_THREADS := 1
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-$(FAMILIES_STAMP): pyproject.toml constraints-families.txt
-	$(PYTHON) -m venv $(FAMILIES)
-	$(FAMILIES)/bin/python -m pip install --quiet -c constraints-families.txt -e ".[test-families]"
-	touch $(FAMILIES_STAMP)
-
-test-families: $(FAMILIES_STAMP)
+test-families: setup-families
 	$(FAMILIES)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/models/families
 
 lint: setup
