@@ -80,10 +80,17 @@ def test_a_scale_of_zero_is_called_what_it_is(run: Run, zoo: Zoo, place: Path) -
     target = zoo["clip_vision-target"] / "model.safetensors"
     assert (place / "out" / "model.safetensors").read_bytes() == target.read_bytes()
     assert json.loads((place / "out" / "tuneport.json").read_text())["outcome"] == "nothing moved"
+    rows = dict(line.split(maxsplit=1) for line in done.out.splitlines()[1:] if " " in line)
+    assert (rows["moved"], rows["target"]) == ("nothing: the scale is 0", "every tensor stays as it was")
+    assert "  kept " not in done.out
+    page = " ".join((place / "out" / "report.html").read_text().split())
+    assert "mapped by <code>bico</code> and not added: the scale is 0." in page
     card = (place / "out" / "README.md").read_text()
     assert "with the skill of" not in card
     assert "clip\\_vision-target, unchanged" in card
     assert "was ported to" not in card
+    assert "is carried over" not in card
+    assert card.partition("## What stayed as it was")[2].strip().startswith("- every tensor: the scale is 0\n")
 
 
 @pytest.mark.parametrize(("more", "samples"), [((), 20), (("--no-evaluate",), 0), (("--evaluate",), 30)])

@@ -53,7 +53,15 @@ def test_a_scale_of_zero_is_no_port() -> None:
         assert found.outcome == "nothing moved"
         assert "nothing moved" in found.headline
         assert "the chosen scale is 0, and the output is the target as it was" in found.headline
-    assert outcome_of(None, scale=0.0, head=True).outcome == "not measured", "a fitted head is a change"
+    alone = outcome_of(None, scale=0.0, head=True)
+    assert (alone.outcome, alone.headline) == (
+        "not measured",
+        "the gain was not measured; only the head changed: the scale is 0",
+    )
+    gained = outcome_of(evaluated(target=50, port=80), scale=0.0, head=True)
+    assert gained.headline.endswith("80.0 %: the transfer helped; only the head changed: the scale is 0")
+    harmed = outcome_of(evaluated(target=50, port=40), scale=0.0, head=True)
+    assert "try more samples, or --distill 300; only" in harmed.headline, "no scale is safer than 0"
     assert outcome_of(evaluated(target=50, port=50, distilled=80), scale=1.0, distilled=True).outcome == "gain"
 
 

@@ -88,7 +88,7 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
         show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
     else:
         show(plan_rows(outlook["layers"]), *PLAN_COLUMNS, title=title, fold=True)
-    say(f"moved: {moved_words(outlook)}")
+    say(f"would move: {moved_words(outlook)}")
     print_kept(outlook)
     if "same_tokenizer" in outlook:
         words = "the models have one tokenizer" if outlook["same_tokenizer"] else "the tokenizers differ"

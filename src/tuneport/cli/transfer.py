@@ -222,7 +222,8 @@ def _print_result(record: dict[str, Any]) -> None:
     say(record["recommendation"])
     for label, text in summary_rows(record):
         say(f"{label:<12} {text}")
-    print_kept(record)
+    if record["scale"]:
+        print_kept(record)
     say(f"written to {record['out']}" + ("" if record["as"] == "task-vector" else ", report in report.html"))
 
 

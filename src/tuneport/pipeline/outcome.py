@@ -46,12 +46,13 @@ def outcome_of(
         reason: why there are no scores.
     """
     same = scale == 0 and not head and not distilled
-    zero = "the chosen scale is 0, and the output is the target as it was" if same else ""
+    zero = "the chosen scale is 0, and the output is the target as it was"
+    alone = "; only the head changed: the scale is 0" if scale == 0 and head and not distilled else ""
     if evaluated is None:
         if same:
             return Outcome("nothing moved", f"nothing moved: {zero}; try more samples or {MORE}", NOTHING)
         why = f": {reason}" if reason else ""
-        return Outcome("not measured", f"the gain was not measured{why}", UNKNOWN)
+        return Outcome("not measured", f"the gain was not measured{why}{alone}", UNKNOWN)
     before, after = evaluated.scored["target"], evaluated.written
     form, unit = FORMS[evaluated.metric]
     what = f"{evaluated.metric} on {evaluated.test.name}: {before.value:{form}} -> {after.value:{form}}{unit}"
@@ -59,14 +60,14 @@ def outcome_of(
         headline = f"{evaluated.metric} on {evaluated.test.name}: {before.value:{form}}{unit}, as before: nothing moved"
         return Outcome("nothing moved", f"{headline}; {zero}; try more samples or {MORE}", NOTHING)
     change = evaluated.better(before, after)
-    safer = "" if rule == "safe" else "--scale safe, "
+    safer = "" if rule == "safe" or scale == 0 else "--scale safe, "
     words: dict[int, tuple[Word, str]] = {
         1: ("gain", "the transfer helped"),
         -1: ("harm", f"the transfer did harm; try {safer}more samples, or {MORE}"),
         0: ("no clear change", f"no clear change on {len(evaluated.test)} test samples"),
     }
     outcome, said = words[change]
-    return Outcome(outcome, f"{what}: {said}", _recommended(evaluated, change, distilled))
+    return Outcome(outcome, f"{what}: {said}{alone}", _recommended(evaluated, change, distilled))
 
 
 NOTHING = f"Keep the old model: no strength of this change helps the target. {MORE} may, or fine-tuning."
@@ -80,7 +81,8 @@ def _recommended(evaluated: Evaluated, change: int, distilled: bool) -> str:
         return f"{of.value:{form}}{unit}"
 
     after, old = evaluated.written, evaluated.scored.get("finetuned")
-    more = "fine-tune the target on labels" if distilled else f"add {MORE}, or fine-tune the port on labels"
+    on = "more texts" if evaluated.metric == "bits per character" else "labels"
+    more = f"fine-tune the target on {on}" if distilled else f"add {MORE}, or fine-tune the port on {on}"
     if change < 0:
         keep = "the target as it was" if old is None else f"the old model ({value(old)})"
         return f"Keep {keep}, or {more}: this output is worse than the target without it."

@@ -23,7 +23,7 @@ def number_text(value: float | None, form: str = "") -> str:
 
 def summary_rows(record: Record) -> list[tuple[str, str]]:
     """The transfer in a few rows of label and text."""
-    layers, kept = record["layers"], record["not_transported"]
+    layers = record["layers"]
     rows = [
         ("method", f"{record['method']}, {scale_words(record)}"),
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
@@ -32,8 +32,8 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         by = "the labels" if record["options"].get("labels") == "data" else "the scores of the fine-tuned source"
         rows.append(("head", f"{len(record['head']['classes'])} classes, fitted to {by}"))
     if layers:
-        rows.append(("moved", moved_words(record)))
-        rows.append(("target", f"{len(layers)} layers changed; {len(kept)} tensors stay as they were"))
+        rows.append(("moved", moved_words(record) if record["scale"] else "nothing: the scale is 0"))
+        rows.append(("target", _changed_words(record)))
     if found := record.get("distilled"):
         rows.append(("distilled", distilled_words(found)))
     for side in ("in", "out"):
@@ -50,6 +50,17 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
     return [*rows, ("time", f"{record['seconds']:.1f} s")]
+
+
+def _changed_words(record: Record) -> str:
+    """What the target's files have changed by, and what stays."""
+    if record["scale"]:
+        return f"{len(record['layers'])} layers changed; {len(record['not_transported'])} tensors stay as they were"
+    if record.get("distilled", {}).get("best"):
+        return "changed by the distillation only"
+    return (
+        "the head changed; all other tensors stay as they were" if "head" in record else "every tensor stays as it was"
+    )
 
 
 def scale_words(record: Record) -> str:
