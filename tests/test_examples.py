@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import tuneport
+from builders.chats import chat_tokenizer
+from builders.loras import adapted, saved
+from builders.texts import LARGE, SMALL, make, write
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -45,6 +50,30 @@ def test_a_script_goes_from_inputs_to_an_answer(
     assert "evaluation" in record
     assert (tmp_path / "ported" / "report.html").is_file()
     assert said in capsys.readouterr().out.rpartition("the report:")[2]
+
+
+def test_a_ported_lora_is_served_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    tokenizer, more = chat_tokenizer("chatml"), {"vocab_size": 330, "max_position_embeddings": 128}
+    source, target = (make("llama", size, **more) for size in (SMALL, LARGE))
+    lora = adapted(source, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    base, folder = write(tmp_path / "new", target, tokenizer), saved(lora, tmp_path / "lora")
+    out = tuneport.transfer(source, folder, base, method="naive").save(tmp_path / "ported", kind="adapter")
+    monkeypatch.setattr(sys, "argv", ["serve_lora.py", str(out), "--port", "0", "--ask", "why?", "--tokens", "5"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(EXAMPLES / "serve_lora.py"), run_name="__main__")
+    assert stop.value.code is None
+    model = peft.PeftModel.from_pretrained(target, out).eval()
+    ids = tokenizer(tokenizer.apply_chat_template([{"role": "user", "content": "why?"}], tokenize=False,
+                                                  add_generation_prompt=True), return_tensors="pt")  # fmt: skip
+    found = model.generate(input_ids=ids["input_ids"], max_new_tokens=5, do_sample=False)[
+        0, ids["input_ids"].shape[1] :
+    ]
+    said = capsys.readouterr().out
+    assert f"serving {out} on http://127.0.0.1:" in said
+    assert said.partition("assistant: ")[2] == tokenizer.decode(found, skip_special_tokens=True) + "\n"
 
 
 def test_inputs_of_your_own(

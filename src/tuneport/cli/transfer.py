@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import typer
 from ..errors import TuneportError
 from ..types import OutputKind, ScaleRule
 from . import options
-from .terminal import emit_json, note, progress, say, watched
+from .terminal import as_options, emit_json, note, progress, say, watched
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
@@ -221,7 +222,7 @@ def _print_result(record: dict[str, Any]) -> None:
         say(f"  {score_words(record)}")
     say(record["recommendation"])
     for label, text in summary_rows(record):
-        say(f"{label:<12} {text}")
+        say(f"{label:<12} {as_options(text)}")
     if record["scale"]:
         print_kept(record)
     say(f"written to {record['out']}" + ("" if record["as"] == "task-vector" else ", report in report.html"))
@@ -237,7 +238,8 @@ def next_commands(
     if data is not None and _can_evaluate(target, data, head, columns):
         more = [word for name, value in (("--head", head), ("--columns", columns)) if value for word in (name, value)]
         found.append(["tuneport", "evaluate", out, "--data", data, *more])
-    if record["as"] == "adapter" and target.folder is not None and target.library == "transformers":
+    known = target.folder is not None and target.library == "transformers" and Path(target.name).is_dir()
+    if record["as"] == "adapter" and known:
         name, settings = loader_of(target, record["finetuned"].get("adapter", {}).get("task_type"))
         found.append(["python", "-c", f"import peft; peft.{name}.from_pretrained({out!r}{settings})"])
     return [shlex.join(words) for words in found]

@@ -11,6 +11,7 @@ from ..job import Job
 from ..methods import Method, name_of
 from ..models.base import Model
 from ..task_vectors.lora_write import AdapterForm, Packed, no_place, saved_modules
+from ..task_vectors.servers import vllm_rank, vllm_refusals
 
 TASKS = {  # of peft, by the ends of names of classes
     "ForSequenceClassification": "SEQ_CLS",
@@ -93,5 +94,14 @@ def adapter_record(record: Mapping[str, Any], packed: Packed, target: Model) -> 
         **record,
         "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
         "not_transported": [*record["not_transported"], *kept],
-        "adapter": {"rank": packed.adapter.config["r"], "modules": [asdict(item) for item in packed.modules]},
+        "adapter": adapter_entry(packed),
     }
+
+
+def adapter_entry(packed: Packed) -> dict[str, Any]:
+    """What a record says of a written adapter; of one for a decoder, also what vLLM makes of it."""
+    config = packed.adapter.config
+    entry = {"rank": config["r"], "modules": [asdict(item) for item in packed.modules]}
+    if config.get("task_type") != "CAUSAL_LM":
+        return entry
+    return {**entry, "vllm": {"max_lora_rank": vllm_rank(packed.adapter), "refused": [*vllm_refusals(packed.adapter)]}}

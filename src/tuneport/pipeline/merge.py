@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..task_vectors.lora_write import UNCUT, AdapterForm, pack
 from ..task_vectors.merge import DENSITY, merge
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import OutputKind
-from .adapter import adapter_facts
+from .adapter import adapter_entry, adapter_facts
 from .change import base_identity, extract, fingerprint_of, is_task_vector, made_by, opened, stated_base, write_model
 from .result import check_output
 
@@ -95,7 +94,7 @@ def _write_adapter(
     vector = vector.rename({name: live[name] for name in vector if name in live})
     weights, facts = model.stored_parameters(), adapter_facts(model, None)
     packed = pack(vector, model.module, weights, form, about=facts)
-    more = {"adapter": {"rank": packed.adapter.config["r"], "modules": [asdict(item) for item in packed.modules]}}
+    more = {"adapter": adapter_entry(packed)}
     with new_folder(out, overwrite=overwrite) as folder:
         write_adapter(folder, packed.adapter)
         write_record(folder / "tuneport.json", {**record, **more})

@@ -26,7 +26,7 @@ from .summary import LAYER_COLUMNS, kept_rows, layer_rows, number_text, repeat_c
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
 SIDES = (("in", "input side"), ("out", "output side"))
-DONE = ("samples", "head", "adapter")  # rows of the summary that no other part of the page shows
+DONE = ("samples", "head", "adapter", "server")  # rows of the summary that no other part of the page shows
 CLASSES = 16  # shown before the rest is folded away
 TUNING = {10: "ten steps", 2000: "2,000 steps"}  # of fine-tuning, as rivals
 LIKENESS = {

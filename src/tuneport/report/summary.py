@@ -47,6 +47,9 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         span = f"rank {min(ranks)} to {max(ranks)}" if min(ranks) < max(ranks) else f"rank {max(ranks)}"
         cost = f"at most {100 * lost:.2g} % of a layer's squared norm cut off" if lost > 0 else "nothing cut off"
         rows.append(("adapter", f"{len(modules)} modules, {span}, {cost}"))
+        if found := record["adapter"].get("vllm"):
+            rank = f"vLLM loads it with --max-lora-rank {found['max_lora_rank']}"
+            rows.append(("server", f"vLLM refuses {'; '.join(found['refused'])}" if found["refused"] else rank))
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
     return [*rows, ("time", f"{record['seconds']:.1f} s")]
