@@ -64,6 +64,21 @@ def test_the_scale_is_chosen_for_the_cut_update(run: Run, zoo: Zoo, place: Path)
     assert losses[1][1:] == pytest.approx(losses[2][1:], rel=1e-4)
 
 
+@pytest.mark.parametrize("output", ["cut", "task-vector"])
+def test_a_change_of_nothing_is_scored_as_its_base(run: Run, zoo: Zoo, place: Path, output: str) -> None:
+    """The command that a transfer at scale 0 prints works, and what is written still is no fine-tune to transfer."""
+    out = place / ("out.safetensors" if output == "task-vector" else "out")
+    done = run("transfer", *options(zoo, scale=0), *OUTPUTS[output], "--out", out)
+    assert done.code == 0, done.err
+    assert f"next: tuneport evaluate {out} --data {zoo.data}" in done.out
+    found = run("evaluate", out, "--data", zoo.data, "--json")
+    assert found.code == 0, found.err
+    before = run("evaluate", zoo["clip_vision-target"], "--data", zoo.data, "--json")
+    assert found.json["accuracy"] == before.json["accuracy"]
+    again = options(zoo, source=zoo["clip_vision-target"], finetuned=out, target=zoo["clip_vision-base"])
+    assert_refused(run("transfer", *again, "--out", place / "x"), 1, "equals its base in every tensor")
+
+
 def test_a_task_vector_holds_the_scale(run: Run, zoo: Zoo, place: Path) -> None:
     tau, whole = place / "tau.safetensors", ["--head-fit", "none"]
     assert run("transfer", *options(zoo, "vit", scale=0.5), "--as", "task-vector", *whole, "--out", tau).code == 0

@@ -49,10 +49,14 @@ def test_advice_does_not_repeat_what_was_done() -> None:
 
 def test_a_scale_of_zero_is_no_port() -> None:
     for given in (None, evaluated(target=72, port=72)):
-        found = outcome_of(given, scale=0.0)
+        found = outcome_of(given, scale=0.0, rule="auto")
         assert found.outcome == "nothing moved"
         assert "nothing moved" in found.headline
         assert "the chosen scale is 0, and the output is the target as it was" in found.headline
+        assert found.recommendation.startswith("Keep the old model: no strength of this change helps")
+        asked = outcome_of(given, scale=0.0)
+        assert "; the scale is 0, and the output" in asked.headline.replace(": the", "; the")
+        assert asked.recommendation.startswith("Leave the scale to the samples"), "no other strength was tried"
     alone = outcome_of(None, scale=0.0, head=True)
     assert (alone.outcome, alone.headline) == (
         "not measured",

@@ -63,9 +63,7 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         vector = _stored_change(source, finetuned, exclude)
-    known = vector.subset(name for name in vector if name in source.file_names)
-    check_changes(known, (name for name in known if not source.matches(name, exclude)), exclude)
-    return known
+    return vector.subset(name for name in vector if name in source.file_names)
 
 
 def added_by(models: Sides[Model], finetuned: Finetuned, exclude: Sequence[str] = ()) -> AddedTokens | None:

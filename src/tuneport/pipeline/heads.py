@@ -73,9 +73,8 @@ def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bo
     return Sides(source, as_classifier(models.target, labelling, trust_remote_code=trust_remote_code))
 
 
-def take_head(source: Model, finetuned: Finetuned, exclude: Sequence[str]) -> TaskVector:
-    """Give the source its trained head, whole, and return the change of all other tensors."""
-    vector = change_of(source, finetuned, exclude)
+def take_head(source: Model, finetuned: Finetuned, vector: TaskVector, exclude: Sequence[str]) -> TaskVector:
+    """Give the source its trained head, whole, and return what the `vector` of a fine-tune changes in other tensors."""
     others = [glob for glob in exclude if not any(source.matches(name, [glob]) for name in source.head)]
     whole = vector if len(others) == len(exclude) else change_of(source, finetuned, others)
     lost = sorted(name for name in source.fresh if name.endswith("weight") and name not in whole)

@@ -46,11 +46,12 @@ def outcome_of(
         reason: why there are no scores.
     """
     same = scale == 0 and not head and not distilled
-    zero = "the chosen scale is 0, and the output is the target as it was"
+    zero = f"the {'chosen ' if rule else ''}scale is 0, and the output is the target as it was"
+    advice, other = (NOTHING, f"more samples or {MORE}") if rule else (GIVEN, f"another scale, or {MORE}")
     alone = "; only the head changed: the scale is 0" if scale == 0 and head and not distilled else ""
     if evaluated is None:
         if same:
-            return Outcome("nothing moved", f"nothing moved: {zero}; try more samples or {MORE}", NOTHING)
+            return Outcome("nothing moved", f"nothing moved: {zero}; try {other}", advice)
         why = f": {reason}" if reason else ""
         return Outcome("not measured", f"the gain was not measured{why}{alone}", UNKNOWN)
     before, after = evaluated.scored["target"], evaluated.written
@@ -58,7 +59,7 @@ def outcome_of(
     what = f"{evaluated.metric} on {evaluated.test.name}: {before.value:{form}} -> {after.value:{form}}{unit}"
     if same:
         headline = f"{evaluated.metric} on {evaluated.test.name}: {before.value:{form}}{unit}, as before: nothing moved"
-        return Outcome("nothing moved", f"{headline}; {zero}; try more samples or {MORE}", NOTHING)
+        return Outcome("nothing moved", f"{headline}; {zero}; try {other}", advice)
     change = evaluated.better(before, after)
     safer = "" if rule == "safe" or scale == 0 else "--scale safe, "
     words: dict[int, tuple[Word, str]] = {
@@ -71,6 +72,7 @@ def outcome_of(
 
 
 NOTHING = f"Keep the old model: no strength of this change helps the target. {MORE} may, or fine-tuning."
+GIVEN = "Leave the scale to the samples, or give one above 0: nothing was added to the target."
 UNKNOWN = "Evaluate the output before you use it: tuneport evaluate needs data with a labelled test split."
 
 

@@ -31,7 +31,7 @@ from ..report import record as records
 from ..report.provenance import data_identity
 from ..task_vectors.vector import TaskVector
 from ..types import Loss, Sides, Signal
-from .change import Finetuned, added_by, change_of, every_layer, opened, sum_of_changes
+from .change import Finetuned, added_by, change_of, check_changes, every_layer, opened, sum_of_changes
 from .described import prepared_record
 from .heads import labelling_by, scores_of_labels, take_head, with_heads, with_scores
 from .labels import agreement, labelled_by, scores_by
@@ -137,7 +137,10 @@ def _change(
     tuned = parts[0] if len(parts) == 1 else sum_of_changes(models.source, parts, given["exclude"])
     headed = _headed(models, tuned, data, given)
     models = headed or models
-    vector = (change_of if headed is None else take_head)(models.source, tuned, given["exclude"])
+    vector, exclude = change_of(models.source, tuned, given["exclude"]), given["exclude"]
+    check_changes(vector, (name for name in vector if not models.source.matches(name, exclude)), exclude)
+    if headed is not None:
+        vector = take_head(models.source, tuned, vector, exclude)
     return models, parts, tuned, vector, headed is not None
 
 

@@ -207,7 +207,7 @@ def _result(
         "not_transported": [asdict(item) for item in kept],
         **account(parts),
         "sanity": seen.record(_of_target(seen, moved)),
-        **asdict(outcome_of(None, scale=moved.scale, head=bool(head))),
+        **asdict(outcome_of(None, scale=moved.scale, rule=scale if isinstance(scale, str) else None, head=bool(head))),
     }
     if (choice := moved.choice) is not None:
         candidates = [
