@@ -54,7 +54,7 @@ from tuneport.training.loop import Schedule, run_steps
 MORE_STATED = {"c": {"fashion": 87.7, "gtsrb": 92.1}}  # measured with the trial of the shared lab
 RATES = (3e-5, 1e-4, 3e-4)  # of labelled fine-tuning
 TEXT_TASKS = ("trec6", "sst2", "subj", "agnews")
-KEY = ("pair", "task", "samples", "draw", "start", "teacher", "steps", "set")
+KEY = ("pair", "task", "samples", "draw", "start", "teacher", "steps", "batch_size", "set")
 
 
 class Cell:
@@ -132,7 +132,8 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
     started = time.perf_counter()
     row: dict[str, Any] = {"rate": None}
     if teacher == "source":
-        found = result.distill(steps, learning_rate=cell.options.learning_rate)
+        options = cell.options
+        found = result.distill(steps, learning_rate=options.learning_rate, batch_size=options.batch_size)
         module = found.apply()
         entry = found.record["distilled"]
         row = {"best": entry["best"], "rate": entry["learning_rate"], "agreement": entry["curve"][-1]["agreement"]}
@@ -151,6 +152,7 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
         "start": start,
         "teacher": teacher,
         "steps": steps,
+        "batch_size": cell.options.batch_size,
         "set": " ".join(cell.options.set),
         "target": round(base, 2),
         "begun": round(at_start, 2),
@@ -204,7 +206,7 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 def measure(options: argparse.Namespace) -> None:
     """Make the rows that are not there yet."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {tuple(row[key] for key in KEY) for row in rows_in(options.out)}
+    done = {tuple(row.get(key) for key in KEY) for row in rows_in(options.out)}  # old rows have no batch size
     part, parts = map(int, options.part.split("/"))
     for setting in options.set:  # a constant of the library, for trials on development cells
         name, value = setting.split("=")
@@ -220,7 +222,7 @@ def measure(options: argparse.Namespace) -> None:
     mine = [row for number, row in enumerate(wanted) if number // chunk % parts == part]
     cell = None
     for pair, task, *rest in mine:
-        if (pair, task, *rest, " ".join(options.set)) in done:
+        if (pair, task, *rest, options.batch_size, " ".join(options.set)) in done:
             continue
         if cell is None or (cell.pair, cell.task) != (pair, task):
             cell = (TextCell if pair.startswith(SOURCE) else Cell)(pair, task, options)
@@ -232,14 +234,15 @@ def write(options: argparse.Namespace) -> None:
     """Tables of the rows: shares of the fine-tuning gain, means over cells and draws, and the worst cell."""
     groups: dict[tuple[Any, ...], dict[tuple[str, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows_in(options.out):
-        kind = (row["samples"], row["steps"], row["teacher"], row["start"], row["set"])
+        batch = row.get("batch_size") or "usual"
+        kind = (row["samples"], row["steps"], batch, row["teacher"], row["start"], row["set"])
         groups[kind][row["pair"], row["task"]].append(row)
     lines = [
         "# Distillation: shares of the fine-tuning gain",
         "",
-        "| samples | steps | teacher | start | set | cells | start, % | written, % | worst cell, % "
+        "| samples | steps | batch | teacher | start | set | cells | start, % | written, % | worst cell, % "
         "| largest loss, points | seconds |",
-        "|" + "---|" * 11,
+        "|" + "---|" * 12,
     ]
     for kind, found in sorted(groups.items(), key=str):
         shares = {cell: statistics.mean(row["share"] for row in rows) for cell, rows in found.items()}
@@ -266,7 +269,8 @@ def cell_table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The share of each cell, from the port and with the source as the teacher: means over the draws."""
     found: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if (row["start"], row["teacher"], row["steps"], row["set"]) == ("port", "source", 300, ""):
+        kind = (row["start"], row["teacher"], row["steps"], row.get("batch_size"), row["set"])
+        if kind == ("port", "source", 300, None, ""):
             found[row["pair"], row["task"]][row["samples"]].append(row)
     counts = sorted({count for cell in found.values() for count in cell})
     names = (f"{kind}, N = {count}" for count in counts for kind in ("port", "distilled"))
@@ -295,6 +299,7 @@ def main() -> None:
     parser.add_argument("--teachers", nargs="+", default=["source"], choices=["source", "labels"])
     parser.add_argument("--method", default="bico")
     parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--batch-size", type=int, help="samples of an update")
     parser.add_argument("--set", nargs="+", default=[], help="constants, such as training.distill.MIXED=0")
     parser.add_argument("--test", type=int, default=2000, help="test samples at most")
     parser.add_argument("--tune-steps", type=int, default=400, help="of the full fine-tunes of text encoders")

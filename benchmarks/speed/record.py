@@ -153,7 +153,7 @@ def publish(
     about = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
         "machine": machine(device),
-        "commit": commit or found.stdout.strip() or None,
+        "commit": commit or os.environ.get("COMMIT") or found.stdout.strip() or None,
         "date": time.strftime("%Y-%m-%d"),
     }
     text = text.rstrip() + "\n\n" + "\n".join(f"- {key}: {value}" for key, value in about.items() if value) + "\n"

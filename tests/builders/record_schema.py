@@ -137,6 +137,7 @@ class DistilledEntry(TypedDict):
     samples: Count
     held_out: Count
     steps: Count
+    batch_size: Count
     learning_rate: float
     lora: int | None
     best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]

@@ -9,6 +9,7 @@ import pytest
 
 from builders.commands import Run, assert_refused
 from builders.folders import Zoo
+from tuneport.report.summary import repeat_command
 from tuneport.training.distill import _Run
 
 
@@ -85,6 +86,15 @@ class TestAlone:
         assert run(*command).code == 0
         page = (place / "out" / "report.html").read_text()
         assert "tuneport distill --finetuned" in page
+
+    def test_the_command_of_the_report_repeats_it(self, run: Run, zoo: Zoo, place: Path) -> None:
+        done = run(*alone(zoo, "--batch-size", 5, "--json", "--out", place / "out"))
+        assert done.json["distilled"]["batch_size"] == 5
+        words = repeat_command(done.json)
+        assert words is not None
+        first = weights(place / "out")
+        assert run(*words.split()[1:], "--overwrite").code == 0
+        assert weights(place / "out") == first
 
     def test_inputs_are_not_replaced(self, run: Run, zoo: Zoo) -> None:
         words = alone(zoo, "--overwrite", "--out", zoo["clip_vision-target"])

@@ -189,6 +189,7 @@ class TestRefusals:
             ({"steps": 0}, "at least one step, got 0"),
             ({"learning_rate": 0.0}, "`learning_rate` must be a number above 0"),
             ({"lora": 0}, "`lora` must be a rank of at least 1, got 0"),
+            ({"batch_size": 1}, "`batch_size` must be at least 2, got 1"),
         ],
     )
     def test_numbers_that_make_no_sense(self, ported: Result, options: dict[str, Any], words: str) -> None:
@@ -230,6 +231,17 @@ def test_the_learning_rate_follows_the_width(ported: Result) -> None:
     width = 24  # of the target's layers, most of which read the residual stream
     assert ported.distill(1).record["distilled"]["learning_rate"] == pytest.approx(0.12 / width)
     assert ported.distill(1, lora=1).record["distilled"]["learning_rate"] == pytest.approx(0.6 / width)
+
+
+def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_once(ported: Result) -> None:
+    assert ported.job is not None
+    asked: list[int] = []  # images in each pass of the teacher
+    watched = ported.job.source.module.register_forward_hook(lambda *call: asked.append(len(call[-1].image_embeds)))
+    with watched:
+        found = ported.distill(4, batch_size=5).record["distilled"]
+    assert len(found["curve"]) == 5
+    assert asked == [3] * 5 + [5] * 4  # three images as they are and in four views, then the steps
+    assert found["batch_size"] == 5
 
 
 def test_the_warm_up_is_part_of_the_schedule() -> None:

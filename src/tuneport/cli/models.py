@@ -317,6 +317,9 @@ def distill(
     learning_rate: Annotated[
         float | None, typer.Option(help="The highest; by the student's width if not given.")
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of an update; fewer are faster on a CPU.", min=2)
+    ] = None,
     lora: Annotated[int | None, typer.Option(help="Train a LoRA of this rank, and write an adapter.", min=1)] = None,
     samples: Samples = None,
     sampler: SamplerName = "random",
@@ -343,7 +346,7 @@ def distill(
         finetuned,
         target,
         data,
-        Lesson(steps, learning_rate, lora, seed),
+        Lesson(steps, learning_rate, lora, seed, batch_size),
         source=source,
         head=head,
         samples=samples,

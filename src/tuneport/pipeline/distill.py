@@ -55,6 +55,7 @@ def teach(
         "samples": found.samples,
         "held_out": found.held_out,
         "steps": lesson.steps,
+        "batch_size": found.batch_size,
         "learning_rate": found.learning_rate,
         "lora": lesson.lora,
         "best": found.best,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def run_lesson(
         key: {name: item for name, item in value.items() if name != "path"} if isinstance(value, dict) else value
         for key, value in prepared.record.items()
     }
-    conditions |= {"steps": lesson.steps, "learning_rate": lesson.learning_rate, "lora": lesson.lora}
+    conditions |= asdict(lesson)
     work = Work(out, conditions, save_every)
     with claimed(out):
         done = finished(out, kind) if resume else None

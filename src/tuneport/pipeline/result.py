@@ -99,6 +99,7 @@ class Result:
         *,
         learning_rate: float | None = None,
         lora: int | None = None,
+        batch_size: int | None = None,
         progress: Progress | None = None,
         watch: Callable[[Mark], None] | None = None,
         saved: StateFile | None = None,
@@ -112,13 +113,14 @@ class Result:
             steps: updates of the student.
             learning_rate: the highest, after the warm-up; by default it follows from the target's width.
             lora: train a LoRA of this rank in place of all linear layers, from the best fit of the transfer.
+            batch_size: samples of an update; by default it follows from what is compared.
             progress: called with 1 after each step.
             watch: called with each point of the curve.
             saved: keeps the state of the run, and gives back that of a killed one.
         """
         if self.job is None:
             raise TuneportError("this result does not know the models and samples that it was made from.")
-        lesson = Lesson(steps, learning_rate, lora, self.job.seed)
+        lesson = Lesson(steps, learning_rate, lora, self.job.seed, batch_size)
         target = self.target
         if self.job.fits_head and isinstance(self.job.samples, Drawn):  # held-out samples must not have fitted it
             target = target.with_head(fit_head(target, self.apply(), divide(self.job.samples)[1]))

@@ -206,9 +206,8 @@ def repeat_command(record: Record) -> str | None:
         "scale": choice.get("rule", "auto") if choice else f"{record['scale']:g}",
         "distill": record.get("distilled", {}).get("steps"),
     }
-    if record.get("command") == "distill":
-        given = _distill_options(given, record)
-    given |= {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
+    repeated = {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
+    given = _distill_options(given, repeated, record) if record.get("command") == "distill" else given | repeated
     pairs = [(key.replace("_", "-"), value) for key, value in given.items() if value is not None]
     pairs += [("exclude", pattern) for pattern in options.get("exclude", ())]
     pairs += [("roles", f"{role}={other or 'none'}") for role, other in options.get("roles", {}).items()]
@@ -228,12 +227,13 @@ def _evaluate_option(found: Mapping[str, Any] | None) -> list[str]:
     return ["--evaluate"] if found["samples"] > 500 or found["protocol"] in ("perplexity", "fidelity") else []
 
 
-def _distill_options(given: dict[str, Any], record: Record) -> dict[str, Any]:
+def _distill_options(given: dict[str, Any], repeated: dict[str, Any], record: Record) -> dict[str, Any]:
     """The options of `tuneport distill`, out of those of a transfer."""
     taught, wanted = record["distilled"], ("finetuned", "target", "data", "out", "samples")
+    same = {key: value for key, value in repeated.items() if key in ("sampler", "seed", "head", "dtype")}
     base = {} if given["source"] == given["finetuned"] else {"source": given["source"]}
-    more = {key: taught[key] for key in ("steps", "learning_rate", "lora")}
-    return {**base, **{key: given[key] for key in wanted}, **more}
+    more = {key: taught[key] for key in ("steps", "learning_rate", "batch_size", "lora")}
+    return {**base, **{key: given[key] for key in wanted}, **more, **same}
 
 
 REPEATED: dict[str, Any] = {  # the options that a command repeats, with their defaults

@@ -30,6 +30,7 @@ from .state import StateFile
 
 STEPS = 300
 FEWEST = 8  # samples
+FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
 HELD_OUT = 0.1  # share of the samples
 MOST_HELD_OUT = 200
 RATE = 0.12  # the learning rate of a model of width one
@@ -39,12 +40,16 @@ VIEWS = 4  # augmented copies of each held-out sample
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is asked of a distillation. The learning rate follows from the student's width unless it is given."""
+    """What is asked of a distillation.
+
+    The learning rate follows from the student's width unless it is given, and the batch size from the matching.
+    """
 
     steps: int = STEPS
     learning_rate: float | None = None
     lora: int | None = None
     seed: int = 0
+    batch_size: int | None = None
 
     def check(self) -> None:
         """Raise a TuneportError for numbers that make no sense."""
@@ -54,14 +59,16 @@ class Lesson:
             raise TuneportError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
         if self.lora is not None and self.lora < 1:
             raise TuneportError(f"`lora` must be a rank of at least 1, got {self.lora}.")
+        if self.batch_size is not None and self.batch_size < FEWEST_OF_BATCH:
+            raise TuneportError(f"`batch_size` must be at least {FEWEST_OF_BATCH}, got {self.batch_size}.")
 
-    def schedule(self, model: Model, batch_size: int) -> Schedule:
+    def schedule(self, model: Model, usual: int) -> Schedule:
         """Ten steps of warm-up, no weight decay: the start is where the student shall stay near."""
         rate = RATE / median_low(layer.in_features for layer in model.layers)
         rate *= LORA_RATE if self.lora is not None else 1.0
         return Schedule(
             self.steps,
-            batch_size,
+            self.batch_size or usual,
             self.learning_rate or rate,
             weight_decay=0.0,
             seed=self.seed,
@@ -86,6 +93,7 @@ class Distilled:
     module: nn.Module
     matching: str
     learning_rate: float
+    batch_size: int
     samples: int
     held_out: int
     curve: tuple[Mark, ...]
@@ -157,7 +165,14 @@ def distill(
         for name, parameter in run.trained.items():
             parameter.copy_(run.best[name])
     return Distilled(
-        student, matching.name, schedule.learning_rate, len(taught), len(held_out), tuple(run.curve), run.best_step
+        student,
+        matching.name,
+        schedule.learning_rate,
+        min(schedule.batch_size, len(taught)),
+        len(taught),
+        len(held_out),
+        tuple(run.curve),
+        run.best_step,
     )
 
 
@@ -170,6 +185,7 @@ class _Run:
         self.teacher, self.student, self.matching, self.precision = teacher, student, matching, precision
         self.trained = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
         self.losses: list[Tensor] = []  # since the last mark
+        self.known: dict[int, Any] = {}  # answers of the teacher to held-out batches
         self.curve: list[Mark] = []
         self.best: Mapping[str, Tensor] = {}
         self.best_step = 0
@@ -212,8 +228,11 @@ class _Run:
         """Add a point to the curve, and keep the state if it is the best so far."""
         losses, agreements = [], []
         with torch.no_grad():
-            for batch in self._batches(exam):
-                answers, count = self._answers(batch), len(next(iter(batch.target.inputs.values())))
+            for number, batch in enumerate(self._batches(exam)):
+                answers = self._answers(batch, self.known.get(number))
+                count = len(next(iter(batch.target.inputs.values())))
+                if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
+                    self.known[number] = answers[0]
                 losses.append((count, self.matching.loss(*answers)))
                 agreements.append((count, self.matching.agreement(*answers)))
         loss, agreement = (
@@ -240,10 +259,11 @@ class _Run:
                 batch = exam.view(part.numpy(), copy)
             yield batch
 
-    def _answers(self, batch: Sides[Encoded]) -> tuple[Any, Any]:
+    def _answers(self, batch: Sides[Encoded], wanted: Any = None) -> tuple[Any, Any]:
         with self.precision:
-            with torch.no_grad():
-                wanted = self.matching.ask.source(self.teacher, batch.source)
+            if wanted is None:
+                with torch.no_grad():
+                    wanted = self.matching.ask.source(self.teacher, batch.source)
             return wanted, self.matching.ask.target(self.student, batch.target)
 
 
