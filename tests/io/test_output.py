@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from tuneport.cli.signals import Stopped, stopped_by_signals
 from tuneport.errors import CheckpointError
 from tuneport.io.checkpoint import write_checkpoint
 from tuneport.io.output import RECORD, check_new_file, check_new_folder, claimed, new_file, new_folder
@@ -527,3 +529,32 @@ class TestClaims:
             with file.open() as other, pytest.raises(BlockingIOError):
                 flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("moment", ["flock", "unlink"])
+    def test_a_signal_while_the_lock_is_taken_or_removed_leaves_no_file(
+        self, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python runs the handler of a signal right after the system call in which it arrived."""
+        place = fcntl if moment == "flock" else Path
+        whole, sent = getattr(place, moment), []
+
+        def interrupted(*given: Any, **options: Any) -> None:
+            if moment == "flock":
+                whole(*given, **options)
+            sent.append(moment)
+            signal.raise_signal(signal.SIGTERM)
+            if moment == "unlink":
+                whole(*given, **options)
+
+        def claim() -> None:
+            with stopped_by_signals(), claimed(tmp_path / "out"):
+                assert moment == "unlink"
+
+        with monkeypatch.context() as patch:
+            patch.setattr(place, moment, interrupted)
+            with pytest.raises(Stopped):
+                claim()
+        assert sent
+        assert list(tmp_path.iterdir()) == []
+        with claimed(tmp_path / "out"):  # and it is not held any more
+            pass

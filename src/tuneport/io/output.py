@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -209,8 +211,11 @@ def claimed(out: PathLike) -> Iterator[None]:
                 folder.mkdir()
                 held.callback(_remove_empty, folder)
         try:
-            if place.parent.is_dir():  # filelock would create it
-                held.enter_context(lock)
+            with _uninterrupted():
+                if place.parent.is_dir():  # filelock would create it
+                    held.enter_context(lock)
+                if lock.is_locked and not nested:
+                    held.callback(_remove_lock, file)
         except Timeout:
             raise CheckpointError(
                 f"another run{_holder(file)} is writing {out}. Wait until it ends, or choose another name."
@@ -218,11 +223,33 @@ def claimed(out: PathLike) -> Iterator[None]:
         except OSError:
             pass
         if lock.is_locked and not nested:
-            held.callback(file.unlink, missing_ok=True)
             with _disk_errors(Path(out)):
                 file.write_text(str(os.getpid()), encoding="ascii")
             _clear(place)
         yield
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Postpone the signals that end a command to the end of a short block, so that it is done or not begun."""
+    waiting: list[int] = []
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+                if callable(signal.getsignal(number)):
+                    before.setdefault(number, signal.signal(number, lambda number, _: waiting.append(number)))
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+        for number in waiting:
+            signal.raise_signal(number)
+
+
+def _remove_lock(file: Path) -> None:
+    with _uninterrupted():
+        file.unlink(missing_ok=True)
 
 
 def _remove_empty(folder: Path) -> None:
