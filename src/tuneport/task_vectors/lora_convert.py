@@ -12,11 +12,15 @@ from .lora_format import PREFIX, Adapter
 from .lora_read import plain_names
 from .wrappers import renaming
 
+# Of the squared norm, which peft sums twice in float32, in another order: two sums of r squares differ by up to 2r
+# roundings of 2^-24 each. With all of it, the rank would depend on their last digit.
+SHARE = 1 - 2**-21
+
 
 def as_lora(adapter: Adapter, module: nn.Module) -> Adapter:
     """The adapter itself if it is a LoRA, else what peft converts it to on a copy of its base.
 
-    The LoRA has the rank of the change, without singular values whose squares vanish in a sum in float32.
+    The LoRA has the rank of the change, without singular values whose squares are lost in a sum in float32.
     """
     if adapter.kind == "LORA":
         return adapter
@@ -44,7 +48,7 @@ def as_lora(adapter: Adapter, module: nn.Module) -> Adapter:
         unknown = loaded.unexpected_keys
         if unknown:
             raise TuneportError(f"{len(unknown)} of its tensors do not fit the base: {first_of(unknown)}")
-        config, tensors = convert_to_lora(model, 1.0)
+        config, tensors = convert_to_lora(model, SHARE)
     except Exception as error:
         raise CheckpointError(
             f"{adapter.name} is an adapter of type {adapter.kind}, not a LoRA: {brief(error)}. {advice}"
