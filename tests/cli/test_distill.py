@@ -37,6 +37,8 @@ class TestTransfer:
         card, page = ((place / "out" / name).read_text() for name in ("README.md", "report.html"))
         assert "4 steps of all linear layers on 14 unlabelled samples" in card
         assert "without training" not in card
+        seconds = rf"{done.json['seconds']:.1f} s to port, {entry['seconds']:.1f} s to distill"
+        assert f"| time | {seconds} |" in card, "the time of both"
         assert "Agreement with the teacher" in page
         assert "--distill 4" in page
 

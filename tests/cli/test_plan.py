@@ -74,6 +74,15 @@ class TestPlan:
         counts = f"{found['target_matched']} of the {found['target_tokens']} tokens of the target have a partner"
         assert f"{start}: {counts} in the source ({100 * found['share']:.0f} %)" in printed.replace("\n", " ")
 
+    def test_names_are_short_where_they_are_clear(self, run: Run, zoo: Zoo) -> None:
+        """A row fits into a line of 80 columns."""
+        done = run("plan", *options(zoo))
+        assert done.code == 0, done.err
+        names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.count("│") > 5]
+        assert names[0] == "patch_embedding"
+        assert names[-1] == "visual_projection"
+        assert set(names[1:-1]) == {"layers"}
+
     def test_shapes_need_a_memory_budget_and_the_help_says_so(self, run: Run, zoo: Zoo) -> None:
         text = " ".join(run("plan", "--help").out.replace("│", " ").split())
         assert "text models of any size. Needs --memory-budget." in text

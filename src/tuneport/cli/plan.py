@@ -28,6 +28,7 @@ def plan(
     shots: options.Shots = None,
     sampler: options.SamplerName = "random",
     seed: options.Seed = 0,
+    scale: options.Scale = None,
     head: options.HeadName = None,
     head_fit: options.HeadFit = "auto",
     labels: options.LabelsName = None,
@@ -63,11 +64,15 @@ def plan(
         return
     if finetuned is None:
         raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
+    from ..pipeline.evaluation import USUAL, usual_test
     from ..pipeline.outlook import expected
     from ..pipeline.prepare import prepare
+    from ..pipeline.transfer import check_scale
 
+    strength = check_scale(scale)
     job = prepare(source, finetuned, target, data, signals=method, **given)
-    outlook = expected(job, method)
+    test = usual_test(job, data, given.get("columns"))
+    outlook = expected(job, method, scale=strength, tested=0 if isinstance(test, str) else min(len(test), USUAL))
     print_notes(job)
     if json:
         emit_json(outlook)
@@ -100,7 +105,9 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
     say(
         f"expected: {format_bytes(cost['statistics_bytes'])} of statistics, "
         f"{cost['flops'] / 1e9:.3g} GFLOP of model passes, "
-        f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, about {cost['seconds']:.0f} s on this machine"
+        f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, "
+        f"{cost['answer_flops'] / 1e9:.3g} GFLOP of passes for the scale and the scores, "
+        f"about {cost['seconds']:.0f} s on this machine"
     )
     paper = cost["cost"]["paper"]
     say(

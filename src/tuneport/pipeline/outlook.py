@@ -1,7 +1,8 @@
 """What a transfer would do and cost, before it runs.
 
 The models run on the meta device only: FLOPs come from `runtime.cost`, bytes from `runtime.forecast`, and seconds
-from a short probe of this machine (`runtime.speed`), so they are a rough guide.
+from a short probe of this machine (`runtime.speed`), so they are a rough guide. They are those of the work from the
+first pass to the last one, with the choice of the scale and the evaluation, and without reading and writing files.
 """
 
 from __future__ import annotations
@@ -18,29 +19,39 @@ from ..measure.objectives import TokenLoss, forward_only
 from ..methods import Method, get_method, name_of
 from ..models.open import outline_model, pick_dtype
 from ..pairing import Kept, Plan
+from ..report.record import Cost
 from ..runtime.budget import plan_passes
-from ..runtime.cost import Flops, batch_cost, cost_of, flops_of
+from ..runtime.cost import FORWARD, BatchCost, Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..runtime.speed import Rates, probe, seconds_of
-from ..types import Sides
+from ..types import ScaleRule, Sides
+from . import sanity
 from .change import every_layer
+from .evaluation import is_whole
 from .moved import account, changed_parts
 from .plan import not_transported_by, plan_of
+from .scale import SCALES
+from .transfer import scale_for
 
 
-def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
+def expected(
+    job: Job, method: str | Method = "bico", *, scale: float | ScaleRule | None = None, tested: int = 0
+) -> dict[str, Any]:
     """What a job would do and cost: the pairing, what stays, bytes of statistics, FLOPs, and seconds on this machine.
 
-    FLOPs are those of `cost_of`. If the models cannot be counted, they are the paper's estimate.
+    FLOPs are those of `cost_of`. If the models cannot be counted, they are the paper's estimate. Seconds also count
+    the choice of the `scale` (see `scale_for`) and the evaluation on `tested` samples.
     """
-    method = get_method(method)
+    method, strength = get_method(method), scale_for(job, scale)
     job = job.for_(method)
     once = batch_cost(job)
     cost = cost_of(job, once=once)
     paper = cost["paper"]
     flops = flops_of(job, len(job.samples), once) if cost["counted"] else None
     flops = flops or Flops(forward=paper["passes"], transport=paper["alignment"])
+    answers = answers_of(job, strength, tested)
+    more = _more(job, answers, cost, once, isinstance(strength, str))
     rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
     passes = plan_passes(job, job.memory_budget, method=method) if job.memory_budget is not None else None
     within: dict[str, Any] = {}
@@ -72,11 +83,38 @@ def expected(job: Job, method: str | Method = "bico") -> dict[str, Any]:
             "statistics_bytes": cost["statistics_bytes"],
             "flops": flops.forward + flops.backward,
             "alignment_flops": flops.statistics + flops.dense + flops.thin + flops.transport,
-            "seconds": round(seconds_of(flops, rates, passes)["total"], 1),
+            "answers": answers._asdict(),
+            "answer_flops": more.forward,
+            "seconds": round(seconds_of(flops, rates, passes)["total"] + seconds_of(more, rates)["total"], 1),
             "cost": cost,
             **within,
         },
     }
+
+
+def answers_of(job: Job, strength: float | ScaleRule, tested: int) -> Sides[int]:
+    """The samples that each model answers in forward passes of their own, by its name.
+
+    The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them. A
+    head is fitted on as many for the measurement, for every candidate and for the output. The fine-tune, the target
+    and the port answer the test split.
+    """
+    count, fits = len(job.samples), 1 if job.fits_head else 0
+    candidates = len(SCALES) if isinstance(strength, str) else 0
+    target = count * (candidates * (1 + fits) + 2 * fits) + 2 * tested
+    return Sides(sanity.answers(job) + (tested if is_whole(job) else 0), target)
+
+
+def _more(job: Job, answers: Sides[int], cost: Cost, once: BatchCost | None, chosen: bool) -> Flops:
+    """The work that `flops_of` does not count: the answers, and the maps of each half of the samples."""
+    count = max(len(job.samples), 1)
+    if once is not None:
+        each = [flops / once.samples for flops in once.forward]
+    else:
+        each = [FORWARD * cost["parameters"][name] * cost["tokens"][name] / count for name in ("source", "target")]
+    half = (flops_of(job, -(-count // 2), once) if chosen else None) or Flops()
+    forward = round(sum(flops * number for flops, number in zip(each, answers, strict=True)))
+    return Flops(forward=forward, dense=2 * half.dense, thin=2 * half.thin, transport=2 * half.transport)
 
 
 def _tokenizers(job: Job) -> dict[str, Any]:

@@ -79,14 +79,21 @@ def look(job: Job) -> Seen:
             f"the fine-tune differs from {job.source.name} by {change:.2f} times the norm of its weights, and little "
             f"of them is left in it: it has most likely another base. Check `source` and `finetuned`, {GO_ON}."
         )
-    samples, able = job.samples, is_whole(job) and not job.by_source
-    if not isinstance(samples, Drawn) or not len(samples) or not able:
+    if not answers(job):
         return seen
-    if job.heads is not None and samples.dataset.labels is not None:
-        return _by_classes(job, samples, seen.change)
+    assert isinstance(job.samples, Drawn)
     if job.losses is not None and isinstance(job.losses.source, TokenLoss):
-        return _by_tokens(job, samples, job.losses.source, seen.change)
-    return seen
+        return _by_tokens(job, job.samples, job.losses.source, seen.change)
+    return _by_classes(job, job.samples, seen.change)
+
+
+def answers(job: Job) -> int:
+    """The number of samples that the source answers in `look`, with its fine-tune and without."""
+    if not isinstance(job.samples, Drawn) or not is_whole(job) or job.by_source:
+        return 0
+    classes = job.heads is not None and job.samples.dataset.labels is not None
+    tokens = job.losses is not None and isinstance(job.losses.source, TokenLoss)
+    return 2 * len(job.samples) if classes or tokens else 0
 
 
 def _by_classes(job: Job, samples: Drawn, change: float | None) -> Seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
@@ -52,7 +52,9 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
             rows.append(("server", f"vLLM refuses {'; '.join(found['refused'])}" if found["refused"] else rank))
     if "verdict" in record:
         rows.append(("verdict", record["verdict"]["verdict"]))
-    return [*rows, ("time", f"{record['seconds']:.1f} s")]
+    taught = record.get("distilled", {}).get("seconds") if layers else None
+    more = "" if taught is None else f" to port, {taught:.1f} s to distill"
+    return [*rows, ("time", f"{record['seconds']:.1f} s{more}")]
 
 
 def _changed_words(record: Record) -> str:
@@ -159,13 +161,29 @@ def plan_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for found in roles.values():
         shapes = ["{} x {}".format(*found[0][key]) for key in ("target_shape", "source_shape")]
         blocks = [_ranges(layer[key] for layer in found) for key in ("block", "source_block")]
-        outside = found[0]["target"] if found[0]["block"] is None else ""  # a layer of its own
+        outside = found[0]["target"].removesuffix(".weight") if found[0]["block"] is None else ""  # a layer of its own
         key = (outside or str(found[0]["stack"]), blocks[0], shapes[0], blocks[1], shapes[1])
         rows.setdefault(key, []).append("" if outside else str(found[0]["role"]))
-    return [[key[0], ", ".join(filter(None, names)), *key[1:]] for key, names in rows.items()]
+    short = _short_names({key[0] for key in rows})
+    return [[short[key[0]], ", ".join(filter(None, names)), *key[1:]] for key, names in rows.items()]
 
 
-PLAN_COLUMNS = ("target layers", "roles", "blocks", "shape", "source blocks", "shape")
+def _short_names(names: Collection[str]) -> dict[str, str]:
+    """The last parts of each dotted name, as many as tell it from the others.
+
+    >>> sorted(_short_names({"vision.layers", "text.layers", "vision.embeddings.patch"}).values())
+    ['patch', 'text.layers', 'vision.layers']
+    """
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
+        alone = (end for end in ends if sum(f".{other}".endswith(f".{end}") for other in names) == 1)
+        found[name] = next(alone, name)
+    return found
+
+
+PLAN_COLUMNS = ("target layers", "roles", "blocks", "shape", "from", "shape")
 
 
 def _ranges(numbers: Iterable[int | None]) -> str:

@@ -60,12 +60,12 @@ class Flops:
 
 @dataclass(frozen=True)
 class BatchCost:
-    """One batch on the meta device: FLOPs, samples, and tokens of each model.
+    """One batch on the meta device: FLOPs (forward by model), samples, and tokens of each model.
 
     `matched` counts the tokens that enter a sum by (target layer, signal), once for layers that read the same tensors.
     """
 
-    forward: int
+    forward: Sides[int]
     backward: int
     samples: int
     tokens: Sides[int]
@@ -117,7 +117,7 @@ def flops_of(job: Job, samples: int, once: BatchCost | None = None) -> Flops | N
         else:
             statistics += 2 * tokens * short * long
             dense += SVD * short**2 * long
-    return Flops(round(once.forward * scale), round(once.backward * scale), statistics, dense, thin, transport)
+    return Flops(round(sum(once.forward) * scale), round(once.backward * scale), statistics, dense, thin, transport)
 
 
 def thin_flops(short: int, long: int, tokens: int) -> int:
@@ -204,15 +204,16 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
         layers.target[pair.target] = found = pair.wanted(job.signals)
         layers.source[pair.source] = layers.source.get(pair.source, frozenset()) | (found - {WEIGHT_GRADIENT})
     size = count_samples([batch])
-    forward: list[int] = []
+    forward = [0, 0]
     signals: list[dict[tuple[str, str], list[Tensor]]] = []
     with _Counter() as counter:
-        for model, inputs, loss, own in zip(job.models, (batch.source, batch.target), losses, layers, strict=True):
+        sides = zip(job.models, (batch.source, batch.target), losses, layers, strict=True)
+        for number, (model, inputs, loss, own) in enumerate(sides):
 
-            def counted(module: nn.Module, inputs: Any, loss: Loss = loss) -> Tensor:
+            def counted(module: nn.Module, inputs: Any, loss: Loss = loss, number: int = number) -> Tensor:
                 before = counter.total
                 value = loss(module, inputs)
-                forward.append(counter.total - before)
+                forward[number] += counter.total - before
                 return value
 
             on_meta = shapes_of(model.module), own, move_batch(inputs, torch.device("meta"))
@@ -230,7 +231,7 @@ def _count(job: Job, batch: PairedBatch, losses: Sides[Loss]) -> BatchCost:
                 summed.add(both)
                 matched[pair.target.name, signal] = sum(len(rows) for _, rows in map(match, source, target))
     tokens = Sides(*(max(map(_tokens, seen.values()), default=0) for seen in signals))
-    return BatchCost(sum(forward), counter.total - sum(forward), size, tokens, matched)
+    return BatchCost(Sides(*forward), counter.total - sum(forward), size, tokens, matched)
 
 
 def _tokens(calls: list[Tensor]) -> int:
