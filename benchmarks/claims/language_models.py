@@ -7,6 +7,8 @@ machines; `--table` writes the table of all rows. Needs transformers folders (ge
 
     python -m benchmarks.claims.language_models --models MODELS --data SHARED/data/text --rows ROWS.jsonl \
         --pairs smollm2-135m:gemma3-270m qwen-coder-0.5b:qwen-coder-1.5b --tasks trec6 shakespeare --draws 3
+    python -m benchmarks.claims.language_models --models MODELS --data SHARED/data/text --rows TRIAL.jsonl \
+        --tasks shakespeare --steps 33 --batch 4 --parts source target bico@1 bico@default bico@safe why --draws 1
     python -m benchmarks.claims.language_models --rows ROWS.jsonl --table benchmarks/results/language-models.md
 """
 
@@ -21,6 +23,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ from tuneport.measure.language import likelihood, perplexity
 from tuneport.measure.objectives import batch_for, choose_objective
 from tuneport.models.base import Model
 from tuneport.models.open import open_model, pick_dtype
+from tuneport.pipeline.result import Result
+from tuneport.task_vectors.vector import TaskVector
 
 TRANSFERS = ("naive@1", "theseus@1", "bico@1", "bico@auto", "bico@safe", "bico+@auto", "bico+@safe")
 PARTS = ("source", "target", *TRANSFERS, "bico+@auto,distill", "few-shot", "all-data")
@@ -106,12 +111,12 @@ def train_lora(
 ) -> Any:
     """A LoRA on all linear layers, trained on the answers; returns the module with it, merged, in evaluation mode."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    dtype = next(model.module.parameters()).dtype
-    base = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).to(model.device)
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    dtype, kind = next(model.module.parameters()).dtype, type(model.module)
+    base = kind.from_pretrained(model.folder, dtype=dtype).to(model.device)  # type: ignore[operator]
+    task = "CAUSAL_LM" if model.generates == "causal" else "SEQ_2_SEQ_LM"
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
     module = get_peft_model(base, config).train()
     objective = choose_objective(data, [model])
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -173,6 +178,8 @@ class Cell:
             self.add("fine-tuned source", model.with_module(tuned.eval()), started)
         elif part == "target":
             self.add("target", self.open(self.target), started)
+        elif part == "why":
+            self.explain()
         elif part == "all-data":
             model = self.open(self.target)
             tuned = train_lora(model, self.data["train"], **ALL_DATA)
@@ -186,13 +193,23 @@ class Cell:
         method, _, rest = part.partition("@")
         scale, _, distilled = rest.partition(",")
         target = self.open(self.target)
-        result = transfer(
+        result = self.ported(target, method, scale, draw)
+        seconds = time.time() - started
+        if distilled:
+            result = result.distill(steps=self.options.distill)
+        more = {"draw": draw, "scale": result.scale, "ported_seconds": round(seconds, 1)}
+        if "scale_choice" in result.record:
+            more["losses"] = {str(c["scale"]): c["loss"] for c in result.record["scale_choice"]["candidates"]}
+        self.add(part, target.with_module(result.apply()), started, **more)
+
+    def ported(self, target: Model, method: str, scale: str, draw: int) -> Result:
+        return transfer(
             self.open(self.source),
             self.adapter(),
             target,
             self.data["train"],
             method=method,
-            scale=float(scale) if scale not in ("auto", "safe") else scale,
+            scale=None if scale == "default" else scale,
             samples=self.options.samples,
             seed=draw,
             batch_size=self.options.batch_size,
@@ -201,13 +218,16 @@ class Cell:
             device=self.options.device,
             dtype=self.options.dtype,
         )
-        ported = time.time() - started
-        if distilled:
-            result = result.distill(steps=self.options.distill)  # type: ignore[attr-defined]
-        more = {"draw": draw, "scale": result.scale, "ported_seconds": round(ported, 1)}
-        if "scale_choice" in result.record:
-            more["losses"] = {str(c["scale"]): c["loss"] for c in result.record["scale_choice"]["candidates"]}
-        self.add(part, target.with_module(result.apply()), started, **more)
+
+    def explain(self) -> None:
+        """Where the loss at scale 1 comes from: parts of the change, other sizes of it, and random changes."""
+        target = self.open(self.target)
+        result = self.ported(target, "bico", "1", 0)
+        for name, vector in variants(result):
+            started = time.time()
+            module = replace(result, task_vector=vector).apply()
+            ratio = statistics.median(relative_norms(vector, target).values())
+            self.add(f"why: {name}", target.with_module(module), started, relative=ratio)
 
     def few_shot(self, part: str, draw: int) -> None:
         """Rate and steps are the best of four on validation data, for each draw."""
@@ -223,6 +243,33 @@ class Cell:
                 best = bits, module, (steps, rate)
         assert best is not None
         self.add(part, model.with_module(best[1]), started, draw=draw, schedule=best[2])
+
+
+def relative_norms(vector: TaskVector, model: Model) -> dict[str, float]:
+    """The norm of each change over the norm of its weight."""
+    weights = model.stored_parameters()
+    return {name: vector.norm(name) / float(weights[name].float().norm()) for name in vector}
+
+
+def variants(result: Result) -> Iterator[tuple[str, TaskVector]]:
+    """The ported change at scale 1, its halves, smaller sizes of it, and random changes of the same size."""
+    job, vector = result.job, result.task_vector
+    assert job is not None
+    yield "whole", vector
+    for part, words in {"attention": ("attn", "attention"), "MLP": ("mlp",)}.items():
+        yield f"{part} alone", vector.subset(name for name in vector if any(word in name for word in words))
+    source, target = relative_norms(job.task_vector, job.source), relative_norms(vector, job.target)
+    partner = {pair.target.weight: pair.source.weight for pair in job.plan.pairs}
+    factors = {name: source[partner[name]] / max(target[name], 1e-30) for name in vector}
+    yield "relative norms of the source", TaskVector({name: vector[name] * factors[name] for name in vector})
+    yield "a quarter", vector * 0.25
+    yield "reversed", vector * -1.0
+    generator = torch.Generator().manual_seed(0)
+    drawn = {}
+    for name in vector:
+        noise = torch.randn(vector.shape(name), generator=generator)
+        drawn[name] = noise * (vector.norm(name) / float(noise.norm()))
+    yield "random, of the same norms", TaskVector(drawn)
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -262,7 +309,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("language-models"), help="where the LoRAs are kept")
     parser.add_argument("--pairs", nargs="+", default=["smollm2-135m:gemma3-270m"], help="SOURCE:TARGET")
     parser.add_argument("--tasks", nargs="+", default=["trec6"], choices=(*INSTRUCTIONS, "shakespeare"))
-    parser.add_argument("--parts", nargs="+", default=PARTS, help=f"some of {', '.join(PARTS)}, or METHOD@SCALE")
+    parser.add_argument("--parts", nargs="+", default=PARTS, help=f"some of {', '.join(PARTS)}, why, or METHOD@SCALE")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=8)
