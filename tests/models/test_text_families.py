@@ -87,7 +87,7 @@ def test_a_twin_answers_like_the_finetuned_source(family: str, turn: bool) -> No
     with torch.no_grad():
         before, wanted = answers(module, test, head), answers(moved, test, head)
         assert float((answers(target, test, heads[id(target)]) - before).abs().max()) < 2e-5  # the twin is one
-    count = 512 if family == "t5-encoder" else 256  # a mean over tokens leaves small gradients
+    count = 256 if family == "t5-encoder" else 64  # a mean over tokens leaves small gradients
     result = transfer(module, moved, target, tokens(count), loss=loss_with(heads))
     with torch.no_grad():
         found = answers(result.apply(), test, heads[id(target)])
@@ -230,7 +230,7 @@ def test_a_llama_and_its_twin_with_fused_weights(back: bool) -> None:
     twin = Twin(describe_module(module), rotary=True, turn=False).build()
     source, target = (as_phi3(module), twin) if back else (module, as_phi3(twin))
     moved, test = finetuned(describe_module(source)), tokens(32, seed=99)[0]
-    result = transfer(source, moved, target, tokens(256), loss=loss_with({}))
+    result = transfer(source, moved, target, tokens(64), loss=loss_with({}))
     with torch.no_grad():
         before, wanted, found = (answers(model, test) for model in (target, moved, result.apply()))
     difference, shift = float((found - wanted).abs().max()), float((before - wanted).abs().max())
