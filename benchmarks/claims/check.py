@@ -47,8 +47,11 @@ def mean(values: Iterable[float]) -> float:
     return statistics.mean(values)
 
 
+ZOO_ROWS = [*((name, "1") for name in METHODS), ("theseus", "auto"), ("bico", "auto")]
+
+
 def zoo_gains() -> dict[tuple[str, str], dict[str, float]]:
-    """By pair: the target's accuracy, and each method's gain over it at scale 1; means over tasks and seeds."""
+    """By pair: the target's accuracy, and each method's gain over it by scale; means over tasks and seeds."""
     rows = json.loads((RESULTS / "zoo-n100.json").read_text())
     found = {}
     for pair, tasks in PAIRS.items():
@@ -62,29 +65,29 @@ def zoo_gains() -> dict[tuple[str, str], dict[str, float]]:
             return mean(map(mean, by_task))
 
         base = accuracy("target", "-")
-        found[pair] = {"target": base} | {name: accuracy(name, "1") - base for name in METHODS}
+        found[pair] = {"target": base} | {f"{name} | {rule}": accuracy(name, rule) - base for name, rule in ZOO_ROWS}
     return found
 
 
 def zoo_table() -> list[str]:
     gains = zoo_gains()
-    lines = ["| | " + " | ".join(f"{a} to {b}" for a, b in gains) + " |", "|---" * (len(gains) + 1) + "|"]
-    lines.append("| tasks | " + " | ".join(str(len(tasks)) for tasks in PAIRS.values()) + " |")
-    lines.append("| target, % | " + " | ".join(f"{found['target']:.1f}" for found in gains.values()) + " |")
-    for method in METHODS:
-        lines.append(f"| {method} | " + " | ".join(f"{found[method]:+.1f}" for found in gains.values()) + " |")
+    lines = ["| | scale | " + " | ".join(f"{a} to {b}" for a, b in gains) + " |", "|---" * (len(gains) + 2) + "|"]
+    lines.append("| tasks | | " + " | ".join(str(len(tasks)) for tasks in PAIRS.values()) + " |")
+    lines.append("| target, % | | " + " | ".join(f"{found['target']:.1f}" for found in gains.values()) + " |")
+    for row in (f"{name} | {rule}" for name, rule in ZOO_ROWS):
+        lines.append(f"| {row} | " + " | ".join(f"{found[row]:+.1f}" for found in gains.values()) + " |")
     return lines
 
 
-def zoo_share() -> float:
-    """The share of the gain of full fine-tuning that BiCo recovers at scale 1, where it is known."""
+def zoo_share(rule: str) -> float:
+    """The share of the gain of full fine-tuning that BiCo recovers at a scale, where it is known."""
     rows = json.loads((RESULTS / "zoo-n100.json").read_text())
     gains, whole = [], []
     for (source, target), tasks in PAIRS.items():
         for task in tasks:
             here = [row for row in rows if (row["pair"], row["task"]) == (f"{source}-{target}", task)]
             base = mean(row["accuracy"] for row in here if row["method"] == "target")
-            ported = mean(r["accuracy"] for r in here if (r["method"], r["scale_rule"]) == ("bico", "1"))
+            ported = mean(r["accuracy"] for r in here if (r["method"], r["scale_rule"]) == ("bico", rule))
             if task in STATED[target]:
                 gains.append(ported - base)
                 whole.append(STATED[target][task] - base)
@@ -161,7 +164,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 def values() -> dict[str, float]:
     """Numbers of sentences that are computed from results, by key."""
     text = text_shares()
-    found = {"text.least": min(text), "text.most": max(text), "zoo.share": zoo_share(), **rivals_values()}
+    found = {"text.least": min(text), "text.most": max(text), **rivals_values()}
+    found |= {"zoo.share": zoo_share("1"), "zoo.share.auto": zoo_share("auto")}
     for samples in (100, 500):
         found |= {
             f"distill.n{samples}.{key}": value

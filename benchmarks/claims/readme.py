@@ -26,7 +26,7 @@ ROWS = {  # of the table
     "old": "your old fine-tuned model",
     "before": "the new base as it is",
     "naive": "the old change, copied (naive)",
-    "port": "**port** (default: scale auto)",
+    "port": "**port** (scale auto)",
     "full scale": "port, scale 1 as in the paper",
     "distilled": "port, then distill: 300 steps, no labels",
     "few": "fine-tune instead? on the same 100 samples",

@@ -70,7 +70,7 @@ class TestTrial:
         assert found.gain == pytest.approx(100 * (found.turned_right - found.turned_wrong) / 24)
 
     def test_the_scale_is_that_of_a_transfer(self, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With fewer than 100 images the rule is "safe", and the answers of the other folds choose."""
+        """With images the rule is "safe", and the answers of the other folds choose."""
         asked: list[tuple[int, str]] = []
 
         def choose(score: Any, *, samples: int, rule: str, **given: Any) -> Any:

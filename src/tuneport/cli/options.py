@@ -87,7 +87,7 @@ Scale = Annotated[
     str | None,
     typer.Option(
         help="Strength of the transfer: a number (the paper's is 1), auto (chosen on calibration samples) or safe (the "
-        "same, with caution). Unless given: auto, or safe with fewer than 100 images; 1 where no sample can be scored."
+        "same, with caution). Unless given: safe for images, auto for texts; 1 where no sample can be scored."
     ),
 ]
 As = Annotated[OutputKind, typer.Option("--as", help="What to write.")]

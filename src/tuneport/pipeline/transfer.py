@@ -43,7 +43,6 @@ from .result import Result
 from .sanity import Seen, look
 from .scale import RULES, scaled_as_written
 
-PLENTY = 100  # images from which "auto" has not harmed
 
 
 def transfer(
@@ -147,8 +146,8 @@ def scale_for(job: Job, scale: float | ScaleRule | None) -> float | ScaleRule:
     """The scale that was asked for; else a rule that chooses it where samples can be scored, else 1 as in the paper.
 
     Samples can be scored if they have classes or are predicted token by token, by whole models in one process. The rule
-    for fewer than `PLENTY` images is "safe": there "auto" can harm. It has not harmed on texts, where "safe" costs half
-    of the gain (docs/what-we-tried.md).
+    for images is "safe": "auto" can harm there. It has not harmed on texts, where "safe" costs half of the gain
+    (docs/what-we-tried.md).
     """
     asked = check_scale(scale)
     if asked is not None:
@@ -156,7 +155,7 @@ def scale_for(job: Job, scale: float | ScaleRule | None) -> float | ScaleRule:
     judged = job.heads is not None or (job.losses is not None and isinstance(job.losses.target, TokenLoss))
     if not judged or ranks().size > 1 or any(model.offloaded for model in job.models):
         return 1.0
-    return "safe" if job.target.kind == "image" and len(job.samples) < PLENTY else "auto"
+    return "safe" if job.target.kind == "image" else "auto"
 
 
 def check_scale(scale: float | str | None) -> float | ScaleRule | None:
