@@ -44,7 +44,6 @@ from .sanity import Seen, look
 from .scale import RULES, scaled_as_written
 
 
-
 def transfer(
     source: ModelLike,
     finetuned: Finetuned | Sequence[Finetuned],
