@@ -157,7 +157,7 @@ def _unpacks(method: object) -> bool:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
 
-    known = AUTO_QUANTIZER_MAPPING.get(str(method))
+    known: Any = AUTO_QUANTIZER_MAPPING.get(str(method))
     return known is None or known._dequantize is not HfQuantizer._dequantize
 
 
@@ -180,9 +180,9 @@ def _from_gguf(file: Path, device: torch.device, dtype: torch.dtype) -> Model:
     options = {} if dense is None else {"quantization_config": dense(dequantize=True)}
     with reraised(f"transformers cannot dequantise {file}. Give the model in float32, bfloat16 or float16. The reason"):
         config = transformers.AutoConfig.from_pretrained(file.parent, **given)
-        named = transformers.AutoModelForCausalLM._model_mapping.get(type(config), type(config)).__name__
-        if text_class(named, config.model_type) is None:
-            raise CheckpointError(f"{named} is a model that tuneport does not know")
+        kind: Any = transformers.AutoModelForCausalLM._model_mapping.get(type(config), type(config))
+        if text_class(kind.__name__, config.model_type) is None:
+            raise CheckpointError(f"{kind.__name__} is a model that tuneport does not know")
         module = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **given, **options)
         folder = Path(tempfile.mkdtemp(prefix="tuneport-gguf-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
