@@ -27,7 +27,7 @@ from ..models.base import MIXTURE
 from ..pairing import LayerPair
 from ..report.record import Cost, CountedCost, PaperCost
 from ..types import Loss, Sides
-from .forecast import NeedsValuesError, TrueOnMeta, by_shape, meta_errors, shapes_of
+from .forecast import NeedsValuesError, OnMeta, by_shape, meta_errors, shapes_of
 
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token of a pass, in the paper's appendix
 UPDATE = 10  # FLOPs per parameter of a step of Adam, for any number of tokens
@@ -186,7 +186,7 @@ def _likely_tokens(job: Job, samples: int) -> list[int]:
     return [samples * (found.prefix + math.prod(found.grid) if found else 1) for found in layouts]
 
 
-class _Counter(TrueOnMeta):
+class _Counter(OnMeta):
     """Add up FLOPs by torch's formulas, without sorting them by module as its `FlopCounterMode` does."""
 
     total = 0

@@ -223,7 +223,7 @@ class Forecast:
         with meta_errors(), ExitStack() as stack:
             for module, placement in zip(modules, placements or (), strict=False):
                 stack.enter_context(placed(module, replace(placement, device=torch.device("meta"), home=None)))
-            stack.enter_context(TrueOnMeta())
+            stack.enter_context(OnMeta())
             live = stack.enter_context(LiveBytes())
             found = measure_pairs(
                 modules.source,
@@ -269,16 +269,41 @@ def by_shape(match: Match, device: torch.device | None = None) -> Match:
     return matched
 
 
-class TrueOnMeta(TorchDispatchMode):
-    """Answer data-dependent bool checks on meta tensors with True.
+class OnMeta(TorchDispatchMode):
+    """Run operations on meta tensors: each once per shape, and data-dependent bool checks with the answer True.
 
-    transformers checks that no token is padding and that no texts are packed into one row, to leave out a mask.
+    torch computes most shapes in Python, which takes longer than the same operation on small tensors. transformers
+    checks that no token is padding and that no texts are packed into one row, to leave out a mask.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        asked = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
-        return True if asked and args[0].dtype == torch.bool else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        key = func, _signature(args), _signature(tuple(kwargs.items()))
+        if key in self._known:
+            shape, stride, dtype = self._known[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_meta:
+            given = {
+                leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            }
+            if result.untyped_storage()._cdata not in given:  # no view, and nothing that was changed in place
+                self._known[key] = result.shape, result.stride(), result.dtype
+        return result
+
+
+def _signature(value: Any) -> Any:
+    """What the shape of a result depends on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_signature, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
 def shapes_of(module: nn.Module) -> nn.Module:
