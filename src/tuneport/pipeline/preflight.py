@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..errors import DataError
 from ..job import Drawn, Job
 from ..maps.statistics import Statistics
-from ..measure.chance import LEVEL, tail
+from ..measure.chance import LEVEL, direction, tail
 from ..measure.likeness import LayerSimilarity, compare_layers
 from ..measure.objectives import TokenLoss
 from ..methods import Method, get_method
@@ -41,8 +41,9 @@ FOLDS = 4
 LEAST_SAMPLES = 2 * FOLDS
 LIKELY, UNCERTAIN, UNLIKELY = "likely to help", "uncertain", "unlikely to help"
 # Calibrated at scale 1 on the 18 cells of the zoo (benchmarks/claims/verdict.py). For "likely to help" the loss must
-# fall on clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of 40. A
-# lean of TURNED_WRONG is "unlikely to help". Samples that turned must differ by LEAST_TURNED: one more is chance.
+# fall on clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of 40; or
+# clearly more samples turn right than wrong. A lean of TURNED_WRONG is "unlikely to help". Samples that turned must
+# differ by LEAST_TURNED: one more is chance.
 LOSS_FALLS = 0.75
 TURNED_WRONG = -1.0
 LEAST_TURNED = 2
@@ -254,10 +255,12 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
         f"{trial.turned_right} of them turn right and {trial.turned_wrong} turn wrong: "
         f"{trial.accuracy_before:.1f} % before, {trial.accuracy_after:.1f} % after"
     )
-    word, more = UNCERTAIN, (trial.turned_right or 0) - (trial.turned_wrong or 0)
-    if (trial.lean <= TURNED_WRONG and more <= -LEAST_TURNED) or trial.loss_falls < 0.5:
+    right, wrong = trial.turned_right or 0, trial.turned_wrong or 0
+    often = tail(trial.samples, round(trial.loss_falls * trial.samples), LOSS_FALLS) < LEVEL
+    word = UNCERTAIN
+    if (trial.lean <= TURNED_WRONG and right - wrong <= -LEAST_TURNED) or trial.loss_falls < 0.5:
         word = UNLIKELY
-    elif more >= LEAST_TURNED and tail(trial.samples, round(trial.loss_falls * trial.samples), LOSS_FALLS) < LEVEL:
+    elif direction(right, wrong) > 0 or (right - wrong >= LEAST_TURNED and often):
         word = LIKELY
     return Verdict(word, (falls, counted, *means))
 
