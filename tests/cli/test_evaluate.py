@@ -43,7 +43,8 @@ class TestEvaluate:
         assert found["low"] <= found["accuracy"] <= found["high"]
         shown = run("evaluate", *models, "--data", zoo.data, "--by-class").out
         for each in alone:
-            assert f"{each['accuracy']:.2f} % of 30 samples right" in shown
+            ends = f"{each['low']:.1f} to {each['high']:.1f}"
+            assert re.search(rf"{each['accuracy']:.2f} %\W+{ends}\W+30\W+zero-shot", shown)
         for row in found["by_class"]:
             assert re.search(rf"{row['class']}\W+{row['accuracy']:.1f} %", shown)
 

@@ -232,23 +232,36 @@ def _plain(found: Evaluation) -> dict[str, Any]:
 
 
 def _print_scores(found: Mapping[str, Evaluation]) -> None:
-    """A line of one model, or a table of several."""
-    rows = []
-    for name, result in found.items():
-        values, words = _plain(result), []
-        if result.protocol != "perplexity":
-            ends = f"; 95 % interval {values['low']:.1f} to {values['high']:.1f}" if "low" in values else ""
-            words.append(f"{result.accuracy:.2f} % of {result.samples} samples right ({result.protocol}{ends})")
-        if result.perplexity is not None:
-            bits = "" if result.bits_per_character is None else f", {result.bits_per_character:.4g} bits per character"
-            rate = f"perplexity {result.perplexity:.4g}"
-            words.append(f"{rate} over {result.tokens} tokens of {result.samples} samples{bits}")
-        rows.append((name, words))
-    if len(rows) == 1:
-        for text in rows[0][1]:
-            say(text)
-    else:
-        show([(name, "; ".join(words)) for name, words in rows], "model", "score", fold=True)
+    """Lines of one model, or a table of several."""
+    if len(found) > 1:
+        cells = {name: _cells(result) for name, result in found.items()}
+        columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+        rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
+        show(rows, "model", *columns, fold=True)
+        return
+    for result in found.values():
+        cells = _cells(result)
+        about = f"of {result.samples} samples"
+        if "accuracy" in cells:
+            ends = f"; 95 % interval {cells['95 % interval']}" if "95 % interval" in cells else ""
+            say(f"{cells['accuracy']} {about} right ({result.protocol}{ends})")
+        if "perplexity" in cells:
+            bits = f", {cells['bits/character']} bits per character" if "bits/character" in cells else ""
+            say(f"perplexity {cells['perplexity']} over {result.tokens} tokens {about}{bits}")
+
+
+def _cells(found: Evaluation) -> dict[str, str]:
+    """A score by the columns of a table that it has."""
+    values, cells = _plain(found), {}
+    if found.protocol != "perplexity":
+        cells["accuracy"] = f"{found.accuracy:.2f} %"
+        if "low" in values:
+            cells["95 % interval"] = f"{values['low']:.1f} to {values['high']:.1f}"
+    if found.perplexity is not None:
+        cells["perplexity"] = f"{found.perplexity:.4g}"
+        if found.bits_per_character is not None:
+            cells["bits/character"] = f"{found.bits_per_character:.4g}"
+    return {**cells, "samples": str(found.samples), "protocol": found.protocol}
 
 
 def _print_classes(found: Mapping[str, Evaluation]) -> None:
