@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from builders.commands import Run, assert_refused, options
-from builders.folders import Zoo
+from builders.folders import Zoo, edit_weights
 from builders.texts import SENTENCES, Size, gpt_tokenizer, make, t5_tokenizer, write, write_rows
 from builders.twins import finetuned
 from tuneport.io.sizes import format_bytes
@@ -73,6 +74,17 @@ class TestPlan:
         start = "the models have one tokenizer" if same else "the tokenizers differ"
         counts = f"{found['target_matched']} of the {found['target_tokens']} tokens of the target have a partner"
         assert f"{start}: {counts} in the source ({100 * found['share']:.0f} %)" in printed.replace("\n", " ")
+
+    def test_a_fine_tune_of_another_base_is_refused(self, run: Run, zoo: Zoo, place: Path) -> None:
+        """As by `transfer`: its weights have nothing in common with those of the source."""
+        source, tuned, target = zoo.trio("clip_vision")
+        other = Path(shutil.copytree(tuned, place / "other"))
+        edit_weights(other, lambda tensors: [tensor.neg_() for tensor in tensors.values()])
+        words = ("--data", zoo.data, "--samples", 16, "--finetuned", other)
+        plan = ("plan", "--source", source, "--target", target, *words)
+        for command in (plan, ("compare", source, target, *words)):
+            assert_refused(run(*command), 1, "it has most likely another base. Check --source and --finetuned")
+        assert run(*plan, "--accept-unlikely").code == 0
 
     def test_names_are_short_where_they_are_clear(self, run: Run, zoo: Zoo) -> None:
         """A row fits into a line of 80 columns."""

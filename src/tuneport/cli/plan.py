@@ -67,10 +67,12 @@ def plan(
     from ..pipeline.evaluation import USUAL, usual_test
     from ..pipeline.outlook import expected
     from ..pipeline.prepare import prepare
+    from ..pipeline.sanity import check_weights
     from ..pipeline.transfer import check_scale
 
     strength = check_scale(scale)
     job = prepare(source, finetuned, target, data, signals=method, **given)
+    check_weights(job)
     test = usual_test(job, data, given.get("columns"))
     outlook = expected(job, method, scale=strength, tested=0 if isinstance(test, str) else min(len(test), USUAL))
     print_notes(job)
@@ -181,11 +183,14 @@ def compare(
     from ..methods import get_method
     from ..pipeline import preflight
     from ..pipeline.prepare import prepare
+    from ..pipeline.sanity import check_weights
     from ..pipeline.transfer import check_scale
 
     strength = check_scale(scale)
     signals = get_method(method).signals.union(COMPARED)
     job = prepare(source, finetuned, target, data, signals=signals, **given)
+    if finetuned is not None:
+        check_weights(job)
     found = compare_models(job, method, strength, trial=finetuned is not None)
     means = preflight.summary(found.similarity)
     if json:

@@ -72,19 +72,24 @@ def look(job: Job) -> Seen:
 
     A CheckpointError says what cannot be a fine-tune of this base for these labels, unless the job accepts it.
     """
-    change, left = _change(job)
-    seen = Seen(change)
-    if left < LEAST_LEFT and not job.accept_unlikely:
-        raise CheckpointError(
-            f"the fine-tune differs from {job.source.name} by {change:.2f} times the norm of its weights, and little "
-            f"of them is left in it: it has most likely another base. Check `source` and `finetuned`, {GO_ON}."
-        )
+    seen = Seen(check_weights(job))
     if not answers(job):
         return seen
     assert isinstance(job.samples, Drawn)
     if job.losses is not None and isinstance(job.losses.source, TokenLoss):
         return _by_tokens(job, job.samples, job.losses.source, seen.change)
     return _by_classes(job, job.samples, seen.change)
+
+
+def check_weights(job: Job) -> float | None:
+    """The norm of the change over that of the base; a CheckpointError if the fine-tune has most likely another base."""
+    change, left = _change(job)
+    if left < LEAST_LEFT and not job.accept_unlikely:
+        raise CheckpointError(
+            f"the fine-tune differs from {job.source.name} by {change:.2f} times the norm of its weights, and little "
+            f"of them is left in it: it has most likely another base. Check `source` and `finetuned`, {GO_ON}."
+        )
+    return change
 
 
 def answers(job: Job) -> int:
