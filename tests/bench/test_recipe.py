@@ -185,6 +185,16 @@ class TestNames:
         assert sorted(RECIPES) == sorted(path.stem for path in folder.iterdir())
         assert len(RECIPES) == 17  # twelve tables, four figures, the cost
 
+    def test_missing_files_of_a_recipe_without_a_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Who has no zoo learns where the paths start; with a root they name it themselves."""
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(
+            DataError, match=r"mnist\.npz does not exist\. Its paths start .*: pass `root` to start them"
+        ):
+            read_recipe("ablation", small=True)
+        with pytest.raises(DataError, match=r"images/mnist\.npz does not exist\.$"):
+            read_recipe("ablation", small=True, root=tmp_path)
+
     def test_unknown_name_lists_the_known_ones(self) -> None:
         with pytest.raises(DataError, match=r"unknown recipe 'ablaton'\. Did you mean 'ablation'\? Known: .*width\.$"):
             read_recipe("ablaton", on_disk=False)

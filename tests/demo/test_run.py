@@ -57,7 +57,8 @@ def test_what_it_writes_loads(shown: dict[str, Any]) -> None:
 
 def test_the_record_names_places_that_are_there(record: dict[str, Any], shown: dict[str, Any], place: Path) -> None:
     assert record["out"] == shown["out"] == str(place / "large-mirrored")
-    for key in ("finetuned", "data"):
+    for key in ("source", "finetuned", "target", "data"):
+        assert Path(record[key]["path"]).parent == place
         assert Path(record[key]["path"]).exists()
     assert ".tmp" not in json.dumps(record)
 

@@ -135,7 +135,9 @@ def make_recipe(
         problems += [f"pair {name}: {text}" if len(parts) > 1 else text for text in found]
     printed = _printed(keys.printed, tasks, problems)
     if problems:
-        raise DataError(f"{where}: {'; '.join(text.rstrip('.') for text in dict.fromkeys(problems))}.")
+        lost = base is None and any(text.endswith("does not exist") for text in problems)
+        start = " Its paths start in the working directory: pass `root` to start them elsewhere." if lost else ""
+        raise DataError(f"{where}: {'; '.join(text.rstrip('.') for text in dict.fromkeys(problems))}.{start}")
     return Recipe(comparisons, keys.title, keys.paper, keys.kind, keys.about, printed, small)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,21 @@ SAMPLES = 100
 STEPS = 100
 PORTED = ("naive", "theseus", "bico")
 TABLE = "demo.json"
-WRITTEN = {"finetuned": "small-mirrored", "data": "mirrored-digits.npz"}  # where the inputs of the run will lie
+WRITTEN = {  # where the inputs of the run will lie
+    "source": "small",
+    "finetuned": "small-mirrored",
+    "target": "large",
+    "data": "mirrored-digits.npz",
+}
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage | None = None) -> dict[str, Any]:
-    """Fine-tune, port, evaluate; write the data, the fine-tuned source and the ported target under `out`."""
+    """Fine-tune, port, evaluate; write the data, the bases, the fine-tuned source and the port under `out`."""
     check_new_folder(out, overwrite, marks=[TABLE])
     small, large = (open_model(MODELS / name) for name in ("small", "large"))
     with new_folder(out, overwrite=overwrite, marks=[TABLE]) as folder:
+        for name in ("small", "large"):
+            shutil.copytree(MODELS / name, folder / name)
         data = folder / "mirrored-digits.npz"
         np.savez_compressed(data, allow_pickle=False, **mirrored_digits())
         train, test = read_plain(data, "train"), read_plain(data, "test")
@@ -68,8 +76,8 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         job = prepare(
             small, folder / "small-mirrored", large, data, signals=signals, head="digits", samples=SAMPLES, seed=seed
         )
-        places = {key: {**job.record[key], "path": str(out / name)} for key, name in WRITTEN.items()}
-        job = replace(job, record={**job.record, **places})
+        inputs = {key: {**job.record[key], "path": str(out / name)} for key, name in WRITTEN.items()}
+        job = replace(job, record={**job.record, **inputs})
         statistics = measure_job(job, progress=count_steps(stage, "measuring both models", SAMPLES))
         porting = count_steps(stage, "porting", len(PORTED))
         for name in PORTED:
