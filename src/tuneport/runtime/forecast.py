@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -276,16 +276,15 @@ class OnMeta(TorchDispatchMode):
     checks that no token is padding and that no texts are packed into one row, to leave out a mask.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+    # Shapes are facts: what one forecast finds serves all later ones.
+    _known: ClassVar[dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True
-        key = func, _signature(args), _signature(tuple(kwargs.items()))
+        key = func, torch.get_default_dtype(), _signature(args), _signature(tuple(kwargs.items()))
         if key in self._known:
             shape, stride, dtype = self._known[key]
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
