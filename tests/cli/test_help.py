@@ -7,10 +7,23 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from builders.commands import COMMANDS, Run
 from tuneport import __version__
+from tuneport.cli.terminal import show
 from tuneport.methods import METHODS
+
+
+def test_a_table_of_many_columns_loses_no_letter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=80))
+    columns = ("method", "scale", "budget", "cifar10", "fashion", "gtsrb", "mnist", "mean", "deviation", "gain")
+    show([["gradient_only", "1", "100", *["57.5"] * 5, "10.3", "+22.3"]], *columns, fold=True)
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = ["".join(parts).replace(" ", "") for parts in zip(*rows, strict=True)]
+    assert cells == ["gradient_only", "1", "100", *["57.5"] * 5, "10.3", "+22.3"]
 
 
 class TestHelp:

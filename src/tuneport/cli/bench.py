@@ -120,7 +120,7 @@ def _print_results(out: Path, json: bool) -> None:
     for path in sorted(out.rglob("table.csv")):
         with path.open(encoding="utf-8", newline="") as file:
             columns, *lines = csv.reader(file)
-        show(lines, *columns, title=None if len(contents) == 1 else path.parent.name)
+        show(lines, *columns, title=None if len(contents) == 1 else path.parent.name, fold=True)
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     say(f"written to {out}: {', '.join(files)}")
 
