@@ -234,9 +234,9 @@ def _plain(found: Evaluation) -> dict[str, Any]:
 def _print_scores(found: Mapping[str, Evaluation]) -> None:
     """Lines of one model, or a table of several."""
     if len(found) > 1:
-        cells = {name: _cells(result) for name, result in found.items()}
-        columns = list(dict.fromkeys(column for row in cells.values() for column in row))
-        rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
+        table = {name: _cells(result) for name, result in found.items()}
+        columns = list(dict.fromkeys(column for row in table.values() for column in row))
+        rows = [[name, *(row.get(column, "") for column in columns)] for name, row in table.items()]
         show(rows, "model", *columns, fold=True)
         return
     for result in found.values():

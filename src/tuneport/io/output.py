@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -233,7 +234,7 @@ def claimed(out: PathLike) -> Iterator[None]:
 def _uninterrupted() -> Iterator[None]:
     """Postpone the signals that end a command to the end of a short block, so that it is done or not begun."""
     waiting: list[int] = []
-    before = {}
+    before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
