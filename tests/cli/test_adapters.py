@@ -102,4 +102,4 @@ def test_what_moved_is_on_the_terminal_and_the_card(run: Run, place: Path) -> No
     whole = sum(p.numel() for n, p in old.named_parameters() if any(w in n for w in ("query", "LayerNorm", "word_emb")))
     assert shares["moved_share"] == pytest.approx(sum(sizes.values()) / whole, rel=1e-4)
     planned = run("plan", *words, "--data", place / "r.jsonl")
-    assert "moved: " in planned.out
+    assert "would move: " in planned.out
