@@ -2,7 +2,7 @@
 
     pip install 'tuneport[adapters]'
     python examples/port_lora.py --source old-llm --finetuned old-llm-lora --target new-llm --data chats.jsonl
-    python examples/port_lora.py   # tiny models, made in a few seconds
+    python examples/port_lora.py   # tiny models, trained in a few minutes
 
 After the transfer, the fine-tuned source teaches the ported LoRA for `--distill` steps, without labels. The data are
 chats, with a column `messages`, and `split` (train, test). The models' tokenizers need a chat template.

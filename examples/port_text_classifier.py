@@ -2,7 +2,7 @@
 
     python examples/port_text_classifier.py --source minilm --finetuned minilm-reviews --target mpnet \
         --data reviews.jsonl
-    python examples/port_text_classifier.py   # tiny models, made in a few seconds
+    python examples/port_text_classifier.py   # tiny models, trained in about a minute
 
 The table has the columns `text`, `label` and `split` (train, test). The fine-tune is a folder with a classification
 head; the two bases need none.
