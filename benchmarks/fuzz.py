@@ -50,6 +50,7 @@ class Guard:
     def __init__(self, allowed: Path) -> None:
         self.allowed, self.on = str(allowed), False
         self.found: list[str] = []
+        sys.dont_write_bytecode = True  # a module that is imported late must not look like a file that is written
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
