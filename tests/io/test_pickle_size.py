@@ -66,6 +66,13 @@ def test_bombs_are_refused_before_they_are_loaded(
         open_checkpoint(path)
 
 
+def test_a_length_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> None:
+    text_of_any_length = pickle.PROTO + b"\x04" + pickle.BINUNICODE8
+    path = written(tmp_path, text_of_any_length + struct.pack("<Q", 2**62), legacy=True)
+    with pytest.raises(CheckpointError, match=r"bomb\.pt is refused: its pickle states a length that does not fit"):
+        open_checkpoint(path)
+
+
 def test_a_broken_pickle_does_not_hide_a_bomb_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads data.pkl only, wherever it stands in the archive."""
     path = written(tmp_path, BOMBS["shared tuples"][0], legacy=False)

@@ -50,6 +50,14 @@ def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def _check(file: IO[bytes], path: Path) -> None:
+    """Refuse a pickle that has too many operations or objects, or states a length for which there is no memory."""
+    try:
+        _follow(file, path)
+    except MemoryError:
+        raise CheckpointError(f"{path} is refused: its pickle states a length that does not fit in memory.") from None
+
+
+def _follow(file: IO[bytes], path: Path) -> None:
     """Follow the operations of one pickle on a stack of sizes, in objects; None is a mark."""
     stack: list[int | None] = []
     memo: dict[object, int] = {}
