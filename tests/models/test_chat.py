@@ -114,6 +114,10 @@ def test_the_limit_of_the_model_is_the_last_word() -> None:
         ({"messages": "hello"}, ["row 1 of", "messages is a text; expected a list of messages."]),
         ({"messages": [{"role": "user", "content": "hello"}]}, ["no message of the assistant has a text"]),
         ({"conversations": [{"from": "alien", "value": "hello"}]}, ["has the role 'alien'; expected one of system"]),
+        (
+            {"messages": [{"role": "x" * 3000, "content": "hello"}]},
+            ["has the role 'xxx", "xx ... xx", "xxx'; expected"],
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, ["the content of a message is int; expected text."]),
         ({"prompt": 3, "completion": "4"}, ["prompt is int; expected a text or a list of messages."]),
         ({"instruction": "say it", "output": None}, ["output is NoneType; expected a text"]),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, shortened
 from ..types import Chat
 from .dataset import LazySequence
 
@@ -78,7 +78,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if key not in ("from", "value") and value is not None}
     role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if str(role).lower() not in ROLES:
-        raise ValueError(f"a message has the role {role!r}; expected one of {', '.join(ROLES)}")
+        raise ValueError(f"a message has the role {shortened(repr(role))}; expected one of {', '.join(ROLES)}")
     if isinstance(content, (list, tuple)):  # the parts of OpenAI's messages
         content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
     if content is not None and not isinstance(content, str):
