@@ -279,6 +279,11 @@ class TestReading:
             assert words in text
         assert "\n" not in text
 
+    def test_long_names_are_shortened(self, root: Path) -> None:
+        with pytest.raises(DataError, match=r"xx \.\.\. xx") as raised:
+            make_recipe(self.content(target="zoo/" + "x" * 3000), "here", root=root)
+        assert len(str(raised.value)) < 1200
+
     def test_problems_of_the_small_variant(self, root: Path) -> None:
         content = self.content(small={"sede": [0], "shots": 3, "finetune": {"step": 1}})
         with pytest.raises(DataError) as raised:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..data.samplers import SAMPLERS, select
 from ..data.tasks import read_data, split_reference
-from ..errors import DataError, TuneportError, first_of, plain, unknown_name
+from ..errors import DataError, TuneportError, first_of, plain, shortened, unknown_name
 from ..io.hub import looks_like_hub_id
 from ..models.open import path_of
 from .schema import KINDS, PATTERN, Comparison, Keys, PaperRows, validated
@@ -137,7 +137,9 @@ def make_recipe(
     if problems:
         lost = base is None and any(text.endswith("does not exist") for text in problems)
         start = " Its paths start in the working directory: pass `root` to start them elsewhere." if lost else ""
-        raise DataError(f"{where}: {'; '.join(text.rstrip('.') for text in dict.fromkeys(problems))}.{start}")
+        raise DataError(
+            f"{where}: {'; '.join(shortened(text.rstrip('.'), 500) for text in dict.fromkeys(problems))}.{start}"
+        )
     return Recipe(comparisons, keys.title, keys.paper, keys.kind, keys.about, printed, small)
 
 
