@@ -365,7 +365,13 @@ class TestErrors:
         assert split_reference("mnist:new")[0] is TASKS["mnist"]
 
     @pytest.mark.parametrize(
-        "content", [b"", b"\x00\x00\x08\x03" + 12 * b"\xff", b"\x00\x00\x08\x01\x00\x00\x00\x09ab"]
+        "content",
+        [
+            b"",
+            b"\x00\x00\x08\x03" + 12 * b"\xff",
+            b"\x00\x00\x08\x03" + 4 * b"\x00" + 8 * b"\xff",  # no images of 2^64 bytes each
+            b"\x00\x00\x08\x01\x00\x00\x00\x09ab",
+        ],
     )
     def test_broken_idx_files(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "x").write_bytes(content)

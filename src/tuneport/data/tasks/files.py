@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,9 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         header = file.read(4 + 4 * dimensions)
         head = np.frombuffer(header[: len(header) // 4 * 4], dtype=">u4")
-        expected = int(np.prod(head[1:].astype(np.int64))) if len(head) == 1 + dimensions else -1
-        content = file.read(min(max(expected, 0), _LARGEST) + 1)
-    if expected < 0 or head[0] != 0x800 + dimensions or len(content) != expected:
+        expected = math.prod(head[1:].tolist()) if len(head) == 1 + dimensions else 0
+        content = file.read(min(expected, _LARGEST) + 1)
+    if expected < 1 or head[0] != 0x800 + dimensions or len(content) != expected:
         raise DataError(f"{path} is not an idx file of bytes in {dimensions} dimensions, or it is truncated.")
     return np.frombuffer(content, dtype=np.uint8).reshape(head[1:].astype(np.int64))
 
