@@ -476,6 +476,20 @@ class TestBounds:
             savemat(tmp_path / "small.mat", {"X": cell[:1], "Y": "text"}, do_compression=packed)
             assert len(read_mat(tmp_path / "small.mat", "X")["X"]) == 9 * 10**5
 
+    def test_crash_of_scipy_is_an_error_of_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """22 bytes are missing from the middle: scipy 1.17 ends with a segmentation fault. The working folder has a
+        module that must not be imported."""
+        notes = np.array([("a.jpg", 1)], dtype=[("fname", object), ("class", object)])
+        file = tmp_path / "damaged.mat"
+        savemat(file, {"X": np.zeros((3, 4, 4), np.uint8), "y": np.arange(3), "annotations": notes})
+        content = file.read_bytes()
+        file.write_bytes(content[:288] + content[310:])
+        (tmp_path / "pickle.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(DataError, match=r"cannot read .*damaged\.mat: [^\n]+\.$"):
+            read_mat(file, "annotations")
+        assert not (tmp_path / "imported").exists()
+
     def test_lists_of_many_columns(self, tmp_path: Path) -> None:
         """Each of the rows would get them all: memory that is quadratic in the size of the file."""
         (tmp_path / "t.csv").write_text(",".join(map(str, range(2000))) + "\n" + "a\n" * 2000)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import pickle
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +17,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DataError, brief, first_of
+from ...errors import DataError, first_of, shortened
 from ...io.sizes import format_bytes
 from ..dataset import reading
 from ..rows import MOST_COLUMNS
 
 _LARGEST = 2**32  # uncompressed bytes
 _LARGEST_LIST = 10**7  # bytes of a list of images
+
+# Damaged MATLAB files can crash scipy, and the process with it: they are read in a process of their own. It must not
+# import what lies in the working folder.
+_LOADMAT = """
+import sys
+sys.path = [place for place in sys.path if place]
+import pickle
+from scipy.io import loadmat
+try:
+    content = loadmat(sys.argv[1], squeeze_me=True, variable_names=sys.argv[2:])
+    pickle.dump(content, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+except Exception as error:
+    sys.exit(str(error) or type(error).__name__)
+"""
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -37,16 +54,17 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
     """Arrays of a MATLAB file (versions 4 to 7.2)."""
-    from scipy.io import loadmat
-
     with reading(path):
         size = _unpacked(path)
     if size > _LARGEST:
         raise DataError(f"{path} is refused: a file may have {format_bytes(_LARGEST)} uncompressed. Split it.")
-    try:
-        content: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=wanted)
-    except Exception as error:  # broken files make the reader raise nearly anything
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
+    command = [sys.executable, "-c", _LOADMAT, str(path), *wanted]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:  # scipy raises nearly anything for a damaged file
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        crash = f"scipy crashed with exit code {done.returncode}"
+        raise DataError(f"cannot read {path}: {shortened(said[-1] if said and done.returncode > 0 else crash)}.")
+    content: dict[str, Any] = pickle.loads(done.stdout)
     missing = [name for name in wanted if name not in content]
     if missing:
         raise DataError(f"{path} has no {first_of(missing)}.")
