@@ -3,19 +3,23 @@
 Fine-tunes MiniLM-L6 as a sequence classifier (all weights, or a LoRA on queries and values), ports it to other encoders
 with N sentences and no label, writes the result, and scores it in a process that imports transformers and peft only.
 Next to it, with the same sentences: (a) a linear probe on the bare target, with their labels; (b) the head that is
-fitted to the fine-tuned source on the target as it is; (c) few-shot fine-tuning with their labels; (d) the target
-fine-tuned on the whole training split. Rates and steps of (c) are chosen on validation data. Distilled is the port
-after 300 steps with the fine-tuned source as the teacher, on the same sentences and without labels.
+fitted to the fine-tuned source on the target as it is; (c) few-shot fine-tuning of the target with their labels; (d)
+the target fine-tuned on the whole training split, at the rate and steps of the source. The penalty of (a) and the rate
+and steps of (c) are the best on 300 labelled sentences of the validation split, which the port does not see.
+Distilled is the port after 300 steps with the fine-tuned source as the teacher, on the same sentences without labels.
 
-    python benchmarks/claims/classifiers.py --encoders ENCODERS --data SHARED/data/text --out benchmarks/results
+    python -m benchmarks.claims.classifiers --encoders ENCODERS --data SHARED/data/text --out ROWS.jsonl --part 0/27
+    python -m benchmarks.claims.classifiers --out ROWS.jsonl --write benchmarks/results/classifiers.md
 
-Rows are added to OUT/classifiers.json, so that a run can be divided (--tasks, --targets, --kinds, --draws) and resumed;
-OUT/classifiers.md is the table of all rows that are there.
+A row is added to ROWS.jsonl when it is done, so that a run can be stopped and continued. Parts may run side by side:
+the fine-tunes and rivals that rows share are made once, in --work.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import itertools
 import json
 import platform
 import statistics
@@ -23,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,11 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.common import add_row, commit, part_of, rows_in
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
 from tuneport.data.tasks import TASKS
-from tuneport.measure.accuracy import linear_probe
+from tuneport.measure.accuracy import compute_features
 from tuneport.models.open import open_model, pick_device
 from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.result import Result
@@ -42,7 +47,7 @@ from tuneport.pipeline.transfer import run
 
 FILES = {"trec6": "trec6.jsonl.gz", "sst2": "sst2_stsa.jsonl.gz", "subj": "subj.jsonl.gz"}
 SOURCE = "minilm-l6"
-TARGETS = ("minilm-l3", "gte-small", "mpnet")
+TARGETS = ("mpnet", "gte-small", "minilm-l3")  # the longest first: parts are taken in this order
 KINDS = ("lora", "full")
 COLUMNS = {
     "source": "fine-tuned source",
@@ -52,11 +57,12 @@ COLUMNS = {
     "probe": "(a) probe, labels",
     "head": "(b) head alone",
     "few": "(c) few-shot, labels",
-    "target": "(d) fine-tuned target",
+    "target_tuned": "(d) fine-tuned target",
 }
-STEPS, BATCH, LENGTH = 200, 32, 64
+STEPS, BATCH, LENGTH = 200, 32, 128
 RATES = {"full": 1e-4, "lora": 1e-3}
-FEW = [(rate, steps) for rate in (5e-5, 2e-4) for steps in (30, 90)]
+FEW_RATES, FEW_STEPS = (5e-5, 2e-4), (30, 90, 300)
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # C of the logistic regression, on standardised features
 
 CHILD = """
 import json, sys, torch, transformers
@@ -74,7 +80,7 @@ for folder, adapts in outputs.items():
     with torch.no_grad():
         for start in range(0, len(texts), 256):
             part = texts[start : start + 256]
-            part = tokenizer(part, padding=True, truncation=True, max_length=512, return_tensors="pt")
+            part = tokenizer(part, padding=True, truncation=True, max_length=int(sys.argv[6]), return_tensors="pt")
             found += model(**part.to(device)).logits.argmax(-1).tolist()
     answers[folder] = found
 assert "tuneport" not in sys.modules
@@ -94,10 +100,10 @@ def read_splits(task: str, folder: Path, most: int) -> dict[str, Dataset]:
 class Trainer:
     """Plain AdamW on a classifier of transformers."""
 
-    def __init__(self, folder: Path, classes: Sequence[str], device: torch.device) -> None:
+    def __init__(self, folder: Path, classes: Sequence[str], device: torch.device, seed: int = 0) -> None:
         names = dict(enumerate(classes))
         labels = {name: index for index, name in names.items()}
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         found = AutoModelForSequenceClassification.from_pretrained(
             folder, id2label=names, label2id=labels, dtype=torch.float32
         )
@@ -135,10 +141,14 @@ class Trainer:
 def whole_base(options: argparse.Namespace) -> Path:
     """The source with a pooler: the files of the encoder have none, and an adapter would not save the one it reads."""
     folder: Path = options.work / f"{SOURCE}-base"
-    if not (folder / "tokenizer.json").is_file():
+
+    def make() -> bool:
         torch.manual_seed(0)
         AutoModel.from_pretrained(options.encoders / SOURCE, dtype=torch.float32).save_pretrained(folder)
         AutoTokenizer.from_pretrained(options.encoders / SOURCE).save_pretrained(folder)
+        return True
+
+    kept(options.work / "base.json", make)
     return folder
 
 
@@ -159,14 +169,48 @@ def make_source(
     return trainer.accuracy(data["test"])
 
 
-def few_shot(folder: Path, samples: Dataset, data: dict[str, Dataset], device: torch.device) -> float:
+def few_shot(
+    folder: Path, samples: Dataset, data: dict[str, Dataset], device: torch.device, draw: int, few: Sequence[int]
+) -> dict[str, Any]:
     """Fine-tuning on the samples, by the rate and the steps that are best on the validation split."""
-    found: list[tuple[float, float]] = []
-    for rate, steps in FEW:
-        trainer = Trainer(folder, samples.classes, device)
-        trainer.train(samples, rate, steps)
-        found.append((trainer.accuracy(data["validation"]), trainer.accuracy(data["test"])))
-    return max(found, key=lambda pair: pair[0])[1]
+    found: list[tuple[float, float, list[float]]] = []
+    for rate, steps in itertools.product(FEW_RATES, few):
+        trainer = Trainer(folder, samples.classes, device, draw)
+        trainer.train(samples, rate, steps, draw)
+        found.append((trainer.accuracy(data["validation"]), trainer.accuracy(data["test"]), [rate, steps]))
+    best = max(found, key=lambda each: each[0])
+    return {"few": best[1], "few_chosen": best[2]}
+
+
+def probe(folder: Path, samples: Dataset, data: dict[str, Dataset], device: torch.device) -> dict[str, float]:
+    """A logistic regression on the target's features, by the penalty that is best on the validation split."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    model, found = open_model(folder, device=device), []
+    seen = [compute_features(model, part).double().numpy() for part in (samples, data["validation"], data["test"])]
+    for penalty in PENALTIES:
+        fitted = make_pipeline(StandardScaler(), LogisticRegression(C=penalty, max_iter=2000))
+        fitted.fit(seen[0], samples.labels)
+        right = [
+            100.0 * fitted.score(x, data[name].labels) for x, name in zip(seen[1:], ("validation", "test"), strict=True)
+        ]
+        found.append((*right, penalty))
+    best = max(found, key=lambda each: each[0])
+    return {"probe": best[1], "probe_chosen": best[2]}
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What `make` returns; it is made once by all processes, and read from `path` afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            found = json.dumps(make())
+            path.with_suffix(".new").write_text(found)
+            path.with_suffix(".new").replace(path)
+        return json.loads(path.read_text())
 
 
 def score(outputs: dict[Path, bool], base: Path, test: Dataset, device: torch.device) -> dict[str, float]:
@@ -174,7 +218,7 @@ def score(outputs: dict[Path, bool], base: Path, test: Dataset, device: torch.de
     texts = next(iter(outputs)).parent / "texts.json"
     texts.write_text(json.dumps(list(test.inputs)))
     folders = json.dumps({str(folder): adapts for folder, adapts in outputs.items()})
-    words = [folders, str(base), str(texts), device.type, str(len(test.classes))]
+    words = [folders, str(base), str(texts), device.type, str(len(test.classes)), str(LENGTH)]
     done = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -183,10 +227,9 @@ def score(outputs: dict[Path, bool], base: Path, test: Dataset, device: torch.de
 
 
 def port_rows(
-    source: Path, tuned: Path, target: Path, kind: str, data: dict[str, Dataset], draw: int, samples: int, device: str
+    source: Path, tuned: Path, target: Path, kind: str, data: dict[str, Dataset], draw: int, options: argparse.Namespace
 ) -> dict[str, float]:
     """The accuracies of the ported classifier, and of the head that is fitted on the target as it is."""
-    place = pick_device(device)
     unlabelled = Dataset(data["train"].inputs, None, (), name=data["train"].name)
     started = time.perf_counter()
     job = prepare(
@@ -195,9 +238,9 @@ def port_rows(
         target,
         unlabelled,
         signals=frozenset({"input"}) | SCORED,
-        samples=samples,
+        samples=options.samples,
         seed=draw,
-        device=device,
+        device=options.device,
     )
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -215,92 +258,115 @@ def port_rows(
         chosen = run(job, scale="auto")
         write("port_auto", chosen)
         started = time.perf_counter()
-        taught = ported.distill()
+        taught = ported.distill(options.distill)
         write("distilled", taught)
         seconds["distill_seconds"] = round(time.perf_counter() - started, 1)
-        return {**score(outputs, target, data["test"], place), **seconds, "scale": chosen.scale}
+        scores = score(outputs, target, data["test"], pick_device(options.device))
+        return {**scores, **seconds, "scale": chosen.scale}
 
 
-def cell(options: argparse.Namespace, task: str, kind: str, target: str, cache: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The rows of one task, kind of fine-tune and target: one for each draw."""
-    device = pick_device(options.device)
-    data = cache.setdefault(task, read_splits(task, options.data, options.most))
-    source, place = whole_base(options), options.encoders / target
+def measure(options: argparse.Namespace) -> None:
+    """Add the rows that are missing: both kinds of fine-tune for each target, task and draw of this part."""
+    machine = {"machine": platform.machine(), "device": pick_device(options.device).type, "commit": commit()}
+    cells = list(itertools.product(options.targets, options.tasks, options.draws))
+    for target, task, draw in part_of(cells, options.part):
+        for kind in options.kinds:
+            row = {"target": target, "task": task, "draw": draw, "kind": kind}
+            row |= {"samples": options.samples, "steps": options.steps}
+            if not any(all(done[key] == row[key] for key in row) for done in rows_in(options.out)):
+                add_row(options.out, {**row, **cell(options, target, task, draw, kind), **machine})
+
+
+def cell(options: argparse.Namespace, target: str, task: str, draw: int, kind: str) -> dict[str, Any]:
+    """The accuracies of the source, the port and its rivals."""
+    device, data = pick_device(options.device), read_splits(task, options.data, options.most)
+    base, place = whole_base(options), options.encoders / target
     tuned = options.work / f"{SOURCE}-{task}-{kind}-{options.steps}"
-    if not (tuned / "accuracy.json").is_file():
-        accuracy = make_source(source, tuned, kind, data, device, options.steps)
-        (tuned / "accuracy.json").write_text(json.dumps(accuracy))
-    if (task, target) not in cache:
+    chosen = data["train"].subset(select(data["train"], samples=options.samples, seed=draw))
+
+    def tune_target() -> dict[str, float]:
         trainer = Trainer(place, data["train"].classes, device)
         trainer.train(data["train"], RATES["full"], options.steps)
-        cache[task, target] = trainer.accuracy(data["test"])
-    rows = []
-    for draw in options.draws:
-        chosen = data["train"].subset(select(data["train"], samples=options.samples, seed=draw))
-        row: dict[str, Any] = {"task": task, "kind": kind, "target": target, "draw": draw, "samples": options.samples}
-        row |= {"source": json.loads((tuned / "accuracy.json").read_text()), "steps": options.steps}
-        row |= port_rows(source, tuned, place, kind, data, draw, options.samples, options.device)
-        if (task, target, draw) not in cache:
-            probe = linear_probe(open_model(place, device=device), chosen, data["test"]).accuracy
-            cache[task, target, draw] = {"probe": probe, "few": few_shot(place, chosen, data, device)}
-        rows.append({**row, **cache[task, target, draw], "target_tuned": cache[task, target]})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        return {"target_tuned": trainer.accuracy(data["test"])}
+
+    def rivals() -> dict[str, Any]:
+        few = few_shot(place, chosen, data, device, draw, options.few)
+        return {**probe(place, chosen, data, device), **few}
+
+    name = f"{target}-{task}-{options.steps}"
+    return {
+        "source": kept(tuned.with_suffix(".json"), lambda: make_source(base, tuned, kind, data, device, options.steps)),
+        **port_rows(base, tuned, place, kind, data, draw, options),
+        **kept(options.work / f"{name}-{draw}-{options.samples}.json", rivals),
+        **kept(options.work / f"{name}.json", tune_target),
+    }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Means over the draws, and over all cells."""
-    values = [{**row, "target": row["target"], "tuned": row["target_tuned"]} for row in rows]
-    keys = {name: "tuned" if name == "target" else name for name in COLUMNS}
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Means over the draws, over all cells, and differences of the port and each rival."""
     cells: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in values:
+    for row in rows:
         cells.setdefault((row["task"], row["kind"], row["target"]), []).append(row)
     lines = ["| task | fine-tune | target | " + " | ".join(COLUMNS.values()) + " |", "|---" * (3 + len(COLUMNS)) + "|"]
     means = []
     for names, found in sorted(cells.items()):
-        means.append([statistics.fmean(row[keys[name]] for row in found) for name in COLUMNS])
+        means.append([statistics.fmean(row[name] for row in found) for name in COLUMNS])
         lines.append("| " + " | ".join([*names, *(f"{value:.1f}" for value in means[-1])]) + " |")
-    if means:
-        total = [statistics.fmean(column) for column in zip(*means, strict=True)]
-        lines.append("| mean | | | " + " | ".join(f"{value:.1f}" for value in total) + " |")
-    return "\n".join(lines)
+    total = [statistics.fmean(column) for column in zip(*means, strict=True)]
+    lines += ["| mean | | | " + " | ".join(f"{value:.1f}" for value in total) + " |", ""]
+    for name in ("port", "port_auto", "distilled"):
+        for rival in ("probe", "head", "few", "target_tuned"):
+            gaps = [statistics.fmean(row[name] - row[rival] for row in found) for found in cells.values()]
+            ahead = sum(gap > 0 for gap in gaps)
+            lines.append(
+                f"- {COLUMNS[name]} against {COLUMNS[rival]}: {statistics.fmean(gaps):+.1f} points on average "
+                f"({min(gaps):+.1f} to {max(gaps):+.1f}), ahead in {ahead} of {len(gaps)} cells"
+            )
+    return lines
+
+
+def write(options: argparse.Namespace) -> None:
+    """Print the table of the rows, and write it to a file."""
+    rows = rows_in(options.out)
+    if not rows:
+        sys.exit(f"{options.out} has no rows. Give --encoders and --data to make them.")
+    ran = sorted({f"{row['machine']}, {row['device']}, commit {row['commit']}" for row in rows})
+    about = (
+        f"Accuracy in percent, means over {len({row['draw'] for row in rows})} draws of {rows[0]['samples']} sentences"
+    )
+    command = f"- command: `python -m benchmarks.claims.classifiers`, {len(rows)} rows; {'; '.join(ran)}"
+    lines = ["# Classifiers", "", f"{about}.", "", *table(rows), "", command]
+    if options.write is not None:
+        options.write.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoders", type=Path, required=True, help="Folder of the encoders.")
-    parser.add_argument("--data", type=Path, required=True, help="Folder of the texts.")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="Folder of the results.")
+    parser.add_argument("--encoders", type=Path, help="Folder of the encoders.")
+    parser.add_argument("--data", type=Path, help="Folder of the texts.")
+    parser.add_argument("--out", type=Path, required=True, help="Rows, one JSON object a line.")
+    parser.add_argument("--write", type=Path, help="Write the table of the rows to this file.")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "classifiers", help="Fine-tunes.")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth target, task and draw, from the Ith.")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--draws", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--steps", type=int, default=STEPS, help="Of the fine-tunes on whole training splits.")
+    parser.add_argument("--few", nargs="+", type=int, default=list(FEW_STEPS), help="Of few-shot fine-tuning.")
+    parser.add_argument("--distill", type=int, default=300, help="Steps of the distillation.")
     parser.add_argument("--most", type=int, default=2000, help="Test samples at most.")
     options = parser.parse_args()
+    if options.encoders is None or options.data is None:
+        write(options)
+        return
     missing = [str(path) for path in (options.encoders / SOURCE, options.data / FILES["trec6"]) if not path.exists()]
     if missing:
         sys.exit(f"missing: {', '.join(missing)}. Fetch the encoders and texts first.")
-    options.work.mkdir(parents=True, exist_ok=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    store, cache = options.out / "classifiers.json", {}
-    rows: list[dict[str, Any]] = json.loads(store.read_text())["rows"] if store.is_file() else []
-    machine = {"machine": platform.machine(), "torch": torch.__version__, "device": str(pick_device(options.device))}
-    for task in options.tasks:
-        for target in options.targets:
-            for kind in options.kinds:
-                done = {(row["task"], row["target"], row["kind"], row["draw"]) for row in rows}
-                left = [draw for draw in options.draws if (task, target, kind, draw) not in done]
-                wanted = argparse.Namespace(**{**vars(options), "draws": left})
-                rows += cell(wanted, task, kind, target, cache) if left else []
-                store.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    command = "python benchmarks/claims/classifiers.py"
-    head = f"Accuracy in percent, means over draws of {options.samples} sentences. `{command}`, {machine}."
-    (options.out / "classifiers.md").write_text(f"# Classifiers\n\n{head}\n\n{table(rows)}\n")
-    print(table(rows))
+    measure(options)
 
 
 if __name__ == "__main__":
