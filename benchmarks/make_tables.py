@@ -6,8 +6,9 @@
     python benchmarks/make_tables.py --shared ../shared --runs small --smallest
 
 A table is a list of commands that may run side by side, its parts, and one that writes it from what they left under
---runs. A part whose exit code was 0 is not run again: RUNS/done/PART says so, with the commit. A table is written when
-all its parts are done and the tables that it reads are written; it names the commit of the code (the variable COMMIT on
+--runs. A part whose exit code was 0 is not run again: RUNS/done/PART says so, with the commit. Parts start in the order
+of the tables, which is that of --only, --jobs of them side by side. A table is written when all its parts are done and
+the tables that it reads are written; it names the commit of the code (the variable COMMIT on
 a machine without the repository). Output goes to RUNS/logs. --smallest runs one small cell of every table, and writes
 next to the runs, not into benchmarks/results: it shows that all commands work, and its numbers mean nothing.
 """
@@ -20,8 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ def tables(o: argparse.Namespace) -> dict[str, Table]:
     notes = o.runs / "results" if o.smallest else ROOT / "research/results"
     results.mkdir(parents=True, exist_ok=True)
     found = {**of_zoo(o, results), **of_text(o, results), **of_lab(o, notes)}
-    return {name: table for name, table in found.items() if not o.only or name in o.only}
+    if wrong := sorted(set(o.only or ()) - set(found)):
+        sys.exit(f"there is no table {', '.join(wrong)}; known: {', '.join(found)}")
+    return {name: found[name] for name in o.only or found}
 
 
 def parts(o: argparse.Namespace, name: str, count: int, command: str, least: str) -> dict[str, str]:
@@ -83,9 +85,15 @@ def of_zoo(o: argparse.Namespace, results: Path) -> dict[str, Table]:
     few = "--pairs a:a2 --tasks mnist --samples 20 --draws 0 --steps 2 --test 50"
     return {
         "reference": Table(
-            parts(o, "reference", 3, f"{reference} --shared {shared}", "--cells a:a2:mnist --samples 4"),
+            parts(
+                o,
+                "reference",
+                15,
+                f"{reference} --shared {shared} --device {o.device}",
+                "--cells a:a2:mnist --samples 4 --part 0/5",
+            ),
             (f"{reference} --write {results}/reference.md",),
-            minutes="15 minutes, CPU, 10 GB for each part",
+            minutes="5 minutes, 10 GB of memory for each part",
         ),
         "zoo": Table(
             parts(
@@ -99,14 +107,14 @@ def of_zoo(o: argparse.Namespace, results: Path) -> dict[str, Table]:
             minutes="10 minutes",
         ),
         "verdict": Table(
-            parts(o, "verdict", 18, f"{verdict} --shared {shared} --seeds 0", "--part 3/18 --trial-only"),
+            parts(o, "verdict", 16, f"{verdict} --shared {shared} --seeds 0 1 2", "--part 3/54 --trial-only"),
             (f"{verdict} --write {results}/verdict.md",),
             after=("zoo",),
             minutes="15 minutes",
         ),
         "rivals": Table(rivals, (f"{claims}.rivals --merge {merged} --out {results}/rivals",), minutes="20 minutes"),
         "recipes": Table(
-            {"recipes": f"{recipes} {'--tiny --only width' if o.smallest else '--jobs 4'}"},
+            {"recipes": f"{recipes} {'--tiny --only width' if o.smallest else f'--jobs {o.jobs}'}"},
             (f"python benchmarks/make_tables.py --copy {runs}/recipes {results}/recipes",),
             minutes="45 minutes; --root is a folder with zoo/, data/ and encoders/",
         ),
@@ -178,31 +186,32 @@ def of_lab(o: argparse.Namespace, notes: Path) -> dict[str, Table]:
     fresh = " ".join(f"b:{target}:{task}" for target in ("a", "a2", "c") for task in TASKS)
     sentences = " ".join(f"minilm-l6:{name}:{task}" for name in ENCODERS for task in LAB_TEXTS)
     device, tiny = f"--device {o.device}", "--seeds 0 --samples 20 --test 50"
+    drawn = f"{device} --seeds {' '.join(map(str, range(o.draws)))}"
     zoo = f"{tiny} --cells a:a2:mnist"
     text = f"{tiny} --cells minilm-l6:minilm-l3:trec6"
     made = {"after": ("text-models",), "needs": ("encoders",)}
     return {
-        "lab": study("bico-plus", "lab", 16, zoo, device, minutes="30 minutes"),
-        "completion": study("completion", "lab_completion", 16, zoo, device, minutes="45 minutes"),
+        "lab": study("bico-plus", "lab", 16, zoo, drawn, minutes="5 minutes"),
+        "completion": study("completion", "lab_completion", 16, zoo, drawn, minutes="7 minutes"),
         "completion-text": study(
-            "completion-text", "lab_completion", 12, text, f"{device} --cells text --encoders {models}",
+            "completion-text", "lab_completion", 12, text, f"{drawn} --test 500 --cells text --encoders {models}",
             minutes="20 minutes", **made,
         ),
         "lab-text": study(
             "lab-text", "lab", 12, text,
-            f"{device} --encoders {models} --cells {sentences}",
-            minutes="20 minutes", **made,
+            f"{drawn} --test 500 --encoders {models} --cells {sentences}",
+            minutes="5 minutes", **made,
         ),
         "fresh-models": Table(tuned, (), minutes="10 minutes"),
         "fresh": study(
-            "fresh", "lab", 16, f"{tiny} --cells b:a:mnist", f"{device} --encoders {models} --cells {fresh}",
-            after=("fresh-models",), minutes="30 minutes",
+            "fresh", "lab", 16, f"{tiny} --cells b:a:mnist", f"{drawn} --encoders {models} --cells {fresh}",
+            after=("fresh-models",), minutes="3 minutes",
         ),
-        "labels": study("labels-source", "lab_labels", 18, zoo, device, minutes="20 minutes"),
-        "oracle": study("oracle", "lab_oracle", 1, "--samples 4 --test 20", minutes="20 minutes, CPU"),
+        "labels": study("labels-source", "lab_labels", 16, zoo, drawn, minutes="3 minutes"),
+        "oracle": study("oracle", "lab_oracle", 4, "--part 0/4 --samples 4 --test 20", device, minutes="5 minutes"),
         "warm-start": study(
-            "warm-start", "warm_start", 1, "--cells a:a2:mnist --samples 4 --steps 1 --test 20",
-            minutes="20 minutes, CPU",
+            "warm-start", "warm_start", 6, "--cells a:a2:mnist --samples 4 --steps 1 --test 20", device,
+            minutes="5 minutes",
         ),
     }  # fmt: skip
 
@@ -242,27 +251,23 @@ def make(found: dict[str, Table], options: argparse.Namespace) -> list[str]:
         return good
 
     written: set[str] = set()
-    for table in ordered(found):
-        missing = [need for need in found[table].needs if getattr(options, need) is None]
-        unready = [name for name in found[table].after if name in found and name not in written]
-        if missing or unready:
-            print(f"{table}: left out, needs {', '.join([f'--{need}' for need in missing] + unready)}", flush=True)
-            continue
-        with ThreadPoolExecutor(options.jobs) as pool:
-            good = list(pool.map(part, found[table].parts.keys(), found[table].parts.values()))
-        if all(good) and all(run(f"{table}-table-{i}", c, options.runs) for i, c in enumerate(found[table].write)):
-            written.add(table)
+    waiting, running = dict(found), dict[str, list[Future[bool]]]()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        while waiting or running:
+            for table in [name for name in waiting if not any(o in waiting or o in running for o in found[name].after)]:
+                missing = [f"--{need}" for need in found[table].needs if getattr(options, need) is None]
+                missing += [name for name in found[table].after if name in found and name not in written]
+                if missing:
+                    print(f"{table}: left out, needs {', '.join(missing)}", flush=True)
+                else:
+                    running[table] = [pool.submit(part, *item) for item in found[table].parts.items()]
+                del waiting[table]
+            wait([f for futures in running.values() for f in futures if not f.done()], None, FIRST_COMPLETED)
+            for table in [name for name, futures in running.items() if all(future.done() for future in futures)]:
+                good = all(future.result() for future in running.pop(table))
+                if good and all(run(f"{table}-table-{i}", c, options.runs) for i, c in enumerate(found[table].write)):
+                    written.add(table)
     return [name for name in found if name not in written]
-
-
-def ordered(found: dict[str, Table]) -> Iterator[str]:
-    """Tables after those that they read."""
-    left = dict(found)
-    while left:
-        ready = [name for name, table in left.items() if not any(other in left for other in table.after)]
-        yield from ready
-        for name in ready:
-            del left[name]
 
 
 def copy(source: Path, target: Path) -> None:
@@ -281,8 +286,9 @@ def main() -> None:
         "--root", type=Path, help="of the recipes: a folder with zoo/, data/ and encoders/, if not --shared"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where parts leave their files")
-    parser.add_argument("--only", nargs="+", metavar="TABLE")
+    parser.add_argument("--only", nargs="+", metavar="TABLE", help="these tables, in this order")
     parser.add_argument("--jobs", type=int, default=1, help="parts side by side")
+    parser.add_argument("--draws", type=int, default=3, help="of the studies of research/")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smallest", action="store_true", help="one small cell of every table")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")

@@ -259,7 +259,7 @@ def main() -> None:
     done = {(r["source"], r["target"], r["task"], r["samples"], r["seed"]) for r in rows}
     places = Places(options.root, options.encoders)
     part, parts = map(int, options.part.split("/"))
-    for cell, samples, seed in list(product(cells, options.samples, options.seeds))[part::parts]:
+    for seed, cell, samples in list(product(options.seeds, cells, options.samples))[part::parts]:
         if (*cell, samples, seed) in done:
             continue
         found = run_cell(places, cell, samples, seed, options)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ an isometry W between them. The data say nothing about W. The kinds are
 - none: W = 0, the determined part alone.
 - identity: the W nearest to the identity, N_A^T E N_B made orthogonal (tuneport's default). It is right where both
   models share coordinates, as two fine-tunes of one model do, and a draw like any other where they do not.
-- plain: the rest of a thin SVD, as LAPACK returns it for exact or rounded zeros. It depends on the library.
+- plain: the rest of the SVD, as LAPACK returns it for exact or rounded zeros. It depends on the library.
 - random K: a uniformly random W, of seed K.
 - tail: none, but with the rank of float64. The singular values of C are squares of amplitudes: below the cut of float32
   signals (amplitude 3e-5) C still holds directions, and a plain SVD takes them as determined.
@@ -56,35 +56,48 @@ SCALES = (0.5, 1.0)
 
 
 class Maps:
-    """The completions of the maps of a measured job; each SVD is made once."""
+    """The completions of the maps of a measured job; each SVD is made once, on the CPU."""
 
-    def __init__(self, statistics: Statistics) -> None:
-        self.statistics = statistics
+    def __init__(self, statistics: Statistics, device: torch.device) -> None:
+        self.statistics, self.device = statistics, device
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._maps: dict[int, tuple[str, Tensor, int]] = {}  # the last kind of each: both methods need it
 
     def of(self, key: Key, kind: str) -> tuple[Tensor, int]:
         """The map (d_A, d_B), and its rank by the cut of float32 signals."""
         found = self.statistics.covariances[key]
+        if self._maps.get(id(found), ("",))[0] != kind:
+            self._maps[id(found)] = (kind, *self._solve(found, kind))
+        return self._maps[id(found)][1:]
+
+    def _solve(self, found: Any, kind: str) -> tuple[Tensor, int]:
         if id(found) not in self._parts:
-            self._parts[id(found)] = torch.linalg.svd(found.matrix.cpu())  # both bases whole
+            U, S, Vh = torch.linalg.svd(found.matrix.cpu())  # both bases whole
+            self._parts[id(found)] = U.to(self.device), S, Vh.to(self.device)
         U, S, Vh = self._parts[id(found)]
         d_A, d_B = found.shape
         rank = int((rank_cut(torch.float32, torch.float64, max(d_A, d_B)) * S[0] < S).sum())
-        if kind == "plain":
-            U, _, Vh = torch.linalg.svd(found.matrix.cpu(), full_matrices=False)
-            return U @ Vh, rank
-        kept = int((max(d_A, d_B) * torch.finfo(S.dtype).eps * S[0] < S).sum()) if kind == "tail" else rank
+        fine = int((max(d_A, d_B) * torch.finfo(S.dtype).eps * S[0] < S).sum())
+        kept = {"tail": fine, "plain": len(S)}.get(kind, rank)
         R = U[:, :kept] @ Vh[:kept]
         N_A, N_B = U[:, kept:], Vh[kept:]  # (d_A, a), (b, d_B)
-        if kind in ("none", "tail") or not min(N_A.shape[1], len(N_B)):
+        if kind in ("none", "tail", "plain") or not min(N_A.shape[1], len(N_B)):
             return R, rank
         if kind == "identity":
-            W = N_A.T @ torch.eye(d_A, d_B, dtype=R.dtype) @ N_B.T
+            left, _, right = torch.linalg.svd((N_A[:d_B].T @ N_B[:, :d_A].T).cpu(), full_matrices=False)
+            W = left @ right
         else:
-            seed = int(kind.split()[1])
-            W = torch.randn(N_A.shape[1], len(N_B), generator=torch.Generator().manual_seed(seed), dtype=R.dtype)
-        left, _, right = torch.linalg.svd(W, full_matrices=False)
-        return R + N_A @ (left @ right) @ N_B, rank
+            W = random_isometry(N_A.shape[1], len(N_B), int(kind.split()[1]))
+        return R + N_A @ W.to(R) @ N_B, rank
+
+
+def random_isometry(rows: int, columns: int, seed: int) -> Tensor:
+    """Uniformly random: the Q of a Gaussian matrix, with the signs that make R's diagonal positive."""
+    if rows < columns:
+        return random_isometry(columns, rows, seed).T
+    drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    Q, R = torch.linalg.qr(drawn)
+    return Q * R.diagonal().sign()
 
 
 def moved(job: Job, method: str, kind: str, maps: Maps) -> tuple[Any, float, int]:
@@ -98,19 +111,19 @@ def moved(job: Job, method: str, kind: str, maps: Maps) -> tuple[Any, float, int
             key = (pair.target.name, signal)
             if fixed is None and key not in maps.statistics.covariances:
                 break
-            R, rank = (fixed.double(), 0) if fixed is not None else maps.of(key, kind)
+            R, rank = (fixed.double().to(maps.device), 0) if fixed is not None else maps.of(key, kind)
             solved.append(R)
             ranks += rank
         if len(solved) < 2:
             continue  # nothing flows through it: the pooler of an encoder that is pooled by means
         R_in, R_out = solved
-        tau = as_dense(matrix_of(pair.source, job.task_vector[pair.source.weight])).double().cpu()
+        tau = as_dense(matrix_of(pair.source, job.task_vector[pair.source.weight])).double().to(maps.device)
         matrix = R_out.T @ tau @ R_in
         square += float(matrix.square().sum())
         entries.put(pair.target, matrix.float())
         bias = bias_of(pair, job.task_vector)
         if bias is not None:
-            entries.put_bias(pair.target, (bias.double().cpu() @ R_out).float())
+            entries.put_bias(pair.target, (bias.double().to(maps.device) @ R_out).float())
     return entries.task_vector(), square, ranks
 
 
@@ -138,29 +151,28 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
     assert job.heads is not None
     drawn = align_labels(read_data(places.data(task), "test"), job.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
-    test = list(encode_batches(job.target, drawn.subset(some), 100))
-    maps, rows = Maps(measure_job(job)), []
-    base = accuracies(job, {}, test, (0.0,))
-    for method in ("theseus", "bico"):
-        least = moved(job, method, "none", maps)[1]
-        for kind in KINDS:
-            started = time.perf_counter()
-            vector, square, ranks = moved(job, method, kind, maps)
-            rows.append(
-                {
-                    "source": source,
-                    "target": target,
-                    "task": task,
-                    "samples": samples,
-                    "seed": seed,
-                    "method": method,
-                    "kind": kind,
-                    "accuracy": base | accuracies(job, vector, test),
-                    "filled": round(1 - least / square, 4),
-                    "ranks": ranks,
-                    "seconds": round(time.perf_counter() - started, 1),
-                }
-            )
+    test = list(encode_batches(job.target, drawn.subset(some), 500))
+    maps, rows = Maps(measure_job(job), job.target.device), []
+    base, least = accuracies(job, {}, test, (0.0,)), {}
+    for kind, method in product(KINDS, ("theseus", "bico")):
+        started = time.perf_counter()
+        vector, square, ranks = moved(job, method, kind, maps)
+        least.setdefault(method, square)  # none comes first
+        rows.append(
+            {
+                "source": source,
+                "target": target,
+                "task": task,
+                "samples": samples,
+                "seed": seed,
+                "method": method,
+                "kind": kind,
+                "accuracy": base | accuracies(job, vector, test),
+                "filled": round(1 - least[method] / square, 4),
+                "ranks": ranks,
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+        )
     return rows
 
 
@@ -208,7 +220,7 @@ def main() -> None:
     done = {(r["source"], r["target"], r["task"], r["samples"], r["seed"]) for r in rows}
     places = Places(options.root, options.encoders)
     part, parts = map(int, options.part.split("/"))
-    for cell, samples, seed in list(product(named or CELLS, options.samples, options.seeds))[part::parts]:
+    for seed, cell, samples in list(product(options.seeds, named or CELLS, options.samples))[part::parts]:
         if (*cell, samples, seed) not in done:
             found = run_cell(places, cell, samples, seed, options)  # type: ignore[arg-type]
             keep(options.out, found)

@@ -65,7 +65,7 @@ def main() -> None:
     done = {(r["source"], r["target"], r["task"], r["seed"]) for r in rows}
     places = Places(options.root, None)
     part, parts = map(int, options.part.split("/"))
-    for cell, seed in list(product(cells, options.seeds))[part::parts]:
+    for seed, cell in list(product(options.seeds, cells))[part::parts]:
         if (*cell, seed) not in done:
             row = run_cell(places, cell, seed, options)  # type: ignore[arg-type]
             keep(options.out, [row])

@@ -40,7 +40,7 @@ ROLES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 def truth_of(target: Any, tuned: Path) -> dict[str, Tensor]:
     """The target's own task vector."""
     after = dict(open_model(tuned).module.named_parameters())
-    return {name: (after[name] - base).detach() for name, base in target.module.named_parameters()}
+    return {name: (after[name] - base.cpu()).detach() for name, base in target.module.named_parameters()}
 
 
 def with_values_of(source: Tensor, truth: Tensor) -> Tensor:
@@ -55,13 +55,15 @@ def with_values_of(source: Tensor, truth: Tensor) -> Tensor:
     return ((U * kept) @ Vh).reshape(truth.shape).float()
 
 
-def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int, count: int) -> dict[str, Any]:
+def run_cell(
+    places: Places, cell: tuple[str, str, str], samples: int, seed: int, count: int, device: str
+) -> dict[str, Any]:
     source, target, task = cell
     models = (places.model(source), places.model(f"{source}-{task}"), places.model(target))
-    job = prepare(*models, places.data(task), samples=samples, seed=seed, device="cpu")
+    job = prepare(*models, places.data(task), samples=samples, seed=seed, device=device)
     assert job.heads is not None
     moved = run(job, scale=1.0).task_vector
-    bico = {name: as_dense(moved[name]).float() for name in moved}
+    bico = {name: as_dense(moved[name]).float().cpu() for name in moved}
     truth = truth_of(job.target, places.model(f"{target}-{task}"))
     linear = {name: truth[name] for name in bico}
     partner = {pair.target.weight: pair.source.weight for pair in job.plan.pairs}
@@ -83,7 +85,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
         "the truth, all tensors": truth,
         "the truth, in what a transfer moves": linear,
         "the truth with the source's singular values": {
-            name: with_values_of(as_dense(job.task_vector[partner[name]]), linear[name]) for name in bico
+            name: with_values_of(as_dense(job.task_vector[partner[name]]).cpu(), linear[name]) for name in bico
         },
         **{f"bico, the truth in {role}": where(lambda name, role=role: f".{role}." in name) for role in ROLES},
         "bico, the truth in the patch embedding": where(lambda name: "patch_embedding" in name),
@@ -107,6 +109,7 @@ def run_cell(places: Places, cell: tuple[str, str, str], samples: int, seed: int
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    rows = sorted(rows, key=lambda row: row["cell"])
     lines = ["| | " + " | ".join(row["cell"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
     for name in rows[0]["gains"]:
         values = [row["gains"][name] for row in rows]
@@ -122,11 +125,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test", type=int, default=500, help="test images at most")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
+    parser.add_argument("--device", default="cpu")
     options, rows = begin(parser, table)
     done = {row["cell"] for row in rows}
-    for cell in CELLS:
+    part, parts = map(int, options.part.split("/"))
+    for cell in CELLS[part::parts]:
         if ":".join(cell) not in done:
-            row = run_cell(Places(options.root, None), cell, options.samples, options.seed, options.test)
+            row = run_cell(
+                Places(options.root, None), cell, options.samples, options.seed, options.test, options.device
+            )
             keep(options.out, [row])
 
 

@@ -29,24 +29,24 @@ CELLS = ["a:a2:cifar10", "a:a2:fashion", "a:a2:gtsrb", "a:a2:mnist", "a:b:cifar1
 STOPS = (5, 10, 20, 40, 60, 100, 200)
 
 
-def run_cell(root: Path, cell: str, samples: int, steps: int, batch_size: int, tested: int) -> list[dict[str, Any]]:
+def run_cell(root: Path, cell: str, options: Any) -> list[dict[str, Any]]:
     source, target, task = cell.split(":")
     data = root / "data" / "images" / f"{task}.npz"
     job = prepare(
         root / "zoo" / source, root / "zoo" / f"{source}-{task}", root / "zoo" / target, data,
-        signals="bico+", samples=samples,
+        signals="bico+", samples=options.samples, device=options.device,
     )  # fmt: skip
     result, head, model = run(job, "bico+"), job.heads.target, job.target
     assert head is not None
     test = align_labels(read_data(data, "test"), head.classes)
-    test = test.subset(np.sort(np.random.default_rng(0).permutation(len(test))[:tested]))
-    schedule = Schedule(steps, batch_size, 1e-4, warmup_share=0.1)
+    test = test.subset(np.sort(np.random.default_rng(0).permutation(len(test))[: options.test]))
+    schedule = Schedule(options.steps, options.batch_size, 1e-4, warmup_share=0.1)
     rows = []
     for start, module in (("own", model.module), ("ported", result.apply())):
         base = model.with_module(module)
-        row = {"cell": cell, "samples": samples, "start": start, "scale": result.scale}
+        row = {"cell": cell, "samples": options.samples, "start": start, "scale": result.scale}
         rows.append({**row, "step": 0, "accuracy": zero_shot(base, head, test).accuracy})
-        at = [stop for stop in STOPS if stop < steps]
+        at = [stop for stop in STOPS if stop < options.steps]
         for step, tuned in finetune(base, head, read_data(data, "train"), schedule, at=at):
             accuracy = zero_shot(model.with_module(tuned), head, test).accuracy
             rows.append({**row, "step": step, "accuracy": accuracy})
@@ -56,7 +56,7 @@ def run_cell(root: Path, cell: str, samples: int, steps: int, batch_size: int, t
 def table(rows: list[dict[str, Any]]) -> str:
     steps = sorted({row["step"] for row in rows})
     lines = [f"| cell | start | {' | '.join(map(str, steps))} |", "|---|---|" + "---|" * len(steps)]
-    cells = list(dict.fromkeys(row["cell"] for row in rows))
+    cells = sorted({row["cell"] for row in rows})
     for cell in [*cells, "mean"]:
         for start in ("own", "ported"):
             numbers = []
@@ -77,12 +77,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--test", type=int, default=500, help="test images at most")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
+    parser.add_argument("--device", default="cpu")
     options, rows = begin(parser, table)
     torch.set_num_threads(1)
-    for cell in options.cells:
+    part, parts = map(int, options.part.split("/"))
+    for cell in options.cells[part::parts]:
         if any(row["cell"] == cell for row in rows):
             continue
-        found = run_cell(options.root, cell, options.samples, options.steps, options.batch_size, options.test)
+        found = run_cell(options.root, cell, options)
         keep(options.out, found)
         print(*[f"{row['start']}@{row['step']} {row['accuracy']:.1f}" for row in found], file=sys.stderr, flush=True)
 

@@ -3,9 +3,10 @@
     python -m benchmarks.claims.recipes --root ../shared --out runs [--device cuda] [--only width seeds] [--jobs 4]
 
 `--root` is the folder with zoo/ and data/images/ (and encoders/, for the text recipe). First all models that the
-recipes need are fine-tuned into --cache (OUT/models); then the recipes run, `--jobs` of them side by side, each in a
-process of its own, with its log next to its folder. A recipe that fails does not stop the others, and one whose folder
-is there is not run again. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
+recipes need are fine-tuned into --cache (OUT/models); then the cells of all recipes run in groups, `--jobs` of them
+side by side, each in a process of its own, with its log in OUT/logs; then each recipe is written from its cells. A
+recipe that fails does not stop the others. Models, cells and recipes that are there are not run again, so a run that
+was stopped goes on. `--tiny` cuts every recipe to one task, one seed and a few samples: it shows that all of them
 run, and its numbers mean nothing. OUT/summary.md says what was done, when, and where the paper's order was not found.
 `--draw` only draws the plots of OUT again, from each results.json.
 """
@@ -13,6 +14,7 @@ run, and its numbers mean nothing. OUT/summary.md says what was done, when, and 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -22,10 +24,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import commit, load
+from benchmarks.common import commit, load, part_of
 from tuneport.bench.figures import draw
 from tuneport.bench.recipe import FIGURES, RECIPES, Recipe, read_recipe
-from tuneport.bench.run import make_finetunes, run_recipe, wanted_finetunes
+from tuneport.bench.run import (
+    PASSES,
+    Cells,
+    _fingerprint,
+    cell_names,
+    make_finetunes,
+    run_pair,
+    run_recipe,
+    wanted_finetunes,
+)
 from tuneport.bench.schema import Comparison
 from tuneport.bench.tables import plot
 from tuneport.errors import TuneportError
@@ -44,7 +55,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="cut every recipe to a few samples")
     parser.add_argument("--draw", action="store_true", help="draw the plots of OUT again and do nothing else")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # run this recipe in this process,
-    parser.add_argument("--make", help=argparse.SUPPRESS)  # or make this model of it
+    parser.add_argument("--make", help=argparse.SUPPRESS)  # or make this model of it,
+    parser.add_argument("--group", help=argparse.SUPPRESS)  # or run these of its cells
     options = parser.parse_args()
     options.cache = options.cache or options.out / "models"
     if options.one:
@@ -56,10 +68,12 @@ def main() -> int:
     wanted = [name for name in names if not options.only or name in options.only]
     if options.draw:
         return draw_again(options, wanted)
-    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "logs").mkdir(parents=True, exist_ok=True)
     failed = prepare_models(options, wanted)
     rest = [name for name in wanted if name not in failed]
+    groups = [(name, group) for name in rest if not (options.out / name).exists() for group in groups_of(options, name)]
     with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda group: start(options, group[0], group=group[1]), groups))
         results = dict(zip(rest, pool.map(lambda name: start(options, name), rest), strict=True))
     write_summary(options, wanted, results, failed)
     return 1 if failed or any(code for code, _ in results.values()) else 0
@@ -93,6 +107,42 @@ def tiny(part: Comparison) -> Comparison:
     )
 
 
+def groups_of(options: argparse.Namespace, name: str) -> list[str]:
+    """The cells of a recipe in groups "I/N" that take about the same time."""
+    recipe = recipe_of(options, name)
+    each = max(len(part.budgets) * len(part.methods) for part in recipe.comparisons.values())
+    count = len(labels_of(recipe))
+    groups = max(1, count * min(each, 8) // 8)
+    return [f"{i}/{groups}" for i in range(groups)] if groups > 1 else []
+
+
+def labels_of(recipe: Recipe) -> list[str]:
+    """The names that a run gives its cells."""
+    return [
+        "/".join((pair, task, sampler, str(seed)))
+        for pair, part in recipe.comparisons.items()
+        for task, sampler, seed in cell_names(recipe.kind, part)
+    ]
+
+
+def run_group(options: argparse.Namespace, recipe: Recipe) -> None:
+    """Run the cells of a group that are not done, and add them to those that the recipe is resumed from."""
+    cells = Cells(options.out / options.one, _fingerprint(recipe))
+    mine = Cells(options.out / "logs" / f"{options.one}-{options.group.replace('/', '-of-')}", cells.conditions)
+    wanted = set(part_of(labels_of(recipe), options.group))
+    nothing = {"rows": [], "passes": dict.fromkeys(PASSES, 0), "seconds": 0.0}
+    done = {label: nothing for label in labels_of(recipe) if label not in wanted} | mine.load()
+    made = make_finetunes(recipe, options.cache, stage=tell)
+    for pair in made.comparisons:
+        run_pair(made, pair, mine, done, tell)
+    with (options.out / f"{options.one}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        there = cells.load()
+        for label, content in mine.load().items():
+            if label not in there:
+                cells.add(label, content)
+
+
 def prepare_models(options: argparse.Namespace, names: list[str]) -> dict[str, str]:
     """Fine-tune what the recipes need, each model once; what is wrong with a recipe, by its name."""
     failed, wanted = {}, {}
@@ -114,9 +164,12 @@ def prepare_models(options: argparse.Namespace, names: list[str]) -> dict[str, s
     return failed
 
 
-def start(options: argparse.Namespace, name: str, model: str | None = None) -> tuple[int, float]:
-    """Run a recipe, or make one of its models, in a process of its own; its exit code and seconds."""
+def start(
+    options: argparse.Namespace, name: str, model: str | None = None, group: str | None = None
+) -> tuple[int, float]:
+    """Run a recipe, make one of its models or run a group of its cells in a process; its exit code and seconds."""
     label, place = (model, options.cache / model) if model else (name, options.out / name)
+    label += f"-{group.replace('/', '-of-')}" if group else ""
     if place.exists():
         tell(f"{label}: done already")
         return 0, 0.0
@@ -125,8 +178,9 @@ def start(options: argparse.Namespace, name: str, model: str | None = None) -> t
     words += ["--root", str(options.root), "--out", str(options.out)]
     words += ["--cache", str(options.cache), "--device", options.device]
     words += [*(["--tiny"] if options.tiny else []), *(["--make", model] if model else [])]
+    words += ["--group", group] if group else []
     threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
-    with (options.out / f"{label}.log").open("w") as log:
+    with (options.out / "logs" / f"{label}.log").open("w") as log:
         code = subprocess.run(
             words, stdout=log, stderr=log, check=False, env={**os.environ, "OMP_NUM_THREADS": threads}
         ).returncode
@@ -139,6 +193,8 @@ def one(options: argparse.Namespace) -> int:
         recipe = recipe_of(options, options.one)
         if options.make:
             make_finetunes(recipe, options.cache, only=options.make, stage=tell)
+        elif options.group:
+            run_group(options, recipe)
         else:
             out = run_recipe(recipe, options.out / options.one, cache=options.cache, resume=True, stage=tell, note=tell)
             forget_places(out, {options.root: "", options.cache: "models/"})

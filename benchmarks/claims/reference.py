@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ def distances(found: dict[str, NDArray[np.float64]], wanted: dict[str, NDArray[n
 def measure(options: argparse.Namespace) -> None:
     """Make the rows that are not there yet."""
     done = {tuple(row[key] for key in KEY) for row in rows_in(options.out)}
-    for source, target, task in part_of(options.cells, options.part):
-        methods = [name for name in METHODS if (source, target, task, options.samples, name) not in done]
+    wanted = part_of(product(options.cells, METHODS), options.part)
+    for cell in dict.fromkeys(cell for cell, _ in wanted):
+        source, target, task = cell
+        methods = [name for found, name in wanted if found == cell and (*cell, options.samples, name) not in done]
         if not methods:
             continue
         zoo = options.shared / "zoo"
@@ -105,7 +108,7 @@ def write(options: argparse.Namespace) -> None:
         "| all together, float32 | all, default against plain SVD | share that the plain SVD fills |",
         "|" + "---|" * 11,
     ]
-    for row in rows_in(options.out):
+    for row in sorted(rows_in(options.out), key=lambda row: [str(row[key]) for key in KEY]):
         full = "–" if row["full"] is None else f"{row['full']:.0e}"
         lines.append(
             f"| {row['source']} to {row['target']} | {row['task']} | {row['samples']} | {row['method']} "
@@ -125,7 +128,7 @@ def main() -> None:
         "--cells", nargs="+", default=CELLS, type=lambda text: tuple(text.split(":")), help="a:a2:mnist"
     )
     parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--part", default="0/1", help="I/N: every Nth cell, from the Ith")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth row, from the Ith")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="rows, one JSON object a line")
     parser.add_argument("--write", type=Path, help="write the table of the rows to this file")

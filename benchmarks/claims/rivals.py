@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.common import commit, load, merge, run_comparison, save
 from tuneport.bench.schema import Comparison
-from tuneport.bench.tables import Comparing, markdown
+from tuneport.bench.tables import RESULTS, Comparing, markdown
 
 
 def main() -> None:
@@ -78,12 +78,14 @@ def write(result: Comparing, options: argparse.Namespace) -> None:
     }
     command = "python -m benchmarks.claims.rivals --shared ../shared"
     command += "".join(f" --{name} {' '.join(map(str, values))}" for name, values in words.items())
-    command += f" --out {options.out}"
+    command += f" --out {options.out.name}"
     about = {"command": command, "commit": commit()}
     about |= {key: value for key, value in result.about.items() if key != "command"}
     about |= {key: getattr(options, key) for key in ("commit", "machine", "note") if getattr(options, key)}
     result = replace(result, about=about)
-    save(result, options.out, overwrite=True)
+    path = save(result, options.out, overwrite=True) / RESULTS
+    shared = Path(settings.source).parents[1]  # no machine's folders are in what is published
+    path.write_text(path.read_text().replace(f"{shared}/", "../shared/"))
     print(markdown(result))
 
 

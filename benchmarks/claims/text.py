@@ -109,12 +109,12 @@ def tune(model: Model, head: Head, data: Dataset, steps: int) -> nn.Module:
 
 
 def best_schedule(
-    model: Model, judge: Judge, samples: Dataset, validation: Dataset
+    model: Model, judge: Judge, samples: Dataset, validation: Dataset, limit: int
 ) -> tuple[Schedule, dict[str, float]]:
     """The few-shot schedule with the best validation accuracy."""
     seen: dict[tuple[float, int], float] = {}
     for rate in RATES:
-        for most in STEPS:
+        for most in sorted({min(most, limit) for most in STEPS}):
             schedule = Schedule(most, batch_size=32, learning_rate=rate)
             *_, (_, module) = finetune(model, judge.head, samples, schedule)
             seen[rate, most] = judge.zero_shot(module, validation)
@@ -182,12 +182,13 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--samples", default="20,100")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400, help="of the full fine-tunes")
+    parser.add_argument("--steps", type=int, default=400, help="of the full fine-tunes, and the most of the others")
     parser.add_argument("--test", type=int, default=500, help="test samples at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON files of runs to put together instead")
     options = parser.parse_args()
     tasks, targets = options.tasks.split(","), options.targets.split(",")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.merge:
         parts = [json.loads(path.read_text()) for path in options.merge]
         rows, notes = ([item for part in parts for item in part[key]] for key in ("rows", "notes"))
@@ -213,7 +214,7 @@ def main() -> None:
             full = tune(target, judge.head, splits["train"], options.steps)
             best = judge.zero_shot(full)
             few = splits["train"].subset(np.random.default_rng(99).permutation(len(splits["train"]))[:100])
-            schedule, tried = best_schedule(target, judge, few, splits["validation"])
+            schedule, tried = best_schedule(target, judge, few, splits["validation"], options.steps)
             notes.append({"task": task, "target": name, "few-shot validation": tried, **fixed})
             for seed in range(options.seeds):
                 for row in run_cell(source, tuned, target, judge, splits, schedule, seed,

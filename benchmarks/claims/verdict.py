@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
         tuned, data = zoo / f"{source}-{task}", images / f"{task}.npz"
         given = {"head": task, "samples": 100, "seed": seed}
         job = prepare(zoo / source, tuned, zoo / target, data, signals=COMPARED, **given)
-        cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed}
+        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+        cell |= {"pair": f"{source}-{target}", "task": task, "seed": seed, "machine": machine}
         if "trial" not in cell:
             cell["trial"] = asdict(try_transfer(job, scale=check_scale(options.scale)))
         if "similarity" in wanted:
@@ -214,12 +215,12 @@ def write(options: argparse.Namespace) -> None:
             f"| {within_tasks(cells, feature):+.2f} |"
         )
     if fresh:
-        title = "## Other draws, measured after the rule was fixed (as many as there was time for)"
+        title = "## Other draws, measured after the rule was fixed"
         lines += ["", title, "", *table(fresh)]
     lines += [
         "",
         "- commands: those at the head of `benchmarks/claims/verdict.py`",
-        f"- machine: {platform.machine()}, CPU, torch {torch.__version__}",
+        f"- machine: {', '.join(dict.fromkeys(cell['machine'] for cell in measured))}, torch {torch.__version__}",
         f"- commit: {commit()}",
         f"- date: {datetime.now(timezone.utc).date()}",
         *([f"- note: {options.note}"] if options.note else []),
