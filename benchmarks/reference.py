@@ -101,12 +101,14 @@ def move(
     method: str,
     complete: bool = True,
     norms: bool = False,
+    cut: float | None = None,
 ) -> Moved:
     """tau_B = R_out^T tau_A R_in (eq. 8) for each linear layer of the target's vision tower.
 
     It takes the layer of the same role from the source block that the depth rule gives. The folders are those of
-    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values.
-    With `norms`, the vectors of norms before layers move as inputs of these layers.
+    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values:
+    those below `cut` times the largest, or below the rounding of the SVD. With `norms`, the vectors of norms before
+    layers move as inputs of these layers.
     """
     models = [open_tower(folder) for folder in folders]
     source, changed, target = map(vision_layers, models)
@@ -124,7 +126,7 @@ def move(
         def align(signal: str | None, widths: tuple[int, int], names: tuple[str, str]) -> tuple[Array, bool]:
             if signal is None:
                 return np.eye(*widths), True
-            return procrustes(*(found[key, signal] for found, key in zip(signals, names, strict=True)), complete)
+            return procrustes(*(found[key, signal] for found, key in zip(signals, names, strict=True)), complete, cut)
 
         R_in, full_in = align(None if pixels else sides[0], (weight.shape[1], d_in), (other, name))
         R_out, full_out = align(sides[1], (weight.shape[0], d_out), (other, name))
@@ -146,11 +148,13 @@ def difference(after: Tensor, before: Tensor) -> Array:
     return (after - before).numpy()
 
 
-def procrustes(a: Tensor, b: Tensor, complete: bool) -> tuple[Array, bool]:
+def procrustes(a: Tensor, b: Tensor, complete: bool, cut: float | None) -> tuple[Array, bool]:
     """R = U V^T of C = A^T B (eq. 6, 7), and whether C has full rank."""
     C = match_tokens(a, b).flatten(0, 1).numpy().T @ b.flatten(0, 1).numpy()  # (d_A, d_B)
     U, values, Vh = np.linalg.svd(C, full_matrices=False)
-    rank = int((values > max(C.shape) * np.finfo(C.dtype).eps * values[0]).sum())  # as numpy.linalg.matrix_rank
+    if cut is None:
+        cut = max(C.shape) * np.finfo(C.dtype).eps  # as numpy.linalg.matrix_rank
+    rank = int((values > cut * values[0]).sum())
     kept = slice(None if complete else rank)
     return U[:, kept] @ Vh[kept], rank == len(values)
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import commit, load, part_of
+from benchmarks.common import commit, load
 from tuneport.bench.figures import draw
 from tuneport.bench.recipe import FIGURES, RECIPES, Recipe, read_recipe
 from tuneport.bench.run import (
@@ -129,9 +129,10 @@ def run_group(options: argparse.Namespace, recipe: Recipe) -> None:
     """Run the cells of a group that are not done, and add them to those that the recipe is resumed from."""
     cells = Cells(options.out / options.one, _fingerprint(recipe))
     mine = Cells(options.out / "logs" / f"{options.one}-{options.group.replace('/', '-of-')}", cells.conditions)
-    wanted = set(part_of(labels_of(recipe), options.group))
+    labels, (index, count) = labels_of(recipe), map(int, options.group.split("/"))
+    wanted = labels[len(labels) * index // count : len(labels) * (index + 1) // count]  # neighbours share a task
     nothing = {"rows": [], "passes": dict.fromkeys(PASSES, 0), "seconds": 0.0}
-    done = {label: nothing for label in labels_of(recipe) if label not in wanted} | mine.load()
+    done = {label: nothing for label in labels if label not in wanted} | mine.load()
     made = make_finetunes(recipe, options.cache, stage=tell)
     for pair in made.comparisons:
         run_pair(made, pair, mine, done, tell)
