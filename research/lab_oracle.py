@@ -40,7 +40,7 @@ ROLES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 def truth_of(target: Any, tuned: Path) -> dict[str, Tensor]:
     """The target's own task vector."""
     after = dict(open_model(tuned).module.named_parameters())
-    return {name: (after[name] - base.cpu()).detach() for name, base in target.module.named_parameters()}
+    return {name: (after[name].cpu() - base.cpu()).detach() for name, base in target.module.named_parameters()}
 
 
 def with_values_of(source: Tensor, truth: Tensor) -> Tensor:
