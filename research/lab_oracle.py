@@ -7,7 +7,7 @@ Where the zoo has the target's own fine-tune (a and c on cifar10 and mnist), the
 tensors that a transfer moves. Compared with BiCo: the truth itself; the best that orthogonal maps can do, which is the
 truth with the source's singular values in place of its own (U_B S_A V_B^T, up to padding); and BiCo with the truth in
 one kind of layer, or in one third of the blocks, to see where it loses the most. At scale 1, and at the scale that is
-best on test images, scored in bfloat16: a study of limits. Says so where the zoo is not there.
+best on test images: a study of limits. Says so where the zoo is not there.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run_cell(
     }  # fmt: skip
     rows = {}
     for name, entries in tried.items():
-        found = tested(job, TaskVector(entries), batches, torch.bfloat16)
+        found = tested(job, TaskVector(entries), batches, torch.float32)
         rows[name] = {"1": found[1.0] - found[0.0], "best": max(found.values()) - found[0.0]}
         print(*cell, name, rows[name], file=sys.stderr, flush=True)
     mean = {role: float(np.mean(values)) for role, values in cosines.items()}
