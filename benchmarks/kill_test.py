@@ -67,7 +67,7 @@ def make_cases(root: Path) -> dict[str, Case]:
     if error := call([*extract, "--out", str(root / "tau.safetensors")]):
         raise SystemExit(f"the task vector: {error}")
     tuned, common = str(root / "tuned"), ["--data", data, "--head", "digits", "--save-every", "0"]
-    port = ["transfer", "--source", small, "--finetuned", tuned, *common, "--samples", "160", "--batch-size", "4"]
+    port = ["transfer", "--source", small, "--finetuned", tuned, *common, "--samples", "64", "--batch-size", "4"]
     port += ["--scale", "1"]
     to_large = [*port, "--target", large]
     tasks = ["--finetuned", f"digits={tuned}", "--data", f"digits={data}", "--head", "digits=digits"]
