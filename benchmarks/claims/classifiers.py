@@ -272,7 +272,7 @@ def measure(options: argparse.Namespace) -> None:
     for target, task, draw in part_of(cells, options.part):
         for kind in options.kinds:
             row = {"target": target, "task": task, "draw": draw, "kind": kind}
-            row |= {"samples": options.samples, "steps": options.steps}
+            row |= {"samples": options.samples, "steps": options.steps, "distill": options.distill}
             if not any(all(done[key] == row[key] for key in row) for done in rows_in(options.out)):
                 add_row(options.out, {**row, **cell(options, target, task, draw, kind), **machine})
 
@@ -332,7 +332,8 @@ def write(options: argparse.Namespace) -> None:
         sys.exit(f"{options.out} has no rows. Give --encoders and --data to make them.")
     ran = sorted({f"{row['machine']}, {row['device']}, commit {row['commit']}" for row in rows})
     about = (
-        f"Accuracy in percent, means over {len({row['draw'] for row in rows})} draws of {rows[0]['samples']} sentences"
+        f"Accuracy in percent, means over {len({row['draw'] for row in rows})} draws of {rows[0]['samples']} "
+        f"sentences; {rows[0]['distill']} steps of distillation"
     )
     command = f"- command: `python -m benchmarks.claims.classifiers`, {len(rows)} rows; {'; '.join(ran)}"
     lines = ["# Classifiers", "", f"{about}.", "", *table(rows), "", command]
@@ -357,7 +358,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--steps", type=int, default=STEPS, help="Of the fine-tunes on whole training splits.")
     parser.add_argument("--few", nargs="+", type=int, default=list(FEW_STEPS), help="Of few-shot fine-tuning.")
-    parser.add_argument("--distill", type=int, default=300, help="Steps of the distillation.")
+    parser.add_argument("--distill", type=int, default=100, help="Steps of the distillation.")
     parser.add_argument("--most", type=int, default=2000, help="Test samples at most.")
     options = parser.parse_args()
     if options.encoders is None or options.data is None:
