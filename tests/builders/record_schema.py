@@ -133,7 +133,7 @@ class MarkEntry(TypedDict):
 
 class DistilledEntry(TypedDict):
     teacher: str
-    matching: Literal["classes", "similarities", "tokens", "spans"]
+    matching: Literal["classes", "numbers", "similarities", "tokens", "spans"]
     samples: Count
     held_out: Count
     steps: Count

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from builders.classifiers import CLASSES, write_classifier
 from builders.commands import Run, assert_refused
@@ -63,3 +64,25 @@ def test_refusals(run: Run, given: list[str], tmp_path: Path) -> None:
     done = run("transfer", "--scale=1", *given, "--as", "task-vector", "--out", tmp_path / "out.safetensors")
     assert_refused(done, 1, *words)
     assert_refused(run("transfer", "--scale=1", *given, "--head-fit", "some", "--out", tmp_path / "out"), 1, "head_fit")
+
+
+@pytest.mark.parametrize("kind", ["token", "number"])
+def test_tokens_and_numbers_arrive_and_their_accuracy_is_refused(
+    run: Run, given: list[str], tmp_path: Path, kind: str
+) -> None:
+    labels = CLASSES if kind == "token" else {0: "LABEL_0"}
+    name = "BertForTokenClassification" if kind == "token" else "BertForSequenceClassification"
+    tuned = getattr(transformers, name).from_pretrained(
+        tmp_path / "tuned", id2label=labels, ignore_mismatched_sizes=True
+    )
+    tuned.save_pretrained(tmp_path / "tuned")
+    out, words = tmp_path / "out", "labels tokens" if kind == "token" else "gives numbers"
+    refused = run("transfer", *given, "--evaluate", "--out", out)
+    assert (refused.code, out.exists()) == (1, False)
+    assert f"{words}, of which tuneport measures no accuracy" in refused.err.splitlines()[-1]
+    done = run("transfer", "--scale=1", *given, "--out", out)
+    assert done.code == 0, done.err
+    assert f"{'3 classes' if kind == 'token' else '1 output'}, fitted to the scores" in done.out
+    assert "next: tuneport evaluate" not in done.out
+    assert json.loads((out / "config.json").read_text())["architectures"] == [name]
+    assert_refused(run("evaluate", out, "--data", tmp_path / "rows.jsonl"), 1, words, "measures no accuracy")

@@ -133,7 +133,10 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
         ('{"sentence": "a", "label": 0}', ["has columns sentence, label; expected image, or text"]),
         (
             '{"text1": "a", "label": 0}',
-            ["has columns text1, label; expected", "text1 and text2, or prompt; and label or target."],
+            [
+                "has columns text1, label; expected",
+                "text1 and text2, or prompt, or tokens (a list of words); and label or target.",
+            ],
         ),
         ('{"text": "a"}', ["has no labels; expected a column label or target."]),
         ('{"text": "a", "label": null}', ["has no labels: the column label is empty"]),

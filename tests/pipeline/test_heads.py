@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from builders.classifiers import CLASSES, WIDER, bert, classifier_of, grow, write_classifier
+from builders.classifiers import CLASSES, WIDER, bert, grow, write_classifier
 from builders.folders import Zoo, edit_json, images, write_data, write_processor
 from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
@@ -308,21 +308,6 @@ class TestNone:
         result = transfer(*folders(), scale=1, samples=12)
         with pytest.raises(TuneportError, match="cannot hold a fitted head"):
             result.save(tmp_path / "out.safetensors", kind="task-vector")
-
-    def test_a_regression_is_refused(self, folders: Callable[..., tuple[Path, ...]]) -> None:
-        source, tuned, target, data = folders()
-        base = transformers.BertModel.from_pretrained(source)
-        classifier_of(base, id2label={0: "LABEL_0"}).save_pretrained(tuned)
-        with pytest.raises(TuneportError, match="has 1 output and is a regression"):
-            prepare(source, tuned, target, data, samples=12)
-
-
-def test_token_classifiers_are_refused(folders: Callable[..., tuple[Path, ...]]) -> None:
-    source, tuned, target, data = folders()
-    config = transformers.BertConfig.from_pretrained(tuned)
-    transformers.BertForTokenClassification(config).save_pretrained(tuned)
-    with pytest.raises(TuneportError, match=r"labels tokens.*not carried"):
-        prepare(source, tuned, target, data, samples=12)
 
 
 def test_data_with_the_classes_of_the_head_keep_their_labels(

@@ -197,6 +197,8 @@ def _score(model: str, asked: SimpleNamespace) -> Evaluation:
     opened = open_written(model, asked.base, device=device, trust_remote_code=asked.trust_remote_code)
     opened = opened.cut_at(asked.max_length)
     chosen = asked.chosen or language.usual_protocol(opened, test, asked.head)
+    if chosen == "zero-shot" and asked.head is None and opened.logits is not None:
+        evaluation.check_counted(opened, choose_head(opened, None, test))
     if chosen != "perplexity" and test.labels is None:
         read_data(data, "test", columns=named)  # the error says what is missing
     total = len(test)

@@ -249,6 +249,7 @@ def _can_evaluate(target: Model, data: str, head: str | None, columns: str | Non
     """Whether `tuneport evaluate` can score the test split of the data."""
     from ..data.dataset import align_labels
     from ..data.tasks import read_data
+    from ..measure.accuracy import check_counted
     from ..measure.language import usual_protocol
     from ..models.heads import choose_head
 
@@ -256,7 +257,9 @@ def _can_evaluate(target: Model, data: str, head: str | None, columns: str | Non
         test = read_data(data, "test", labelled=False, columns=options.parse_columns(columns))
         protocol = usual_protocol(target, test, head)
         if protocol == "zero-shot" and test.labels is not None:
-            align_labels(test, choose_head(target, head, test).classes)
+            chosen = choose_head(target, head, test)
+            check_counted(target, chosen)
+            align_labels(test, chosen.classes)
     except TuneportError:
         return False
     return protocol == "perplexity" or test.labels is not None

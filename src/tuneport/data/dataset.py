@@ -60,7 +60,8 @@ class Dataset:
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, pairs of texts, or chats. `labels` index `classes`,
     which `label_texts` describe, or the `choices` of each sample; `prompts` are the templates of a known task. `split`
     is the split's name in the source, or "all" if it has none. `files` are the files that were read, without the image
-    files of single samples. `scores` (N, classes) are the class scores that a teacher gives to the samples.
+    files of single samples. `scores` (N, classes) are those that a teacher gives to the samples; of a teacher that
+    labels tokens, N pairs of the spans (T, 2) and the scores (T, classes) of the tokens of a text.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -77,7 +78,7 @@ class Dataset:
     prompts: tuple[str, ...] = ()
     label_texts: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    scores: NDArray[np.float64] | None = None
+    scores: NDArray[Any] | None = None
     choices: Sequence[Sequence[str]] | None = None
 
     def __len__(self) -> int:

@@ -24,13 +24,14 @@ from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, datase
 from .images import open_cell, open_file
 from .rows import read_rows
 
-_TEXT_COLUMNS = (("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",))
+_TEXT_COLUMNS = (("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",), ("tokens",))
 _INPUT_COLUMNS = (("image",), *CHAT_COLUMNS, *_TEXT_COLUMNS)  # the first complete
 _PLAIN_COLUMNS = {name for names in (*CHAT_COLUMNS, MORE_COLUMNS, *_TEXT_COLUMNS) for name in names}
 _PLAIN_COLUMNS |= {"label", "target", "choices", "split"}
 _COLUMNS = (
-    "image, or text (with text_pair if any), or text1 and text2, or prompt; and label or target. Chats have messages, "
-    "conversations, instruction and output, or prompt and completion. Map other names with `columns`"
+    "image, or text (with text_pair if any), or text1 and text2, or prompt, or tokens (a list of words); and label or "
+    "target. Chats have messages, conversations, instruction and output, or prompt and completion. Map other names "
+    "with `columns`"
 )
 
 
@@ -47,7 +48,7 @@ def read_table(path: Path, split: Split, labelled: bool, columns: Mapping[str, s
     `labelled` refuses one with neither labels nor answers. `columns` maps names such as text and label to its own.
     """
     table = _renamed(_columns(path), columns or {}, path)
-    data = _from_table(table, path, split)
+    data = _from_table(table, path, split, labelled=labelled)
     if labelled and data.labels is None and data.targets is None and not data.has_chats:
         if "label" not in table.columns:
             raise DataError(f"{path} has no labels; expected a column label or target.")
@@ -104,7 +105,7 @@ def _columns(path: Path) -> _Table:
     return _Table(read_rows(path))
 
 
-def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = ()) -> Dataset:
+def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (), *, labelled: bool = True) -> Dataset:
     columns = table.columns
     size = max(map(len, columns.values()), default=0)
     if size == 0:
@@ -120,13 +121,15 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
         values = [None] * size if values is None else values
         choices, labels = read_choices(columns["choices"], values, rows, path)
         classes = tuple(map(str, range(max(map(len, choices), default=0))))
-    elif values is not None:
+    elif values is not None and (labelled or not _are_measures(values)):
         labels, classes = _read_labels(values, table.classes, rows, path)
     images, chats = keys == ("image",), keys in CHAT_COLUMNS
     inputs: Any
     if images:
         inputs = _images(columns["image"], rows, path)
     else:
+        if keys == ("tokens",):
+            columns = {**columns, "tokens": LazySequence(np.arange(size), partial(_words, columns["tokens"], path))}
         inputs = read_chats(columns, keys, rows, path) if chats else _texts(columns, keys, rows, path)
     if not (images or chats) and len(rows) and not any("".join(texts).strip() for texts in inputs):
         raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
@@ -187,6 +190,20 @@ def _texts(
 
 def _together(columns: Sequence[Sequence[Any]], row: int) -> tuple[Any, ...]:
     return tuple(column[row] for column in columns)
+
+
+def _words(column: Sequence[Any], path: Path, row: int) -> str:
+    """The words of a row, joined by blanks."""
+    cell = column[row]
+    if not isinstance(cell, list) or not all(isinstance(word, str) for word in cell):
+        raise DataError(f"tokens of row {row + 1} of {path} is {type(cell).__name__}; expected a list of words.")
+    return " ".join(cell)
+
+
+def _are_measures(values: Sequence[Any]) -> bool:
+    """Whether labels are those of a regression: numbers, and not all of them whole."""
+    known = [value for value in values if value is not None and value == value]
+    return all(isinstance(value, (int, float)) for value in known) and any(value % 1 for value in known)
 
 
 def _read_labels(

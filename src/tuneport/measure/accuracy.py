@@ -72,6 +72,7 @@ def zero_shot(
     model: Model, head: Head, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None
 ) -> Evaluation:
     """Accuracy of the highest class score, with the head as it is."""
+    check_counted(model, head)
     data = align_labels(data, head.classes)
     found = []
     for batch, _ in encode_batches(model, data, batch_size, progress):
@@ -163,6 +164,15 @@ def check_samples(data: Dataset) -> None:
     """Refuse data without a sample."""
     if not len(data):
         raise DataError(f"{data} has no samples: give data with some.")
+
+
+def check_counted(model: Model, head: Head) -> None:
+    """Refuse a head that does not give one class for each sample."""
+    if head.class_embeds is None and not model.labels_samples:
+        what = "labels tokens" if model.task == "token" else "gives numbers"
+        raise TuneportError(
+            f"{model.name} {what}, of which tuneport measures no accuracy: score its output with your own metric."
+        )
 
 
 def check_protocol(name: str) -> Protocol:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +25,7 @@ from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import Encoded, Reader
 from ..types import Loss
+from .tokens import scores_on
 
 
 @dataclass(frozen=True)
@@ -162,17 +164,50 @@ def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor],
 
 
 def _encode_classes(model: Model, samples: Dataset) -> Encoded:
-    labels = torch.full((len(samples),), UNLABELLED) if samples.labels is None else torch.as_tensor(samples.labels)
-    if model.reader is not None:
-        return replace(model.reader.texts(list(samples.inputs)), labels=labels)
     if model.encode is None:
         raise TuneportError(model.unreadable)
-    return Encoded(model.encode(list(samples.inputs)), labels, ())
+    inputs = list(samples.inputs)
+    encoded = model.reader.texts(inputs) if model.reader is not None else Encoded(model.encode(inputs), None, ())
+    return replace(encoded, labels=_answers(model, samples, encoded))
 
 
-def _class_loss(model: Model, head: Head | None) -> Loss:
+def _answers(model: Model, samples: Dataset, encoded: Encoded) -> Tensor:
+    """The labels (N,) of samples; what the scores of a teacher say of tokens (N, T), or as numbers (N, outputs)."""
+    if model.regresses:
+        known = np.full((len(samples), len(model.classes)), np.nan) if samples.scores is None else samples.scores
+        return torch.as_tensor(known, dtype=torch.float32)
+    if model.task == "token":
+        if samples.scores is None:
+            return torch.full(encoded.inputs["input_ids"].shape, UNLABELLED)
+        scores = scores_on(samples.scores, encoded.spans[0])
+        return scores.argmax(-1).masked_fill(scores.isnan().any(-1), UNLABELLED)
+    return torch.full((len(samples),), UNLABELLED) if samples.labels is None else torch.as_tensor(samples.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLoss:
+    """The loss of a head: the cross-entropy of samples or tokens, or half the squared error of a regression."""
+
+    model: Model
+    head: Head
+
+    def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        return self._losses(module, batch, "sum")
+
+    def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        """The sums of the samples (N,), in float64 on the CPU."""
+        return self._losses(module, batch, "none").double().view(len(batch[1]), -1).sum(1).cpu()
+
+    def _losses(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], reduction: str) -> Tensor:
+        scores, labels = self.head.scores(self.model, module, batch[0]), batch[1]
+        if self.model.regresses:
+            return F.mse_loss(scores, labels, reduction=reduction) / 2
+        return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), reduction=reduction)
+
+
+def _head_loss(model: Model, head: Head | None) -> Loss:
     assert head is not None
-    return lambda module, batch: F.cross_entropy(head.scores(model, module, batch[0]), batch[1], reduction="sum")
+    return HeadLoss(model, head)
 
 
 def _reader(model: Model) -> Reader:
@@ -208,7 +243,7 @@ def _encode_answers(model: Model, samples: Dataset) -> Encoded:
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "classification": Objective("classification", _encode_classes, _class_loss),
+    "classification": Objective("classification", _encode_classes, _head_loss),
     "contrastive": Objective("contrastive", _encode_pairs, _contrastive_loss, by_sample=False),
     "causal": Objective("causal", _encode_continuations, TokenLoss),
     "seq2seq": Objective("seq2seq", _encode_answers, TokenLoss),

@@ -10,8 +10,10 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -105,6 +107,25 @@ def overlap(source: Tensor, target: Tensor) -> Tensor:
     shared = shared.clamp(min=0) * (source[..., 0] >= 0) * (target[..., 0] >= 0)
     total = shared.sum(-1, keepdim=True)
     return torch.where(total > 0, shared / total.clamp(min=1e-300), 0.0)
+
+
+def scores_on(scores: NDArray[Any], spans: Tensor) -> Tensor:
+    """The scores (N, T, classes) of tokens by their spans (N, T, 2): means of what other tokens of the texts have.
+
+    `scores` holds the spans and the scores of those tokens for each text. A token that none of them covers, such as a
+    special token or padding, has NaN.
+
+    >>> import numpy as np
+    >>> known = np.empty(1, dtype=object)
+    >>> known[0] = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5, -0.5]])
+    >>> scores_on(known, torch.tensor([[[0.0, 1.0], [1.0, 2.0]]])).tolist()
+    [[[nan, nan], [0.5, -0.5]]]
+    """
+    found = []
+    for (places, values), wanted in zip(scores, spans, strict=True):
+        weights = overlap(places, wanted)
+        found.append(torch.where(weights.sum(-1, keepdim=True) > 0, weights @ values.double(), torch.nan))
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Model:
         fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
         encode: raw samples -> the module's inputs.
         features: runs the module and returns one vector per sample, of size `width`.
-        logits: runs the module and returns the scores of its classification layer.
+        logits: runs the module and returns the scores of its classification layer, of each sample or of each token.
         layout: the places of the tokens of a batch of images.
         reader: the tokenizer of a text model.
         token_logits: scores of the next tokens, of a batch and its labels, if the model generates text.
@@ -137,6 +137,16 @@ class Model:
     def labelling(self) -> Labelling | None:
         """What the classification layer decides, if there is one that can be made again."""
         return Labelling(self.task, self.classes, self.problem) if self.task else None
+
+    @property
+    def regresses(self) -> bool:
+        """True if the classification layer gives numbers, not scores of classes, by the rule of transformers."""
+        return bool(self.task) and (self.problem == "regression" or (not self.problem and len(self.classes) == 1))
+
+    @property
+    def labels_samples(self) -> bool:
+        """True unless the classification layer labels tokens or gives numbers."""
+        return self.task != "token" and not self.regresses
 
     @property
     def classifier_parameters(self) -> frozenset[str]:

@@ -66,7 +66,10 @@ class Head:
         return f"Head({self.name}: {len(self.classes)} classes)"
 
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
-        """Class scores (N, classes) in float32 at least: `scale * cosine(features, class embedding)`, or the logits."""
+        """Class scores in float32 at least: `scale * cosine(features, class embedding)`, or the logits.
+
+        They are (N, classes), or (N, T, classes) for a model that labels tokens.
+        """
         if self.class_embeds is None:
             assert model.logits is not None
             return widened(model.logits(module, batch))

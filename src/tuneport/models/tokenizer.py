@@ -33,7 +33,8 @@ class Encoded:
     """A batch of texts: the module's inputs, the labels of its tokens if any, and the spans of each stream.
 
     Of each sample, `cut` says whether its text was longer than the limit, and `characters` is the length of the text
-    that its labels spell, without the marks of a chat template.
+    that its labels spell, without the marks of a chat template. `inside` (N, T) are the tokens of its text, without
+    special tokens and padding.
     """
 
     inputs: dict[str, Tensor]
@@ -41,13 +42,15 @@ class Encoded:
     spans: tuple[Tensor, ...]
     cut: tuple[bool, ...] = ()
     characters: tuple[int, ...] = ()
+    inside: Tensor | None = None
 
     def part(self, start: int, stop: int) -> Encoded:
         """The samples from `start` to `stop`, one row each."""
         inputs = {name: rows[start:stop] for name, rows in self.inputs.items()}
         labels = self.labels[start:stop] if self.labels is not None else None
         spans = tuple(rows[start:stop] for rows in self.spans)
-        return Encoded(inputs, labels, spans, self.cut[start:stop], self.characters[start:stop])
+        inside = self.inside[start:stop] if self.inside is not None else None
+        return Encoded(inputs, labels, spans, self.cut[start:stop], self.characters[start:stop], inside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +226,8 @@ class Reader:
         if inside is None:
             inside = [(tokens.offsets[row].tolist(), found.sequence_ids(row)) for row in range(len(pieces))]
         rows = [_spans(piece, *inside[row], found["attention_mask"][row]) for row, piece in enumerate(pieces)]
-        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut)
+        text = torch.tensor([[part is not None for part in parts] for _, parts in inside])
+        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut, inside=text)
 
 
 _Inside = tuple[list[list[int]], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece

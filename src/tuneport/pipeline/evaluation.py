@@ -23,7 +23,7 @@ from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError
 from ..job import Job
-from ..measure.accuracy import Evaluation, changed, compute_features, zero_shot
+from ..measure.accuracy import Evaluation, changed, check_counted, compute_features, zero_shot
 from ..measure.chance import direction, share_interval, shift
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
@@ -58,9 +58,9 @@ def usual_test(job: Job, data: str | Path | None, columns: Mapping[str, str] | N
         test = read_test(data, columns)
         if test.split == "all":
             return "the data have no test split"
+        check_test(job, test)
         if test.labels is None:
             return "the test split has no labels"
-        check_test(job, test)
         job.target.require_in_memory("an evaluation", "evaluate the result afterwards")
     except TuneportError as error:
         return str(error).partition(": ")[0].rstrip(".")
@@ -70,6 +70,7 @@ def usual_test(job: Job, data: str | Path | None, columns: Mapping[str, str] | N
 def check_test(job: Job, test: Dataset) -> None:
     """Refuse a test split that cannot be scored."""
     if job.heads is not None:
+        check_counted(job.target, job.heads.target)
         align_labels(test, job.heads.target.classes)
     elif job.target.features is None:
         raise DataError("an accuracy needs labelled data and a head for it: pass `data`.")

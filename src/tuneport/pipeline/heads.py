@@ -3,6 +3,7 @@
 A head that was fresh when training began has no meaning as a difference. The source takes the trained head as it is. On
 the target, the last layer of the head is a ridge regression from its inputs to the class scores of the fine-tuned
 source, centred over the classes, or to the labels of the data. Other fresh layers of a head stay as they are made.
+A token classifier is fitted on the tokens of the texts, matched by their spans, a regression to the source's numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.dataset import Dataset, align_labels
-from ..errors import CheckpointError, TuneportError, first_of
+from ..data.dataset import Dataset, align_labels, with_prompts
+from ..errors import CheckpointError, first_of
 from ..io.tensors import describe
 from ..job import Drawn, Job, Samples
 from ..maps.ridge import ridge
 from ..measure.accuracy import encode_batches
 from ..measure.signals import frozen
+from ..measure.tokens import scores_on
 from ..models.base import Labelling, Model
 from ..models.open import as_classifier, labelling_of
 from ..task_vectors.lora_format import PREFIX, Adapter
@@ -33,6 +36,7 @@ from ..task_vectors.vector import TaskVector
 from ..types import Sides
 from .change import Finetuned, change_of
 
+MOST_TOKENS = 20_000  # that fit the head of a token classifier: the cost grows with their number
 TASK_TYPES = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # of peft
 _HEAD = re.compile(r"(classifier|score|head|classification_head)(\.modules_to_save)?(\.out_proj)?\.weight")
 
@@ -54,16 +58,6 @@ def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
 
 def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bool) -> Sides[Model]:
     """Both models with a classification layer for the same classes."""
-    if len(labelling.classes) < 2 or labelling.problem == "regression":
-        raise TuneportError(
-            f"the head of the fine-tune has {len(labelling.classes)} output and is a regression, which tuneport does "
-            'not fit: pass `head_fit="none"` and a loss.'
-        )
-    if labelling.task == "token":
-        raise TuneportError(
-            "the fine-tune labels tokens, and heads of token classifiers are not carried: port the encoder alone, with "
-            '`exclude=["classifier.*"]`.'
-        )
     for model in models:
         model.require_in_memory("fitting a head", 'give a larger one, or `head_fit="none"`')
     try:
@@ -90,16 +84,21 @@ def take_head(source: Model, finetuned: Finetuned, vector: TaskVector, exclude: 
     return vector.subset(name for name in vector if name not in source.head)
 
 
-def with_scores(samples: Drawn, scores: NDArray[np.float64]) -> Drawn:
-    """The samples with class scores."""
-    centred = _centred(torch.as_tensor(scores).T, samples.models.source).T
-    chosen = replace(samples.chosen, scores=centred.numpy())
+def with_scores(samples: Drawn, scores: NDArray[Any]) -> Drawn:
+    """The samples with the scores of a teacher."""
+    model = samples.models.source
+    if model.task == "token":
+        found = np.empty(len(scores), dtype=object)
+        found[:] = [(spans, _centred(values.T, model).T) for spans, values in scores]
+    else:
+        found = _centred(torch.as_tensor(scores).T, model).T.numpy()
+    chosen = replace(samples.chosen, scores=found)
     return replace(samples, dataset=chosen, indices=np.arange(len(chosen)))
 
 
 def _centred(scores: Tensor, model: Model) -> Tensor:
     """Scores (classes, ...) without their mean over the classes, which no softmax sees; independent ones stay."""
-    return scores if model.problem == "multi_label_classification" else scores - scores.mean(0)
+    return scores if model.regresses or model.problem == "multi_label_classification" else scores - scores.mean(0)
 
 
 def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.float64]:
@@ -119,7 +118,7 @@ def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Ten
     assert data.scores is not None
     if path is None:
         return _fit_projection(model, module, samples)
-    X, Y = _inputs(model, module, path, data, samples.size), torch.as_tensor(data.scores)
+    X, Y = _regression(model, _inputs(model, module, path, data, samples.size), data)
     biased = getattr(module.get_submodule(path), "bias", None) is not None
     starts = [(torch.zeros(Y.shape[1], X.shape[1]).double(), torch.zeros(Y.shape[1]).double())]
     if f"{path}.weight" in model.own_head:
@@ -135,6 +134,23 @@ def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Ten
         found.append((float((left - fit.left_out).square().sum()), weight + fit.weight, bias + fit.bias))
     _, weight, bias = min(found, key=lambda item: item[0])
     return {f"{path}.weight": weight, **({f"{path}.bias": bias} if biased else {})}
+
+
+def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[Tensor, Tensor]:
+    """Inputs of the last layer, and the scores that it is to give: of each sample, or of the tokens of the texts."""
+    assert data.scores is not None
+    if model.task != "token":
+        return torch.cat(list(inputs)), torch.as_tensor(data.scores)
+    assert model.reader is not None
+    rows, start, texts = [], 0, with_prompts(data).inputs if model.prompted else data.inputs
+    for batch in inputs:
+        part = slice(start, start := start + len(batch))
+        scores = scores_on(data.scores[part], model.reader.texts(list(texts[part])).spans[0])
+        known = ~scores.isnan().any(-1)
+        rows.append((batch[known], scores[known]))
+    X, Y = (torch.cat(side) for side in zip(*rows, strict=True))
+    every = -(-len(X) // MOST_TOKENS)
+    return X[::every], Y[::every]
 
 
 @contextmanager
@@ -167,7 +183,7 @@ def _fit_projection(model: Model, module: nn.Module, samples: Drawn) -> dict[str
     assert samples.heads is not None
     head = samples.heads.target
     assert head.class_embeds is not None
-    X = _inputs(model, module, layer.weight.removesuffix(".weight"), data, samples.size)
+    X = torch.cat(_inputs(model, module, layer.weight.removesuffix(".weight"), data, samples.size))
     weight = layer.matrix(module.get_parameter(layer.weight)).detach().double().cpu()
     classes = F.normalize(head.class_embeds.double(), dim=-1)
     features = X @ weight.T
@@ -177,8 +193,8 @@ def _fit_projection(model: Model, module: nn.Module, samples: Drawn) -> dict[str
     return {layer.weight: weight + torch.linalg.pinv(classes - classes.mean(0)) @ lacking.weight}
 
 
-def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_size: int) -> Tensor:
-    """What the last layer reads of each sample: what the model gives with an identity in the layer's place."""
+def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_size: int) -> list[Tensor]:
+    """What the last layer reads of each batch: what the model gives with an identity in the layer's place."""
     forward = model.logits or model.features
     assert forward is not None
     path, _, name = place.rpartition(".")
@@ -188,6 +204,6 @@ def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_si
     try:
         with frozen(module), torch.no_grad():
             batches = encode_batches(model, data, batch_size)
-            return torch.cat([forward(module, batch).double().cpu() for batch, _ in batches])
+            return [forward(module, batch).double().cpu() for batch, _ in batches]
     finally:
         setattr(parent, name, layer)

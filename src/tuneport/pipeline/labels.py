@@ -5,13 +5,17 @@ If there are plenty of data without labels, more samples are worth more than tru
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ..data.dataset import Dataset, align_labels
+from ..data.dataset import Dataset, align_labels, with_prompts
 from ..data.samplers import SAMPLERS
 from ..errors import DataError, TuneportError, unknown_name
 from ..job import Drawn, Job
@@ -36,22 +40,37 @@ def check_labels(name: str | None, sampler: str, shots: int | None) -> None:
         raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
 
 
-def scores_by(
-    model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32
-) -> NDArray[np.float64]:
-    """The class scores (N, classes) that the model, with its change, gives to the samples; it is restored after."""
+def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> NDArray[Any]:
+    """The scores of a `Dataset` that the model, with its change, gives to the samples; it is restored after."""
     model.require_in_memory("labelling samples", "give a larger one, or data with labels")
     with Scaled(model.module, change, model.stored_parameters()) as tuned, frozen(tuned.module):
         tuned.set(1.0)
         with torch.no_grad():
             batches = encode_batches(model, data, batch_size)
             found = [head.scores(model, tuned.module, batch).double().cpu() for batch, _ in batches]
-    return torch.cat(found).numpy()
+    return torch.cat(found).numpy() if model.task != "token" else _by_spans(model, data, chain(*found))
 
 
-def labelled_by(scores: NDArray[np.float64], classes: tuple[str, ...], data: Dataset) -> Dataset:
-    """The samples with the classes of the highest scores; labels of their own are not looked at."""
-    return replace(data, labels=scores.argmax(-1).astype(np.int64), classes=classes)
+def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[Any]:
+    """The spans of the tokens of each text and their scores, of rows (T, classes) with special tokens and padding."""
+    assert model.reader is not None
+    rows = np.empty(len(data), dtype=object)
+    texts = with_prompts(data).inputs if model.prompted else data.inputs
+    for number, (text, scores) in enumerate(zip(texts, found, strict=True)):
+        encoded = model.reader.texts([text])  # without padding, which is on the right
+        assert encoded.inside is not None
+        inside = encoded.inside[0]
+        rows[number] = encoded.spans[0][0][inside], scores[: len(inside)][inside]
+    return rows
+
+
+def labelled_by(scores: NDArray[Any], model: Model, classes: tuple[str, ...], data: Dataset) -> Dataset:
+    """The samples with the classes of the model's highest scores; labels of their own are not looked at.
+
+    Samples without one class each have no labels: their scores say what is right.
+    """
+    labels = scores.argmax(-1).astype(np.int64) if model.labels_samples else None
+    return replace(data, labels=labels, classes=classes)
 
 
 def agreement(labelled: Dataset, known: Dataset) -> float | None:
@@ -65,7 +84,7 @@ def agreement(labelled: Dataset, known: Dataset) -> float | None:
     return float(np.mean(known.labels == labelled.labels))
 
 
-def measurable(job: Job, scores: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None) -> Job:
+def measurable(job: Job, scores: tuple[NDArray[Any], NDArray[Any]] | None = None) -> Job:
     """The job with the scores of the fine-tuned source, and with a head of the target that means the same.
 
     That head says of the target's base features what the trained head says of the source's: both models are measured

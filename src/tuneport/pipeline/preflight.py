@@ -25,7 +25,6 @@ from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.chance import LEVEL, direction, tail
 from ..measure.likeness import LayerSimilarity, compare_layers
-from ..measure.objectives import TokenLoss
 from ..methods import Method, get_method
 from ..report.summary import number_text
 from ..training.distill import STEPS
@@ -33,7 +32,7 @@ from ..training.matching import BATCH
 from ..types import Progress, ScaleRule
 from .heads import fitted
 from .labels import measurable
-from .scale import SCALES, Answers, answers_of, choose_scale, scaled_as_written, score_of
+from .scale import SCALES, Answers, answers_of, choose_scale, judged_by_loss, scaled_as_written, score_of
 from .statistics import measure_in_parts, problem_of
 from .transfer import scale_for
 
@@ -193,7 +192,7 @@ def try_transfer(
     job = measurable(job.for_(method))
     folds = _folds(job)
     assert job.losses is not None
-    tokens = isinstance(job.losses.target, TokenLoss)
+    tokens = judged_by_loss(job)
     candidates = SCALES if isinstance(strength, str) else (0.0, strength)
     started = time.perf_counter()
     sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
@@ -334,6 +333,9 @@ def _scores(answers: Iterable[Answers]) -> Iterator[Score]:
     for values, labels in answers:
         if labels is None:
             yield from ((loss, None) for loss in values.tolist())
+        elif labels.ndim == 2:  # of tokens
+            losses = F.cross_entropy(values.transpose(1, 2), labels, reduction="none").sum(1)
+            yield from ((loss, None) for loss in losses.tolist())
         else:
             losses = F.cross_entropy(values, labels, reduction="none")
             yield from zip(losses.tolist(), (values.argmax(-1) == labels).tolist(), strict=True)

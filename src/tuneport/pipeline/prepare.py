@@ -241,6 +241,7 @@ def _ask(
         question = replace(question, dataset=dataset, objective=objective)
         if loss is None and (gradients or fits) and objective.name == "classification":
             _check_same_kind(models, dataset, given["head"])
+            _check_labels(models.source, given["labels"], fits)
             needed = given["labels"] == "data" or (given["labels"] is None and not fits)
             if needed and dataset.labels is None and not isinstance(data, Dataset):
                 read_data(data, "train", columns=columns)  # the error names what is missing
@@ -269,6 +270,19 @@ def _check_same_kind(models: Sides[Model], dataset: Dataset, head: str | None) -
         )
 
 
+def _check_labels(source: Model, labels: str | None, fits: bool) -> None:
+    """Refuse what a head for tokens or numbers does not allow: it is fitted, and only the fine-tuned source labels."""
+    if source.labels_samples or (fits and labels != "data"):
+        return
+    what = "labels tokens" if source.task == "token" else "gives numbers"
+    if labels == "data":
+        raise DataError(f"{source.name} {what}, and such labels are not read from data: leave out `labels`.")
+    raise DataError(
+        f'{source.name} {what}, which needs a fitted head: leave out `head_fit="none"` and an `exclude` that names the '
+        "head, or pass `loss`."
+    )
+
+
 def _with_heads(question: _Question, models: Sides[Model], given: Options, device: torch.device) -> _Question:
     """Add a head of each model, which must know the classes of the samples."""
     known = question.dataset
@@ -290,7 +304,7 @@ def _with_heads(question: _Question, models: Sides[Model], given: Options, devic
         )
     by_source = given["labels"] == "source"
     if given["labels"] is None and question.fits:
-        by_source = known.labels is None
+        by_source = known.labels is None or not models.source.labels_samples
     if by_source:  # the labels are classes of the source's head
         name = f"the head of {models.source.name}"
         known = Dataset((), np.zeros(0, dtype=np.int64), heads[0].classes, name=name)
@@ -358,7 +372,7 @@ def _draw(
     change = _whole_change(models.source, tuned) if given["exclude"] else vector
     change = change.subset(name for name in change if not question.fits or name not in models.source.head)
     scores = scores_by(models.source, change, head, chosen, batch_size=drawn.size)
-    labelled = labelled_by(scores, head.classes, chosen)
+    labelled = labelled_by(scores, models.source, head.classes, chosen)
     share = agreement(labelled, chosen)
     about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
     drawn = replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))

@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..data.dataset import UNLABELLED
 from ..io.tensors import describe
 from ..job import Job
 from ..measure.batches import PairedBatch
-from ..measure.objectives import TokenLoss
+from ..measure.objectives import HeadLoss, TokenLoss
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..task_vectors.lora_write import AdapterForm
@@ -65,16 +67,21 @@ class ScaleChoice:
 
 
 def score_of_classes(scores: Tensor, labels: Tensor) -> Score:
-    """The score of samples by their class scores (N, classes).
+    """The score of samples by their class scores (N, classes), or by those of their tokens (N, T, classes).
+
+    The loss of a sample is then the sum over its tokens, in units in which their mean over all samples is that of a
+    token; tokens without a label do not count.
 
     >>> found = score_of_classes(torch.tensor([[0.1, 0.0], [0.0, 0.1], [0.1, 0.0]]), torch.tensor([0, 1, 1]))
     >>> found.accuracy, found.sharpness
     (0.6666666666666666, 6.931)
     """
-    scores = scores.double()
-    right = float((scores.argmax(-1) == labels).double().mean())
-    sharpness = _best_sharpness(scores, labels)
-    losses = F.cross_entropy(sharpness * scores, labels, reduction="none")
+    flat, wanted = scores.double().flatten(0, -2), labels.flatten()
+    known = wanted != UNLABELLED
+    right = float((flat.argmax(-1) == wanted)[known].double().mean())
+    sharpness = _best_sharpness(flat[known], wanted[known])
+    losses = F.cross_entropy(sharpness * flat, wanted, ignore_index=UNLABELLED, reduction="none")
+    losses = losses.view(len(labels), -1).sum(1) * (len(labels) / int(known.sum()))
     return Score(float(losses.mean()), right, float(f"{sharpness:.4g}"), losses)
 
 
@@ -218,34 +225,50 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
-    each = sides[0].losses is not None and isinstance(sides[0].losses.target, TokenLoss)
+    each = judged_by_loss(sides[0])
     return choose_scale(lambda scale: score_of(answers[scale], each), samples=samples, held_out=held_out, rule=rule)
 
 
-Answers = tuple[Tensor, Tensor | None]  # of a batch: class scores and labels, or the loss of each sample
+def judged_by_loss(job: Job) -> bool:
+    """Whether the samples have no classes, and each of them has a loss: that of its tokens, or of its numbers."""
+    loss = None if job.losses is None else job.losses.target
+    return isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and not job.target.labels_samples)
+
+
+# of a batch: class scores and labels, of samples or of tokens, or the loss of each sample
+Answers = tuple[Tensor, Tensor | None]
 
 
 def answers_of(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answers]:
     """The answers of the target, which `module` is, to batches of its own inputs."""
     assert job.losses is not None
-    found: list[Answers] = []
+    loss, found = job.losses.target, list[Answers]()
     with frozen(module), torch.no_grad():
         for batch in batches:
-            if job.heads is not None:
+            if isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and job.target.regresses):
+                found.append((loss.each(module, batch), None))
+            elif job.heads is not None:
                 found.append((job.heads.target.scores(job.target, module, batch[0]).cpu(), batch[1].cpu()))
-            elif isinstance(job.losses.target, TokenLoss):
-                found.append((job.losses.target.each(module, batch), None))
             else:  # the mean of the batch for each of its samples
                 size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-                loss = float(job.losses.target(module, batch)) / size
-                found.append((torch.full((size,), loss, dtype=torch.float64), None))
+                mean = float(loss(module, batch)) / size
+                found.append((torch.full((size,), mean, dtype=torch.float64), None))
     return found
 
 
 def score_of(answers: Sequence[Answers], each: bool) -> Score:
     """The score of answers; `each` says that they are losses of single samples."""
-    values = torch.cat([value for value, _ in answers])
     labels = [label for _, label in answers if label is not None]
     if labels:
-        return score_of_classes(values, torch.cat(labels))
+        return score_of_classes(_together([value for value, _ in answers], 0), _together(labels, UNLABELLED))
+    values = torch.cat([value for value, _ in answers])
     return Score(float(values.mean()), losses=values if each else None)
+
+
+def _together(batches: Sequence[Tensor], fill: int) -> Tensor:
+    """Batches of scores, or of labels, as one; where they are of tokens, shorter batches are filled up."""
+    shape = torch.tensor([batch.shape for batch in batches]).amax(0).tolist()[1:]
+    joined = batches[0].new_full((sum(map(len, batches)), *shape), fill)
+    for start, batch in zip(accumulate(map(len, batches), initial=0), batches, strict=False):
+        joined[(slice(start, start + len(batch)), *map(slice, batch.shape[1:]))] = batch
+    return joined

@@ -30,7 +30,8 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     ]
     if "head" in record:
         by = "the labels" if record["options"].get("labels") == "data" else "the scores of the fine-tuned source"
-        rows.append(("head", f"{len(record['head']['classes'])} classes, fitted to {by}"))
+        count = len(record["head"]["classes"])
+        rows.append(("head", f"{count} {'classes' if count > 1 else 'output'}, fitted to {by}"))
     if layers:
         rows.append(("moved", moved_words(record) if record["scale"] else "nothing: the scale is 0"))
         rows.append(("target", _changed_words(record)))

@@ -19,9 +19,10 @@ from ..data.dataset import UNLABELLED
 from ..errors import DataError, TuneportError, first_of
 from ..job import Drawn
 from ..measure.objectives import batch_for, next_tokens
+from ..measure.tokens import match_spans
 from ..models.base import Model, widened
 from ..models.heads import Head
-from ..models.tokenizer import Encoded
+from ..models.tokenizer import PADDING, Encoded
 from ..types import Sides
 
 Ask = Callable[[nn.Module, Encoded], Any]
@@ -75,9 +76,20 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
     places = list(range(len(student))) if unknown else [student.index(name) for name in teacher]
 
     def ask(model: Model, head: Head, order: list[int] | slice) -> Ask:
-        return lambda module, encoded: head.scores(model, module, batch_for(model, encoded)[0])[..., order]
+        def answer(module: nn.Module, encoded: Encoded) -> Any:
+            scores = head.scores(model, module, batch_for(model, encoded)[0])[..., order]
+            if model.task != "token":
+                return scores
+            assert encoded.inside is not None
+            return scores, encoded.spans[0].masked_fill(~encoded.inside[..., None], PADDING)
+
+        return answer
 
     asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
+    if models.source.task == "token":
+        return Matching("classes", asked, _of_text(_soft_loss), _of_text(_same_class), BATCH, BATCH, augmented=True)
+    if models.source.regresses:
+        return Matching("numbers", asked, _score_error, _explained, BATCH, BATCH, augmented=True)
     if models.source.problem == "multi_label_classification":  # each class is a question of its own
         return Matching("classes", asked, _score_error, _same_answers, BATCH, BATCH, augmented=True)
     return Matching("classes", asked, _soft_loss, _same_class, BATCH, BATCH, augmented=True)
@@ -96,6 +108,21 @@ def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
 
 def _same_class(teacher: Tensor, student: Tensor) -> Tensor:
     return (teacher.argmax(-1) == student.argmax(-1)).float().mean()
+
+
+def _of_text(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Compare the class scores of the tokens of texts, which each side gives with their spans."""
+
+    def compared(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+        (scores, spans), (others, places) = teacher, student
+        return compare(*match_spans([spans], [places])(scores, others))
+
+    return compared
+
+
+def _explained(teacher: Tensor, student: Tensor) -> Tensor:
+    """The share of the teacher's variance that the student's numbers explain."""
+    return (1 - _score_error(teacher, student)).clamp(min=0)
 
 
 def _score_error(teacher: Tensor, student: Tensor) -> Tensor:

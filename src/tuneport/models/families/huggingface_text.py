@@ -34,9 +34,9 @@ TEXT_KINDS: Mapping[str, str] = {
     **dict.fromkeys(("phi3", "gpt2", "gpt_neox"), DECODER),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"), DECODER),
 }
-CLASSIFIER = "ForSequenceClassification"
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-HEADS = (CLASSIFIER, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
+HEADS = (*CLASSIFIERS, *WRITERS, "ForMaskedLM", "EncoderModel", "TextModel", "Model")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet")  # position ids begin after the padding index
 POOLING = {  # the keys of sentence-transformers
     **dict.fromkeys(("pooling_mode_mean_tokens", "pooling_mode_mean"), "mean"),
@@ -62,7 +62,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     found = text_class(type(module).__name__, config.model_type)
     assert found is not None
     text_kind, head = found
-    classifies, writes = head == CLASSIFIER, head in WRITERS
+    classifies, writes = head in CLASSIFIERS, head in WRITERS
     within: tuple[str, ...] = ()  # the name prefixes of everything but heads over the vocabulary
     if writes or head == "ForMaskedLM":
         within = ("shared.", "encoder.", "decoder.") if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)
