@@ -27,7 +27,7 @@ from tuneport.errors import CaptureError
 from tuneport.job import Job
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
-from tuneport.measure.batches import PairedBatch, samples_at_once
+from tuneport.measure.batches import PairedBatch
 from tuneport.measure.capture import measure_pairs
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.measure.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
@@ -330,7 +330,7 @@ def test_one_tokenizer_for_both_models_gives_the_sums_without_spans(tmp_path: Pa
         signals={INPUT, OUTPUT_GRADIENT},
         source_loss=job.losses.source,
         target_loss=job.losses.target,
-        most_samples=samples_at_once(torch.device("cpu")),
+        most_samples=job.samples_at_once,
     )
     assert by_place.covariances.keys() == by_spans.covariances.keys() != set()
     for key, found in by_place.covariances.items():

@@ -19,6 +19,12 @@ from tuneport.runtime.budget import plan_passes
 from tuneport.runtime.forecast import LiveBytes
 
 
+@pytest.fixture(autouse=True)
+def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches run in two parts, as with wide models."""
+    monkeypatch.setattr(Job, "samples_at_once", 8)
+
+
 def job(method: str = "bico", budget: int | None = None, **options) -> Job:
     torch.manual_seed(0)
     source, target = ToyViT(), ToyViT(width=40, depth=3)

@@ -40,14 +40,6 @@ def count_samples(batches: Iterable[Any]) -> int:
     return sum(len(batch) if isinstance(batch, PairedBatch) else first_dimension(batch) for batch in batches)
 
 
-def samples_at_once(device: torch.device) -> int | None:
-    """The number of samples in one pass through the models; None for all of a batch.
-
-    On a CPU a few are faster than many, since they stay in its caches, and need less memory.
-    """
-    return 8 if device.type == "cpu" else None
-
-
 def split_batch(batch: PairedBatch, most: int | None) -> Iterator[tuple[PairedBatch, int]]:
     """The batch, or parts of at most `most` samples, each with its size."""
     size = len(batch)

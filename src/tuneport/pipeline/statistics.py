@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..job import Job
 from ..maps.statistics import Statistics
-from ..measure.batches import move_batch, samples_at_once
+from ..measure.batches import move_batch
 from ..measure.capture import measure_pairs
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
@@ -112,7 +112,7 @@ def _measured(
             on_batch=keeper,
             limit=limit,
             # each part of a batch would fetch the weights again
-            most_samples=samples_at_once(job.target.device) if target is None else None,
+            most_samples=job.samples_at_once if target is None else None,
             # the gradient of a weight that is fetched when it is used is not known
             loose=[pair.target.name for pair in job.plan.loose]
             if WEIGHT_GRADIENT in signals and target is None

@@ -29,7 +29,7 @@ from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
 from ..maps.statistics import Key
-from ..measure.batches import PairedBatch, move_batch, samples_at_once, split_batch
+from ..measure.batches import PairedBatch, move_batch, split_batch
 from ..measure.capture import measure_pairs
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -138,7 +138,7 @@ class Forecast:
         if batch is None:
             raise TuneportError("a `memory_budget` needs batches that can be read more than once: pass a list.")
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
-        batch, at_once = next(split_batch(batch, None if job.needs_placement else samples_at_once(job.target.device)))
+        batch, at_once = next(split_batch(batch, None if job.needs_placement else job.samples_at_once))
         batch, size = (batch, at_once) if on_meta else next(split_batch(batch, 1))
         samples = len(job.samples) or size
         match = batch.match or job.match or match_tokens(None, None)
