@@ -116,17 +116,25 @@ def test_models_that_are_given_are_not_changed(folders: Callable[..., tuple[Path
         assert all(torch.equal(known[name], p) for name, p in model.module.named_parameters())
 
 
-def test_a_planted_twin_of_an_image_classifier_is_exact(tmp_path: Path, zoo: Zoo) -> None:
-    """A bare ViT, its fine-tuned classifier and a bare twin: the ported classifier computes the fine-tuned one."""
-    config = transformers.ViTConfig(
-        hidden_size=12, intermediate_size=18, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    base = grow(transformers.ViTModel(config).eval(), 4)  # with a pooler, which the classifier does not have
+TOWER = {"intermediate_size": 18, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+NAMED = {"id2label": dict(enumerate(("cat", "dog", "owl")))}
+IMAGES: dict[str, tuple[str, str, str]] = {  # bare tower, classifier, its part that is the tower
+    "vit": ("ViTModel", "ViTForImageClassification", "vit"),  # with a pooler, which the classifier does not have
+    "clip": ("CLIPVisionModel", "CLIPForImageClassification", "vision_model"),
+}
+
+
+@pytest.mark.parametrize("family", IMAGES)
+def test_a_planted_twin_of_an_image_classifier_is_exact(tmp_path: Path, zoo: Zoo, family: str) -> None:
+    """A bare tower, its fine-tuned classifier and a bare twin: the ported classifier computes the fine-tuned one."""
+    kinds = [getattr(transformers, name) for name in IMAGES[family][:2]]
+    config = kinds[0].config_class(hidden_size=12, **TOWER)
+    base = grow(kinds[0](config).eval(), 4)
     plain = describe_module(base)
     moved = finetuned(plain)
-    labelled = transformers.ViTConfig(**{**config.to_dict(), "id2label": dict(enumerate(("cat", "dog", "owl")))})
-    tuned = transformers.ViTForImageClassification(labelled).eval()
-    tuned.vit.load_state_dict(moved.state_dict(), strict=False)
+    inner = config.to_dict() if family == "vit" else {"vision_config": config.to_dict()}
+    tuned = kinds[1](kinds[1].config_class(**{**inner, **NAMED})).eval()
+    getattr(tuned, IMAGES[family][2]).load_state_dict(moved.state_dict(), strict=False)
     with torch.no_grad():
         tuned.classifier.weight.normal_(generator=torch.Generator().manual_seed(2))
     twin = Twin(plain, rotary=False, turn=False).build()
@@ -135,12 +143,27 @@ def test_a_planted_twin_of_an_image_classifier_is_exact(tmp_path: Path, zoo: Zoo
         module.save_pretrained(tmp_path / name)
         write_processor(tmp_path / name, 16)
     result = transfer(*(tmp_path / name for name in names), zoo.data, scale=1, samples=60)
+    result.save(tmp_path / "out")
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     pixels = pixels_of(20)
     with torch.no_grad():
-        ported, wanted = (module(pixel_values=pixels).logits for module in (result.apply(), tuned))
+        ported, wanted = (module(pixel_values=pixels).logits for module in (loaded, tuned))
     torch.testing.assert_close(centred(ported), centred(wanted), atol=1e-4, rtol=1e-4)
+    assert (type(loaded), loaded.config.id2label) == (kinds[1], NAMED["id2label"])
     assert result.record["options"]["labels"] is None
     assert "labels" not in result.record["data"], "the labels of the data name the classes of the head"
+
+
+@pytest.mark.parametrize("name", ["clip", "clip_vision", "siglip", "siglip_vision"])
+def test_towers_of_clip_and_siglip_become_classifiers(zoo: Zoo, name: str) -> None:
+    model = open_model(zoo[f"{name}-base"])
+    headed = as_classifier(model, Labelling("image", ("cat", "dog", "owl")))
+    assert type(headed.module).__name__.endswith("ForImageClassification")
+    assert headed.fresh == {"classifier.weight", "classifier.bias"}
+    again = as_classifier(headed, Labelling("image", ("sun", "moon")))
+    assert again.module.get_parameter("classifier.weight").shape[0] == 2
+    assert headed.logits is not None
+    assert headed.logits(headed.module, {"pixel_values": pixels_of(2)}).shape == (2, 3)
 
 
 class TestAdapters:

@@ -11,7 +11,18 @@ import transformers
 from torch import Tensor
 
 from builders.classifiers import CLASSES, WIDER, bert, grow
-from builders.texts import LENGTH, SENTENCES, SMALL, _plain, bert_tokenizer, roberta_tokenizer, write, write_rows
+from builders.texts import (
+    FAMILIES,
+    LENGTH,
+    SENTENCES,
+    SMALL,
+    TOKENIZERS,
+    _plain,
+    bert_tokenizer,
+    roberta_tokenizer,
+    write,
+    write_rows,
+)
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
@@ -126,6 +137,29 @@ class TestTokens:
             for place, label in zip(others, labels.tolist(), strict=False):
                 covered = [by_letter[letter] for letter in range(*place) if letter in by_letter]
                 assert label == (int(torch.stack(covered).mean(0).argmax()) if covered else -100)
+
+    @pytest.mark.parametrize(("family", "reader"), [("llama", "gpt"), ("gpt2", "gpt"), ("t5-encoder", "t5")])
+    def test_other_families(self, tmp_path: Path, family: str, reader: str) -> None:
+        """The source itself is the target: T5's tokens share characters, and each has a score of its own."""
+        tokenizer, entry = TOKENIZERS[reader](), FAMILIES[family]
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        given = {**entry.arguments(SMALL), "vocab_size": len(tokenizer)}
+        config, prefix = getattr(transformers, entry.config), entry.config.removesuffix("Config")
+        bare = getattr(transformers, prefix + ("EncoderModel" if prefix == "T5" else "Model"))
+        base = grow(bare(config(**given)).eval(), 1)
+        kind = getattr(transformers, f"{prefix}ForTokenClassification")
+        tuned = grow(kind(config(**{**given, "id2label": CLASSES})).eval(), 2)
+        tuned.base_model.load_state_dict(finetuned(describe_module(base)).state_dict(), strict=False)
+        source, taught = (write(tmp_path / name, part, tokenizer) for name, part in (("a", base), ("b", tuned)))
+        rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+        ported = transfer(source, taught, source, rows, scale=1, samples=16, max_length=24).apply()
+        assert type(ported) is kind
+        tokens = tokenizer(UNSEEN, padding=True, truncation=True, max_length=24, return_tensors="pt")
+        tokens.pop("token_type_ids", None)
+        with torch.no_grad():
+            found, wanted = (centred(module(**tokens).logits) for module in (ported, tuned))
+        known = tokens["attention_mask"] == 1
+        torch.testing.assert_close(found[known], wanted[known], atol=1e-4, rtol=1e-4)
 
     def test_rows_of_words(self, tokens: tuple[list[Path], Any], tmp_path: Path) -> None:
         """As data sets of named entities are: the words are joined, and their tags are not read."""

@@ -61,7 +61,7 @@ class Dataset:
     which `label_texts` describe, or the `choices` of each sample; `prompts` are the templates of a known task. `split`
     is the split's name in the source, or "all" if it has none. `files` are the files that were read, without the image
     files of single samples. `scores` (N, classes) are those that a teacher gives to the samples; of a teacher that
-    labels tokens, N pairs of the spans (T, 2) and the scores (T, classes) of the tokens of a text.
+    labels tokens, N pairs of the spans (T, 2) and scores (T, classes) of the tokens of a text, NaN for special ones.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)

@@ -112,8 +112,8 @@ def overlap(source: Tensor, target: Tensor) -> Tensor:
 def scores_on(scores: NDArray[Any], spans: Tensor) -> Tensor:
     """The scores (N, T, classes) of tokens by their spans (N, T, 2): means of what other tokens of the texts have.
 
-    `scores` holds the spans and the scores of those tokens for each text. A token that none of them covers, such as a
-    special token or padding, has NaN.
+    `scores` holds the spans and the scores of those tokens for each text, NaN for special tokens. Where the spans are
+    the same, so are the scores. A token that no score covers, such as padding, has NaN.
 
     >>> import numpy as np
     >>> known = np.empty(1, dtype=object)
@@ -123,8 +123,12 @@ def scores_on(scores: NDArray[Any], spans: Tensor) -> Tensor:
     """
     found = []
     for (places, values), wanted in zip(scores, spans, strict=True):
-        weights = overlap(places, wanted)
-        found.append(torch.where(weights.sum(-1, keepdim=True) > 0, weights @ values.double(), torch.nan))
+        if torch.equal(places, wanted[wanted[:, 0] >= 0]):  # without padding, which is on the right
+            found.append(F.pad(values.double(), (0, 0, 0, len(wanted) - len(places)), value=torch.nan))
+            continue
+        known = ~values.isnan().any(-1)
+        weights = overlap(places[known], wanted)
+        found.append(torch.where(weights.sum(-1, keepdim=True) > 0, weights @ values[known].double(), torch.nan))
     return torch.stack(found)
 
 

@@ -52,7 +52,7 @@ def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, ba
 
 
 def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[Any]:
-    """The spans of the tokens of each text and their scores, of rows (T, classes) with special tokens and padding."""
+    """The spans of the tokens of each text and their scores, NaN for special tokens, of rows (T, classes)."""
     assert model.reader is not None
     rows = np.empty(len(data), dtype=object)
     texts = with_prompts(data).inputs if model.prompted else data.inputs
@@ -60,7 +60,7 @@ def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[A
         encoded = model.reader.texts([text])  # without padding, which is on the right
         assert encoded.inside is not None
         inside = encoded.inside[0]
-        rows[number] = encoded.spans[0][0][inside], scores[: len(inside)][inside]
+        rows[number] = encoded.spans[0][0], scores[: len(inside)].masked_fill(~inside[:, None], torch.nan)
     return rows
 
 

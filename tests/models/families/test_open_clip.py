@@ -29,8 +29,9 @@ from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
 from tuneport.measure.tokens import match_tokens
+from tuneport.models.base import Labelling
 from tuneport.models.heads import PROMPTS, choose_head
-from tuneport.models.open import describe_module, open_model, open_stored
+from tuneport.models.open import as_classifier, describe_module, open_model, open_stored
 from tuneport.pipeline.change import apply, extract
 from tuneport.task_vectors.vector import load_task_vector, save_task_vector
 
@@ -564,3 +565,9 @@ def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
 
 def test_a_plain_module_belongs_to_no_family() -> None:
     assert describe_module(nn.Linear(2, 2)).encode is None
+
+
+def test_no_classifier_can_be_made_of_a_model() -> None:
+    model = describe_module(open_clip.CLIP(**CONFIGS["tiny"]))
+    with pytest.raises(CheckpointError, match="cannot have a classification layer: open_clip has no class for it"):
+        as_classifier(model, Labelling("image", ("cat", "dog")))

@@ -24,6 +24,7 @@ AUTO = {
     "sequence": "AutoModelForSequenceClassification",
     "token": "AutoModelForTokenClassification",
 }
+TOWER = "vision_model"  # the image tower of CLIP and SigLIP
 TASKS = {f"For{task.title()}Classification": task for task in AUTO}  # by the end of the name of a class
 
 
@@ -59,7 +60,7 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
     """A module of the model's classification class with the weights of `module`, and the parameters that are fresh."""
     import transformers
 
-    config = copy.deepcopy(module.config)
+    config = _whole(module.config)
     kind: Any = getattr(transformers, AUTO[labelling.task])._model_mapping.get(type(config), None)
     none = CheckpointError(
         f"{name} is a {type(module).__name__}, of which tuneport can make no class that labels {labelling.task}s: give "
@@ -77,16 +78,31 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
         known = config_classes(module.config)
         own = len(set(known)) == len(known) and sorted(known) == sorted(labelling.classes)
         _share_same(new, module, [known.index(word) for word in labelling.classes] if own else None)
-    elif new.base_model is new:  # a tower inside a model of two towers
-        raise none
+    elif new.base_model is new:
+        tower = getattr(module, TOWER, module)
+        if type(tower) is not type(getattr(new, TOWER, None)):
+            raise none
+        new._modules[TOWER] = tower
     else:
         _share(new.base_model, module.base_model)
-    missing = [key for key, _ in _unset(new.base_model) if "pool" not in key]
+    inner = getattr(new, TOWER, new) if new.base_model is new else new.base_model
+    missing = [key for key, _ in _unset(inner) if "pool" not in key]
     if missing:
         raise CheckpointError(f"{name} lacks parts of a {kind.__name__}: {first_of(missing)}.")
     fresh, like = frozenset(key for key, _ in _unset(new)), next(module.parameters())
     _initialise(new, like.device, like.dtype)
     return new.eval(), fresh
+
+
+def _whole(config: Any) -> Any:
+    """A copy of a configuration; that of an image tower as part of one of two towers, for which there are classes."""
+    import transformers
+
+    both = config.model_type.removesuffix(f"_{TOWER}")
+    if both == config.model_type or both not in transformers.CONFIG_MAPPING:
+        return copy.deepcopy(config)
+    with quiet():
+        return transformers.CONFIG_MAPPING[both](vision_config=config.to_dict())
 
 
 def _share(new: nn.Module, old: nn.Module) -> None:

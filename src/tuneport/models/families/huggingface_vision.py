@@ -47,6 +47,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "CLIPVisionModelWithProjection": Architecture(lambda m, b: m(**b).image_embeds, 1),
     "CLIPVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 1),
+    "CLIPForImageClassification": Architecture(
+        lambda m, b: m.vision_model(**b).last_hidden_state[:, 1:].mean(1), 1, classifies=True
+    ),
     "SiglipModel": Architecture(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
     "SiglipVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 0),
     "SiglipForImageClassification": Architecture(
