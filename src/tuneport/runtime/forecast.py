@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
@@ -66,12 +65,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        given = {id(leaf.untyped_storage()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        mapped = func is torch.ops.aten.from_file.default  # a mapped file: the system can evict it
-        for leaf in () if mapped else pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
-                self._add(leaf.untyped_storage())
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view or func is torch.ops.aten.from_file.default:  # a mapped file: the system can evict it
+            return result
+        given = {id(tensor.untyped_storage()) for tensor in _tensors(*args, *kwargs.values())}
+        for tensor in _tensors(result):
+            if id(tensor.untyped_storage()) not in given:
+                self._add(tensor.untyped_storage())
         return result
 
     def _add(self, storage: Any) -> None:
@@ -87,6 +88,15 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, which may be in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(*value)
 
 
 @dataclass(eq=False)
@@ -284,16 +294,16 @@ class OnMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True
+        if func.is_view:
+            return func(*args, **kwargs)
         key = func, torch.get_default_dtype(), _signature(args), _signature(tuple(kwargs.items()))
         if key in self._known:
             shape, stride, dtype = self._known[key]
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_meta:
-            given = {
-                leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-            }
-            if result.untyped_storage()._cdata not in given:  # no view, and nothing that was changed in place
+            given = {tensor.untyped_storage()._cdata for tensor in _tensors(*args, *kwargs.values())}
+            if result.untyped_storage()._cdata not in given:  # nothing that was changed in place, or given back
                 self._known[key] = result.shape, result.stride(), result.dtype
         return result
 
