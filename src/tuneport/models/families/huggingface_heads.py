@@ -102,7 +102,8 @@ def _whole(config: Any) -> Any:
     if both == config.model_type or both not in transformers.CONFIG_MAPPING:
         return copy.deepcopy(config)
     with quiet():
-        return transformers.CONFIG_MAPPING[both](vision_config=config.to_dict())
+        kind: Any = transformers.CONFIG_MAPPING[both]
+        return kind(vision_config=config.to_dict())
 
 
 def _share(new: nn.Module, old: nn.Module) -> None:
