@@ -340,7 +340,11 @@ def _lost_tensor(folder: Path) -> None:
 BROKEN: list[tuple[Callable[[Path], Any], tuple[str, ...]]] = [
     (
         lambda f: edit_json(f / "config.json", architectures=["RobertaModel"]),
-        ("holds a RobertaModel, which tuneport does not know", "Known: CLIPModel", "ViTForImageClassification"),
+        (
+            "holds a RobertaModel, which tuneport does not know",
+            "Known: CLIPForImageClassification, CLIPModel",
+            "ViTForImageClassification",
+        ),
     ),
     (lambda f: edit_json(f / "config.json", architectures=None), ("architectures is missing or empty. Add it",)),
     (lambda f: edit_json(f / "config.json", architectures="ViTModel"), ("architectures is missing or empty",)),
