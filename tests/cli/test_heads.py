@@ -32,7 +32,8 @@ def test_an_unlabelled_classifier(run: Run, given: list[str], tmp_path: Path) ->
     assert "fitted to the scores of the fine-tuned source" in (out / "README.md").read_text()
 
 
-def test_evaluation_of_what_is_written(run: Run, given: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("output", [[], ["--as", "adapter", "--rank", "2"]], ids=["model", "adapter"])
+def test_evaluation_of_what_is_written(run: Run, given: list[str], tmp_path: Path, output: list[str]) -> None:
     rows = [
         {"text": text, "label": CLASSES[place % 3], "split": split}
         for split in ("train", "test")
@@ -41,7 +42,7 @@ def test_evaluation_of_what_is_written(run: Run, given: list[str], tmp_path: Pat
     data = write_rows(tmp_path / "labelled.jsonl", rows)
     given[given.index("--data") + 1] = str(data)
     out = tmp_path / "out"
-    done = run("transfer", "--scale=1", *given, "--labels", "data", "--evaluate", "--out", out, "--json")
+    done = run("transfer", "--scale=1", *given, *output, "--labels", "data", "--evaluate", "--out", out, "--json")
     assert done.code == 0, done.err
     again = run("evaluate", out, "--data", data, "--json")
     assert again.json["accuracy"] == done.json["evaluation"]["after"]

@@ -27,6 +27,7 @@ from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
 from tuneport.models.open import describe_module
+from tuneport.pipeline.adapter import loader_of
 from tuneport.pipeline.evaluation import check_test, read_test, usual_test
 from tuneport.pipeline.labels import measurable
 from tuneport.pipeline.preflight import try_transfer
@@ -112,6 +113,9 @@ class TestTokens:
         plain = transformers.AutoModelForTokenClassification.from_pretrained(target, num_labels=4)
         loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "out")
         (found, inside), (applied, _), (wanted, _) = map(logits_of, (loaded, result.apply(), tuned))
+        name, settings = loader_of(result.target, "TOKEN_CLS")  # of the `next:` line
+        printed = eval(f"peft.{name}.from_pretrained({str(tmp_path / 'out')!r}{settings})", {"peft": peft})
+        assert torch.equal(logits_of(printed)[0], found)
         torch.testing.assert_close(found, applied, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(centred(found)[inside], centred(wanted)[inside], atol=1e-4, rtol=1e-4)
 
