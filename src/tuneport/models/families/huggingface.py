@@ -303,8 +303,10 @@ def _load(folder: Path, trust_remote_code: bool, dtype: torch.dtype, kind: Any, 
 
 def _check_size(kind: Any, path: Path, stored: Checkpoint, packed: bool) -> None:
     """Build the model on the meta device, and refuse one that is far larger than its weights."""
+    from transformers.initialization import no_init_weights
+
     weights = count_weights(stored) * (PACKED if packed else 1)
-    with reraised(f"{path} describes no {kind.__name__}"), torch.device("meta"):
+    with reraised(f"{path} describes no {kind.__name__}"), no_init_weights(), torch.device("meta"):
         model = kind(kind.config_class.from_pretrained(path.parent, local_files_only=True))
     described = sum(parameter.numel() for parameter in model.parameters())
     if described > 2 * weights + 10**7:
