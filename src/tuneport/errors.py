@@ -10,9 +10,14 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+LONGEST = 1200  # characters of a message: it may repeat what was given, which may be long
+
 
 class TuneportError(Exception):
-    """Base class of every error that tuneport raises on purpose."""
+    """Base class of every error that tuneport raises on purpose. A long message is cut in the middle."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, LONGEST))
 
 
 class CheckpointError(TuneportError):

@@ -91,7 +91,7 @@ class TestTokenizers:
         (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
         in_one_line(CheckpointError, "no usable tokenizer", lambda: open_model(folder))
 
-    @pytest.mark.parametrize("limit", [-3, 0, "many", None, 1e30, [1]])
+    @pytest.mark.parametrize("limit", [-3, 0, "many", None, 1e30, [1], "9" * 5000])
     def test_a_limit_that_is_none(self, root: Path, tmp_path: Path, limit: Any) -> None:
         """A limit of no use is an error or is passed over; none of them gets as far as a text."""
         folder = spoiled(root, "bert", tmp_path)

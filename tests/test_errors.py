@@ -1,0 +1,21 @@
+"""Messages stay readable, whatever was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tuneport.errors import LONGEST, TuneportError
+from tuneport.io.sizes import parse_bytes
+from tuneport.models.open import pick_dtype
+
+
+@pytest.mark.parametrize("call", [parse_bytes, pick_dtype])
+def test_message_with_a_long_value_is_cut_in_the_middle(call: Callable[[str], object]) -> None:
+    value = "a" * 3000
+    with pytest.raises(TuneportError) as caught:
+        call(value)
+    assert len(str(caught.value)) == LONGEST
+    assert " ... " in str(caught.value)
+    assert "a'" in str(caught.value)[-60:]  # what follows the value is there
