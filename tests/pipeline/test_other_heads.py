@@ -32,6 +32,8 @@ from tuneport.pipeline.evaluation import check_test, read_test, usual_test
 from tuneport.pipeline.labels import measurable
 from tuneport.pipeline.preflight import try_transfer
 from tuneport.pipeline.prepare import prepare
+from tuneport.training.finetune import prepare_training
+from tuneport.training.loop import Schedule
 
 NAMES = ("source", "tuned", "target")
 TEXTS = [f"{one}, {two}" for one in SENTENCES for two in SENTENCES[:5]]
@@ -214,10 +216,16 @@ class TestBoth:
         assert found.loss_after < found.loss_before
         assert found.accuracy_after is None
 
-    def test_accuracy_is_refused_in_one_line(self, kind: str, request: pytest.FixtureRequest) -> None:
+    def test_accuracy_and_training_are_refused_in_one_line(
+        self, kind: str, request: pytest.FixtureRequest, tmp_path: Path
+    ) -> None:
         paths, _ = request.getfixturevalue(kind)
         job = prepare(*paths, samples=12)
         test = read_test(paths[3])
         with pytest.raises(TuneportError, match="of which tuneport measures no accuracy"):
             check_test(job, test)
         assert "measures no accuracy" in str(usual_test(job, paths[3]))
+        rows = [{"text": text, "label": CLASSES[place % 3]} for place, text in enumerate(SENTENCES)]
+        labelled = write_rows(tmp_path / "rows.jsonl", rows)
+        with pytest.raises(TuneportError, match="which is not trained here: use transformers' Trainer"):
+            prepare_training(paths[1], labelled, Schedule(steps=1))

@@ -169,9 +169,9 @@ def check_samples(data: Dataset) -> None:
 def check_counted(model: Model, head: Head) -> None:
     """Refuse a head that does not give one class for each sample."""
     if head.class_embeds is None and not model.labels_samples:
-        what = "labels tokens" if model.task == "token" else "gives numbers"
         raise TuneportError(
-            f"{model.name} {what}, of which tuneport measures no accuracy: score its output with your own metric."
+            f"{model.name} {model.instead}, of which tuneport measures no accuracy: score its output with your own "
+            "metric."
         )
 
 

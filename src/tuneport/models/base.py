@@ -146,7 +146,12 @@ class Model:
     @property
     def labels_samples(self) -> bool:
         """True unless the classification layer labels tokens or gives numbers."""
-        return self.task != "token" and not self.regresses
+        return not self.instead
+
+    @property
+    def instead(self) -> str:
+        """For an error: what a classification layer does that does not label samples; else empty."""
+        return "labels tokens" if self.task == "token" else "gives numbers" if self.regresses else ""
 
     @property
     def classifier_parameters(self) -> frozenset[str]:

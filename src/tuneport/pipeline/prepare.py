@@ -274,12 +274,11 @@ def _check_labels(source: Model, labels: str | None, fits: bool) -> None:
     """Refuse what a head for tokens or numbers does not allow: it is fitted, and only the fine-tuned source labels."""
     if source.labels_samples or (fits and labels != "data"):
         return
-    what = "labels tokens" if source.task == "token" else "gives numbers"
     if labels == "data":
-        raise DataError(f"{source.name} {what}, and such labels are not read from data: leave out `labels`.")
+        raise DataError(f"{source.name} {source.instead}, and such labels are not read from data: leave out `labels`.")
     raise DataError(
-        f'{source.name} {what}, which needs a fitted head: leave out `head_fit="none"` and an `exclude` that names the '
-        "head, or pass `loss`."
+        f'{source.name} {source.instead}, which needs a fitted head: leave out `head_fit="none"` and an `exclude` that '
+        "names the head, or pass `loss`."
     )
 
 

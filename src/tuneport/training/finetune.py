@@ -29,7 +29,7 @@ from ..io.companions import companion_bytes, copy_companions
 from ..io.hub import looks_like_hub_id
 from ..io.output import check_new_folder, new_folder
 from ..io.tensors import describe
-from ..measure.accuracy import check_counted, encode_batches, zero_shot
+from ..measure.accuracy import encode_batches, zero_shot
 from ..measure.objectives import batch_for, choose_objective
 from ..models.base import Model, outside_of
 from ..models.heads import Head, choose_head
@@ -170,7 +170,10 @@ def prepare_training(
     validation = task.read(place, "validation") if task is not None else None
     chosen = None if opened.generates == "seq2seq" and head is None else choose_head(opened, head, train)
     if chosen is not None:
-        check_counted(opened, chosen)
+        if chosen.class_embeds is None and not opened.labels_samples:
+            raise TuneportError(
+                f"{opened.name} {opened.instead}, which is not trained here: use transformers' Trainer."
+            )
         align_labels(train, chosen.classes)
     opened.check_kind(train)
     drawn = np.arange(len(train)) if samples is None else select(train, samples=samples, seed=schedule.seed)
