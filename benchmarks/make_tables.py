@@ -223,17 +223,18 @@ def run(name: str, command: str, runs: Path) -> bool:
     (runs / "logs").mkdir(parents=True, exist_ok=True)
     command, _, file = command.partition(" >")
     log, printed = (runs / "logs" / f"{name}.{end}" for end in ("log", "out"))
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "research")])
+    paths = [str(ROOT / "src"), str(ROOT), str(ROOT / "research"), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = command.replace("python ", f"{shlex.quote(sys.executable)} ")
     started = time.time()
     with log.open("w") as errors, printed.open("w") as out:
         print(words, file=errors, flush=True)
         done = subprocess.run(
-            words, shell=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, "COMMIT": commit()},
+            words, shell=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COMMIT": commit()},
             stdout=out if file else errors, stderr=errors, check=False,
         )  # fmt: skip
     if file and done.returncode == 0:
-        about = f"\n\n- command: `{command}`\n- commit: {commit()}\n- date: {time.strftime('%Y-%m-%d')}\n"
+        shown = command.replace(str(runs), "RUNS")
+        about = f"\n\n- command: `{shown}`\n- commit: {commit()}\n- date: {time.strftime('%Y-%m-%d')}\n"
         Path(file).write_text(printed.read_text().rstrip("\n") + about)
     print(f"{name}: {f'FAILED, see {log}' if done.returncode else 'done'}, {time.time() - started:.0f} s", flush=True)
     return done.returncode == 0
