@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.claims import check
+from benchmarks.claims import check, language_tables
+from benchmarks.common import rows_in
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +46,29 @@ def test_settings_code_and_links_are_no_measurements() -> None:
     text = "With N = 100 and `--steps 5`, see [it](a/b/3.md); 7.4<!-- x --> points.\n\n```bash\nrun 12\n```\n"
     assert check.corrected(text, {"x": 7.4}, problems) == text
     assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "draws", "pairs"),
+    [
+        ("language-models", language_tables.PARTS, (0, 1, 2), ["smollm2-135m:tinyllama-1.1b"]),
+        ("language-models-trial", language_tables.TRIAL, (0,), []),
+    ],
+)
+def test_pages_of_language_models_are_those_of_the_rows(
+    name: str, parts: tuple[str, ...], draws: tuple[int, ...], pairs: list[str]
+) -> None:
+    """If not: python -m benchmarks.claims.language_models --table, with the options of its docstring"""
+    lines = language_tables.page(rows_in(check.RESULTS / f"{name}.jsonl"), parts, draws, pairs)
+    assert "\n".join(lines) + "\n" == (check.RESULTS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_a_page_of_language_models_says_what_is_missing_and_what_failed() -> None:
+    cell = {"pair": "a:b", "task": "trec6", "samples": 4, "lora": "1 steps of 2", "test": 3}
+    cell |= {"commit": "c", "device": "d", "torch": "t", "seconds": 1.0}
+    scores = {"accuracy": None, "bits": 1.0, "perplexity": 2.0}
+    rows = [cell | scores | {"row": "few-shot", "draw": 0}, cell | {"row": "bico@1", "draw": 0, "error": "too large."}]
+    said = list(language_tables.page(rows, ["target", "few-shot", "bico@1"], (0, 1), ["a:b", "a:c"]))
+    assert "\n**Not measured**: target, bico@1; few-shot (draw 1)." in said
+    assert said[-2:] == ["\n**Failed**: bico@1, draw 0: too large.", "\n**Not measured at all**: a:c."]
+    assert "| few-shot | 1 |  | 1.0000 | 2.00 |  | 1 |" in said

@@ -4,13 +4,20 @@ A LoRA (rank 16, all linear layers) is trained on the source with all data of a 
 the target alone, methods, few-shot fine-tuning on the same samples (rate and steps chosen on validation data), and
 fine-tuning on all data. Each row is appended to ROWS as soon as it is measured, and a row that is there is not made
 again. Several processes may share WORK, where LoRAs and ported changes are kept: one makes them, the others wait.
-`--table` writes the table of all rows. Needs transformers folders (get_models.py) and the shared texts.
+`--table` writes a page with all rows, and says which of the parts, draws and pairs are missing. Needs transformers
+folders (get_models.py) and the shared texts.
 
     python -m benchmarks.claims.language_models --models MODELS --data SHARED/data/text --rows ROWS.jsonl \
         --pairs smollm2-135m:gemma3-270m qwen-coder-0.5b:qwen-coder-1.5b --tasks trec6 shakespeare --draws 0 1 2
+    python -m benchmarks.claims.language_models --rows benchmarks/results/language-models.jsonl \
+        --table benchmarks/results/language-models.md --pairs smollm2-135m:tinyllama-1.1b
+
+`--parts trial --draws 0` has the parts of a first trial, which did harm:
+
     python -m benchmarks.claims.language_models --models MODELS --data SHARED/data/text --rows TRIAL.jsonl \
-        --tasks shakespeare --steps 33 --batch 4 --parts source target bico@1 bico@default bico@safe why --draws 0
-    python -m benchmarks.claims.language_models --rows ROWS.jsonl --table benchmarks/results/language-models.md
+        --tasks shakespeare --steps 33 --batch 4 --test 100 --parts trial --draws 0
+    python -m benchmarks.claims.language_models --rows benchmarks/results/language-models-trial.jsonl \
+        --table benchmarks/results/language-models-trial.md --parts trial --draws 0
 """
 
 from __future__ import annotations
@@ -19,9 +26,6 @@ import argparse
 import copy
 import fcntl
 import gc
-import gzip
-import json
-import math
 import platform
 import statistics
 import time
@@ -32,17 +36,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.claims.language_tables import CELL, ONCE, PARTS, TRIAL, page
+from benchmarks.claims.language_tasks import INSTRUCTIONS, fast_products, read_task, score, train_lora
 from benchmarks.common import add_row, commit, rows_in
-from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
 from tuneport.errors import TuneportError
 from tuneport.job import Job
-from tuneport.measure.accuracy import Evaluation
-from tuneport.measure.language import likelihood, perplexity
-from tuneport.measure.objectives import batch_for, choose_objective
 from tuneport.methods import LayerRecord, get_method
 from tuneport.models.base import Model
 from tuneport.models.open import open_model, pick_dtype
@@ -55,70 +56,8 @@ from tuneport.pipeline.transfer import scale_for
 from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
 
-TRANSFERS = ("naive@1", "theseus@1", "bico@1", "bico@auto", "bico@safe", "bico+@auto", "bico+@safe")
-PARTS = ("source", "fine-tuned source", "target", *TRANSFERS, "bico+@auto,distill", "few-shot", "all-data")
 ALL_DATA = {"steps": 300, "rate": 2e-4, "batch": 8}
-ONCE = ("source", "fine-tuned source", "target", "why", "all-data")  # parts without a draw
 FEW_SHOT = [(steps, rate) for steps in (10, 40) for rate in (1e-4, 5e-4)]
-VALIDATION = 100
-INSTRUCTIONS = {
-    "trec6": (
-        "What kind of answer does this question ask for? Reply with one word: description, entity, abbreviation, "
-        "person, place or number.",
-        ("description", "entity", "abbreviation", "person", "place", "number"),
-        "trec6.jsonl.gz",
-    ),
-    "sst2": (
-        "Is this review positive or negative? Reply with one word.",
-        ("negative", "positive"),
-        "sst2_stsa.jsonl.gz",
-    ),
-    "agnews": (
-        "What is this news about? Reply with one word: world, sports, business or science.",
-        ("world", "sports", "business", "science"),
-        "agnews_test.jsonl.gz",
-    ),
-}
-
-
-def read_task(name: str, folder: Path, tested: int) -> dict[str, Dataset]:
-    """Training, validation and test samples: chats with a label word, or passages of Shakespeare."""
-    if name == "shakespeare":
-        with gzip.open(folder / "tinyshakespeare.txt.gz", "rt", encoding="utf-8") as file:
-            text = file.read()
-        pieces = [piece.strip() for piece in text.split("\n\n")]
-        passages = ["\n\n".join(pieces[at : at + 4]) for at in range(0, len(pieces), 4)]
-        data = Dataset([passage for passage in passages if 200 < len(passage) < 800], None, (), name=name)
-    else:
-        instruction, words, file_name = INSTRUCTIONS[name]
-        with gzip.open(folder / file_name, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-        labels = np.array([int(row["label"]) for row in rows])
-        chats = [[{"role": "user", "content": f"{instruction}\n\n{row['text']}"}] for row in rows]
-        said = [
-            [*chat, {"role": "assistant", "content": words[label]}] for chat, label in zip(chats, labels, strict=True)
-        ]
-        data = Dataset(said, labels, words, name=name)
-        test = np.array([row.get("split") == "test" for row in rows])
-        if test.any() and not test.all():
-            order = np.random.default_rng(0).permutation(np.flatnonzero(~test))
-            taken = np.random.default_rng(0).permutation(np.flatnonzero(test))[:tested]
-            parts = {"validation": order[:VALIDATION], "train": order[VALIDATION:], "test": taken}
-            return {part: data.subset(rows) for part, rows in parts.items()}
-    order = np.random.default_rng(0).permutation(len(data))
-    held = tested + VALIDATION
-    parts = {"test": order[:tested], "validation": order[tested:held], "train": order[held:]}
-    return {part: data.subset(rows) for part, rows in parts.items()}
-
-
-@contextmanager
-def fast_products() -> Iterator[None]:
-    """Context in which a GPU multiplies in TF32: for training and scoring, not for what is aligned."""
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @contextmanager
@@ -133,48 +72,6 @@ def locked(path: Path) -> Iterator[None]:
 @cache
 def opened(folder: Path, device: str, dtype: str, longest: int) -> Model:
     return open_model(folder, device=device, dtype=pick_dtype(dtype)).cut_at(longest)
-
-
-@fast_products()
-def score(model: Model, data: Dataset) -> dict[str, Any]:
-    found: Evaluation = perplexity(model, data) if data.labels is None else likelihood(model, data)
-    return {
-        "accuracy": None if data.labels is None else found.accuracy,
-        "bits": found.bits_per_character,
-        "perplexity": found.perplexity,
-    }
-
-
-@fast_products()
-def train_lora(
-    model: Model, data: Dataset, *, steps: int, rate: float, batch: int, seed: int = 0, out: Path | None = None
-) -> Any:
-    """A LoRA on all linear layers, trained on the answers; returns the module with it, merged, in evaluation mode."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
-    task = "CAUSAL_LM" if model.generates == "causal" else "SEQ_2_SEQ_LM"
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
-    module = get_peft_model(copy.deepcopy(model.module), config).train()
-    objective = choose_objective(data, [model])
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
-    generator = np.random.default_rng(seed)
-    for step in range(steps):
-        share = min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * share
-        rows = generator.choice(len(data), size=min(batch, len(data)), replace=False)
-        inputs, labels = batch_for(model, objective.encode(model, data.subset(rows)))
-        loss = module(**inputs, labels=labels).loss
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-    module.eval()
-    if out is not None:
-        module.save_pretrained(out)
-    return module.merge_and_unload()
 
 
 @dataclass(frozen=True)
@@ -207,13 +104,24 @@ class Cell:
         return opened(given.models / name, given.device, given.dtype, given.max_length)
 
     def known(self, row: str, draw: int | None) -> bool:
-        wanted = (self.pair, self.task, "why: whole" if row == "why" else row, draw)
-        return wanted in [(row["pair"], row["task"], row["row"], row.get("draw")) for row in rows_in(self.options.rows)]
+        wanted = self.about() | {"row": "why: whole" if row == "why" else row, "draw": draw}
+        rows = [row for row in rows_in(self.options.rows) if "error" not in row]  # these are tried again
+        return any(all(row.get(key) == wanted.get(key) for key in (*CELL, "row", "draw")) for row in rows)
+
+    def about(self) -> dict[str, Any]:
+        """What a row says of its cell and of the machine."""
+        given = self.options
+        on_gpu = given.device.startswith("cuda")
+        about = {"pair": self.pair, "task": self.task, "samples": given.samples, "test": len(self.data["test"])}
+        about |= {"lora": "{steps} steps of {batch}".format(**self.schedule), "max_tokens": given.max_tokens}
+        about |= {"commit": commit(), "torch": torch.__version__}
+        return about | {"device": torch.cuda.get_device_name() if on_gpu else platform.machine()}
 
     def add(self, row: str, scores: dict[str, Any], seconds: float, **more: Any) -> None:
-        about = {"seconds": round(seconds, 1), "commit": commit(), "device": self.options.device}
-        about |= {"samples": self.options.samples, "test": len(self.data["test"])}
-        add_row(self.options.rows, {"pair": self.pair, "task": self.task, "row": row, **scores, **more, **about})
+        if torch.cuda.is_available():  # since the last row
+            more["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            torch.cuda.reset_peak_memory_stats()
+        add_row(self.options.rows, self.about() | {"row": row, **scores, **more, "seconds": round(seconds, 1)})
 
     def adapter(self) -> Path:
         """The LoRA of the source, trained if it is not there."""
@@ -378,44 +286,18 @@ def variants(result: Result) -> Iterator[tuple[str, TaskVector]]:
     yield "random, of the same norms", TaskVector(drawn)
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """A table for each pair and task: means and deviations over the draws."""
-    yield "# Real language models: a LoRA ported to a larger model, or to another family"
-    for pair, task in dict.fromkeys((row["pair"], row["task"]) for row in rows):
-        here = [row for row in rows if (row["pair"], row["task"]) == (pair, task)]
-        yield f"\n## {task}: {pair.replace(':', ' to ')}, N = {here[-1]['samples']}\n"
-        yield "| row | draws | accuracy | bits per character | perplexity | scale | seconds |"
-        yield "|---|---|---|---|---|---|---|"
-        for name in dict.fromkeys(row["row"] for row in here):
-            found = list({row.get("draw", 0): row for row in here if row["row"] == name}.values())  # the last of each
-            forms = {"accuracy": ".1f", "bits": ".4f", "perplexity": ".4g"}
-            cells = [spread([row[key] for row in found], form) for key, form in forms.items()]
-            scales = ", ".join(f"{row['scale']:g}" for row in found if "scale" in row)
-            seconds = statistics.fmean(row["seconds"] for row in found)
-            yield f"| {name} | {len(found)} | {' | '.join(cells)} | {scales} | {seconds:.0f} |"
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
-    devices = ", ".join(sorted({row["device"] for row in rows}))
-    yield f"\nTest: {rows[-1]['test']} samples; validation: {VALIDATION}. Commits: {commits}. Devices: {devices}."
-    yield f"Table: {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}.\n"
-
-
-def spread(values: list[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    return f"{statistics.fmean(known):{form}}" + (f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else "")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="JSONL file that rows are appended to")
-    parser.add_argument("--table", type=Path, help="write the table of all rows, and do nothing else")
+    parser.add_argument("--table", type=Path, help="write the page of all rows, and do nothing else")
     parser.add_argument("--models", type=Path, help="folder of transformers folders")
     parser.add_argument("--data", type=Path, help="folder of the shared texts")
     parser.add_argument("--work", type=Path, default=Path("language-models"), help="where the LoRAs are kept")
     parser.add_argument("--pairs", nargs="+", default=["smollm2-135m:gemma3-270m"], help="SOURCE:TARGET")
     parser.add_argument("--tasks", nargs="+", default=["trec6"], choices=(*INSTRUCTIONS, "shakespeare"))
-    parser.add_argument("--parts", nargs="+", default=PARTS, help=f"some of {', '.join(PARTS)}, why, or METHOD@SCALE")
+    parser.add_argument(
+        "--parts", nargs="+", default=PARTS, help=f"some of {', '.join(PARTS)}, why, METHOD@SCALE; or trial"
+    )
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2], help="seeds of the samples")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -430,9 +312,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
+    options.parts = TRIAL if options.parts == ["trial"] else options.parts
     if options.table is not None:
-        rows = rows_in(options.rows)
-        options.table.write_text("\n".join(table(rows)))
+        lines = page(rows_in(options.rows), options.parts, options.draws, options.pairs)
+        options.table.write_text("\n".join(lines) + "\n")
         return
     if options.models is None or options.data is None:
         parser.error("--models and --data are needed, unless --table is given")
@@ -446,7 +329,7 @@ def main() -> None:
                 try:
                     cell.run(part, draw)
                 except TuneportError as error:  # naive between other shapes, for example: the rest goes on
-                    print(f"{cell.pair} {cell.task} {part}: {error}", flush=True)
+                    add_row(options.rows, cell.about() | {"row": part, "draw": draw, "error": str(error)})
                 gc.collect()
                 torch.cuda.empty_cache()
 

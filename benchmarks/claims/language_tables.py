@@ -1,0 +1,84 @@
+"""The page of results of `language_models`: a table for each pair and task, and what is not measured."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.claims.language_tasks import VALIDATION
+
+TRANSFERS = ("naive@1", "theseus@1", "bico@1", "bico@auto", "bico@safe", "bico+@auto", "bico+@safe")
+PARTS = ("source", "fine-tuned source", "target", *TRANSFERS, "bico+@auto,distill", "few-shot", "all-data")
+TRIAL = ("source", "fine-tuned source", "target", "bico@1", "bico@0.1", "bico@default", "bico@safe", "bico+@default",
+         "theseus@1", "bico+@auto,distill", "few-shot", "why")  # fmt: skip
+ONCE = ("source", "fine-tuned source", "target", "why", "all-data")  # parts without a draw
+CELL = ("pair", "task", "samples", "lora", "max_tokens")  # keys of rows that are compared with each other
+FORMS = {"accuracy": ".1f", "bits": ".4f", "perplexity": ",.2f"}
+ABOUT = (
+    "The LoRA has rank 16, on all linear layers. `source` and `target` are the bare models; `METHOD@SCALE` is a port "
+    "with N samples, `auto` and `safe` choose the scale; `distill` lets the fine-tuned source teach the port for 300 "
+    "steps; `few-shot` is a LoRA of the target, trained on the same N samples with the best of four schedules on "
+    f"{VALIDATION} validation samples; `all-data` is a LoRA of the target, trained like that of the source. Several "
+    "draws: mean ± standard deviation. Chats have no views, so `bico+` is `bico` on trec6. Perplexity does not compare "
+    "between tokenizers; bits per character do."
+)
+
+
+def page(rows: list[dict[str, Any]], parts: Sequence[str], draws: Sequence[int], pairs: Sequence[str]) -> Iterator[str]:
+    """The lines of the page; of `parts`, `draws` and `pairs`, it says what no row holds."""
+    yield "# Real language models: a LoRA ported to a larger model, or to another family\n"
+    yield textwrap.fill(ABOUT, 120, break_on_hyphens=False) + "\n"
+    known = {key: ", ".join(sorted({row[key] for row in rows})) for key in ("commit", "device", "torch")}
+    yield f"{known['device']}, torch {known['torch']}, commit {known['commit']}:"
+    yield "`python -m benchmarks.claims.language_models`. `seconds` are those of a GPU that several runs share."
+    cells: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row.get(key) for key in CELL), []).append(row)
+    for found in cells.values():
+        yield from section([row for row in found if "error" not in row], parts, draws)
+        for row in found:
+            if "error" in row:
+                yield f"\n**Failed**: {row['row']}, draw {row['draw']}: {row['error']}"
+    if missing := [pair for pair in pairs if not any(row["pair"] == pair for row in rows)]:
+        yield f"\n**Not measured at all**: {', '.join(missing)}."
+
+
+def section(rows: list[dict[str, Any]], parts: Sequence[str], draws: Sequence[int]) -> Iterator[str]:
+    """The table of one pair and task, the losses behind the choice of the scale, and what is missing."""
+    first = rows[0]
+    limit = f", at most {first['max_tokens']} tokens" if first.get("max_tokens") else ""
+    yield f"\n## {first['task']}: {first['pair'].replace(':', ' to ')}, N = {first['samples']}{limit}\n"
+    yield f"A LoRA of {first['lora']}; {first['test']} test samples.\n"
+    yield "| row | draws | accuracy | bits per character | perplexity | scale | seconds |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in sorted(dict.fromkeys(row["row"] for row in rows), key=lambda name: place(name, parts)):
+        found = list({row.get("draw", 0): row for row in rows if row["row"] == name}.values())  # the last of each
+        cells = [spread([row[key] for row in found], form) for key, form in FORMS.items()]
+        scales = ", ".join(f"{row['scale']:g}" for row in found if "scale" in row)
+        seconds = statistics.fmean(row["seconds"] for row in found)
+        shown = "" if name in ("source", "target") or name.startswith("why") else f"{seconds:.0f}"
+        yield f"| {name} | {len(found)} | {' | '.join(cells)} | {scales} | {shown} |"
+    for row in [row for row in rows if row.get("losses") and row["row"] == "bico@1"]:
+        losses = ", ".join(f"{scale}: {loss:.4g}" for scale, loss in row["losses"].items())
+        yield f"\nLoss of held-out calibration samples by the scale of `bico`, draw {row['draw']}: {losses}."
+    missing: dict[str, list[str]] = {}
+    for part in parts:
+        there = {row.get("draw") for row in rows if row["row"].partition(":")[0] == part}
+        lacking = [] if part in ONCE else [str(draw) for draw in draws if draw not in there]
+        if not there or lacking:
+            missing.setdefault(f" (draw {', '.join(lacking)})" if there else "", []).append(part)
+    if missing:
+        yield f"\n**Not measured**: {'; '.join(', '.join(names) + which for which, names in missing.items())}."
+
+
+def place(name: str, parts: Sequence[str]) -> int:
+    return parts.index(name) if name in parts else len(parts)
+
+
+def spread(values: list[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return f"{statistics.fmean(known):{form}}" + (f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else "")
