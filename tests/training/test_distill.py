@@ -14,7 +14,9 @@ import transformers
 from torch import Tensor, nn
 
 from builders.folders import Zoo
+from builders.texts import SENTENCES, gpt_tokenizer, make, write
 from tuneport import transfer
+from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.pipeline.change import extract
@@ -86,6 +88,26 @@ def test_a_run_that_does_not_help_leaves_the_start(zoo: Zoo) -> None:
     assert found.record["distilled"]["curve"][0]["agreement"] == 1.0
     assert found.task_vector is itself.task_vector
     assert found.scale == itself.scale
+
+
+def test_a_worse_teacher_does_not_spoil_a_language_model(tmp_path: Path) -> None:
+    """The student has learnt the texts, its teacher knows nothing: the nearer to it, the worse."""
+    texts = Dataset(inputs=list(SENTENCES[:8]), labels=None, classes=())
+    teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer())
+    module, tokenizer = make("gpt2", vocab_size=320), gpt_tokenizer()
+    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
+    for text in texts.inputs * 4:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        module(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    student = write(tmp_path / "student", module, tokenizer)
+    found = run_lesson(prepare_lesson(teacher, student, texts, Lesson(4), samples=8), tmp_path / "out")["distilled"]
+    losses = {mark["step"]: mark["held_out_loss"] for mark in found["curve"]}
+    assert found["matching"] == "tokens"
+    assert found["curve"][-1]["loss"] < found["curve"][1]["loss"]  # it did come nearer to its teacher
+    assert losses[4] > losses[0]
+    assert losses[found["best"]] == min(losses.values())
 
 
 def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy.special import rel_entr, softmax
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from builders.folders import Zoo
 from builders.samples import raises
@@ -138,6 +139,21 @@ class TestTokens:
         assert float(found.agreement(one, one)) == pytest.approx(1.0)
         assert float(found.loss(one, two)) > 0
 
+    @pytest.mark.parametrize("rows", [300, 320])
+    def test_texts_judge_a_student_without_its_teacher(self, tmp_path: Path, rows: int) -> None:
+        """The mean loss of the tokens to predict, with one tokenizer and with two: that of transformers."""
+        source = write(tmp_path / "source", make("gpt2", vocab_size=rows), gpt_tokenizer(rows))
+        target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer(320))
+        samples = drawn(source, target, Dataset(inputs=[SENTENCES[0]], labels=None, classes=()))
+        found = matching_of(samples)
+        assert found.own_loss is not None
+        model = AutoModelForCausalLM.from_pretrained(target).eval()
+        ids = AutoTokenizer.from_pretrained(target)(SENTENCES[0], return_tensors="pt").input_ids
+        with torch.no_grad():
+            expected = float(model(ids, labels=ids).loss)
+        # float32 logits of some ten tokens, summed in another order
+        assert float(found.own_loss(answers(samples)[1])) == pytest.approx(expected, rel=1e-5)
+
     def test_stretches_by_hand(self) -> None:
         """Tokens end at 2 3 5 9 and 2 5 7 9: after 2, the stretches end at 5 and at 9."""
         teacher = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), torch.tensor([[2.0, 3.0, 5.0, 9.0]])
@@ -149,8 +165,9 @@ class TestTokens:
         def distance(a: float, b: float) -> float:
             return float(a * np.log(a / b) - a + b)
 
-        expected = (distance(3.0, 0.5) + distance(4.0, 0.375)) / 2
-        assert float(matching._span_loss(teacher, student)) == pytest.approx(expected, rel=1e-6)
+        expected = (distance(0.5, 3.0) + distance(0.375, 4.0)) / 2
+        assert float(matching._span_loss(student, teacher)) == pytest.approx(expected, rel=1e-6)
+        assert float(matching._span_loss(teacher, student)) == 0.0  # the student expects both stretches more
 
     def test_padding_belongs_to_no_stretch(self) -> None:
         padded = torch.tensor([[1.0, 2.0, 5.0]]), torch.tensor([[2.0, 4.0, -1.0]])

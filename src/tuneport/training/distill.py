@@ -2,7 +2,8 @@
 
 Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
 teacher's. A tenth of the samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
-and that may be the start. A run can be saved and continued with the same bits.
+or for language models the one that predicts the held-out texts best, and that may be the start. A run can be saved and
+continued with the same bits.
 """
 
 from __future__ import annotations
@@ -233,7 +234,8 @@ class _Run:
                 count = len(next(iter(batch.target.inputs.values())))
                 if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
                     self.known[number] = answers[0]
-                losses.append((count, self.matching.loss(*answers)))
+                judged = self.matching.own_loss
+                losses.append((count, self.matching.loss(*answers) if judged is None else judged(answers[1])))
                 agreements.append((count, self.matching.agreement(*answers)))
         loss, agreement = (
             float(sum(count * value for count, value in found) / sum(count for count, _ in found))

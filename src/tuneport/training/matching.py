@@ -36,7 +36,8 @@ class Matching:
     """`ask` gets the answers of each side, `loss` and `agreement` compare the teacher's with the student's.
 
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
-    update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples.
+    update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
+    that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Matching:
     batch_size: int
     pass_size: int
     augmented: bool = False
+    own_loss: Callable[[Any], Tensor] | None = None
 
 
 def matching_of(samples: Drawn) -> Matching:
@@ -166,7 +168,7 @@ def _of_tokens(models: Sides[Model]) -> Matching:
     def ask(model: Model) -> Ask:
         return lambda module, encoded: next_tokens(model, module, batch_for(model, encoded))
 
-    return Matching("tokens", Sides(*map(ask, models)), _token_loss, _same_token, 16, 4)
+    return Matching("tokens", Sides(*map(ask, models)), _token_loss, _same_token, 16, 4, own_loss=_text_loss)
 
 
 def _common(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
@@ -181,6 +183,11 @@ def _common(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> S
 def _token_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
     wanted, found = (scores.log_softmax(-1) for scores in _common(teacher, student))
     return F.kl_div(found, wanted, log_target=True, reduction="sum") / max(len(wanted), 1)
+
+
+def _text_loss(student: tuple[Tensor, Tensor]) -> Tensor:
+    scores, labels = student
+    return F.cross_entropy(widened(scores).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED)
 
 
 def _same_token(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
@@ -203,7 +210,7 @@ def _of_spans(models: Sides[Model]) -> Matching:
 
         return answer
 
-    return Matching("spans", Sides(*map(ask, models)), _span_loss, _span_overlap, 16, 4)
+    return Matching("spans", Sides(*map(ask, models)), _span_loss, _span_overlap, 16, 4, own_loss=_surprise)
 
 
 def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
@@ -228,9 +235,19 @@ def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -
 
 
 def _span_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
-    """The generalised Kullback-Leibler divergence of the surprises: zero where they are equal."""
+    """The generalised Kullback-Leibler divergence of the surprises: zero where the student's is not the larger one.
+
+    A student that expects a stretch more than its teacher does has nothing to learn there.
+    """
     wanted, found = (side.clamp(min=1e-4) for side in _stretches(teacher, student))
+    found = found.maximum(wanted)
     return (wanted * (wanted / found).log() - wanted + found).mean()
+
+
+def _surprise(student: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean surprise at a token."""
+    surprise, ends = student
+    return surprise[ends >= 0].mean()
 
 
 def _span_overlap(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
