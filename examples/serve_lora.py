@@ -4,8 +4,8 @@
     python examples/serve_lora.py new-llm-lora --port 8000
     python examples/serve_lora.py new-llm-lora --ask "What is a task vector?"   # serves, asks once, stops
 
-The base is the one that the adapter names, and its tokenizer needs a chat template. It is a small server, for one user:
-for many, load the adapter in vLLM.
+The base is the one that the adapter names. If its tokenizer has no chat template, the model reads the messages one
+after the other, as in a transfer. It is a small server, for one user: for many, load the adapter in vLLM.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ class Chat:
     def answer(self, messages: list[dict[str, str]], most: int, temperature: float) -> str:
         """What the assistant says next, at most so many tokens; a temperature of 0 takes the likeliest ones."""
         options = {"return_tensors": "pt", "return_dict": True, "add_generation_prompt": True}
-        inputs = self.tokenizer.apply_chat_template(messages, **options).to(self.model.device)
+        if self.tokenizer.chat_template:
+            inputs = self.tokenizer.apply_chat_template(messages, **options)
+        else:
+            inputs = self.tokenizer("".join(f"{message['content']}\n" for message in messages), return_tensors="pt")
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         with self.lock, torch.inference_mode():
-            found = self.model.generate(**inputs, max_new_tokens=most, **sampling)
+            found = self.model.generate(**inputs.to(self.model.device), max_new_tokens=most, **sampling)
         return self.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

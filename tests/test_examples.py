@@ -52,11 +52,12 @@ def test_a_script_goes_from_inputs_to_an_answer(
     assert said in capsys.readouterr().out.rpartition("the report:")[2]
 
 
+@pytest.mark.parametrize("template", ["chatml", None])
 def test_a_ported_lora_is_served_and_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peft = pytest.importorskip("peft")
-    tokenizer, more = chat_tokenizer("chatml"), {"vocab_size": 330, "max_position_embeddings": 128}
+    tokenizer, more = chat_tokenizer(template), {"vocab_size": 330, "max_position_embeddings": 128}
     source, target = (make("llama", size, **more) for size in (SMALL, LARGE))
     lora = adapted(source, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     base, folder = write(tmp_path / "new", target, tokenizer), saved(lora, tmp_path / "lora")
@@ -66,8 +67,9 @@ def test_a_ported_lora_is_served_and_answers(
         runpy.run_path(str(EXAMPLES / "serve_lora.py"), run_name="__main__")
     assert stop.value.code is None
     model = peft.PeftModel.from_pretrained(target, out).eval()
-    ids = tokenizer(tokenizer.apply_chat_template([{"role": "user", "content": "why?"}], tokenize=False,
-                                                  add_generation_prompt=True), return_tensors="pt")  # fmt: skip
+    asked, options = [{"role": "user", "content": "why?"}], {"tokenize": False, "add_generation_prompt": True}
+    prompt = tokenizer.apply_chat_template(asked, **options) if template else "why?\n"
+    ids = tokenizer(prompt, return_tensors="pt")
     found = model.generate(input_ids=ids["input_ids"], max_new_tokens=5, do_sample=False)[
         0, ids["input_ids"].shape[1] :
     ]

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.claims.language_tables import CELL, ONCE, PARTS, TRIAL, page
-from benchmarks.claims.language_tasks import INSTRUCTIONS, fast_products, read_task, score, train_lora
+from benchmarks.claims.language_tasks import ALL_DATA, INSTRUCTIONS, fast_products, read_task, score, train_lora
 from benchmarks.common import add_row, commit, rows_in
 from tuneport.data.samplers import select
 from tuneport.errors import TuneportError
@@ -56,7 +56,6 @@ from tuneport.pipeline.transfer import scale_for
 from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
 
-ALL_DATA = {"steps": 300, "rate": 2e-4, "batch": 8}
 FEW_SHOT = [(steps, rate) for steps in (10, 40) for rate in (1e-4, 5e-4)]
 
 

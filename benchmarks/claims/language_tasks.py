@@ -24,6 +24,7 @@ from tuneport.measure.objectives import batch_for, choose_objective
 from tuneport.models.base import Model
 
 VALIDATION = 100
+ALL_DATA = {"steps": 300, "rate": 2e-4, "batch": 8}
 INSTRUCTIONS = {
     "trec6": (
         "What kind of answer does this question ask for? Reply with one word: description, entity, abbreviation, "
