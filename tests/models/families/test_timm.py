@@ -290,22 +290,23 @@ class TestTransfer:
         torch.testing.assert_close(result.task_vector.dense("head.bias"), change.flip(0), atol=1e-6, rtol=0)
 
     def test_between_names_with_files(self, tmp_path: Path) -> None:
+        """With the smallest architecture of timm: files, not sizes, are what is tested."""
         data = write_data(tmp_path / "numbered.npz", classes=("0", "1", "2"))
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            base = timm.create_model("vit_tiny_patch16_224", num_classes=3).eval()
+            base = timm.create_model("test_vit", num_classes=3).eval()
         moved = tuned(base, linear_names(describe_module(base)), amount=0.01)
         target = tuned(base, linear_names(describe_module(base)), seed=2)
         for module, name in ((base, "base"), (target, "new")):
             save_file(module.state_dict(), tmp_path / f"{name}.safetensors")
         torch.save({"state_dict": {f"module.{k}": v for k, v in moved.state_dict().items()}}, tmp_path / "ft.pth")
         references = [
-            f"timm:vit_tiny_patch16_224:{tmp_path / name}" for name in ("base.safetensors", "ft.pth", "new.safetensors")
+            f"timm:test_vit:{tmp_path / name}" for name in ("base.safetensors", "ft.pth", "new.safetensors")
         ]
         result = tuneport.transfer(*references, data, samples=4)
         out = result.save(tmp_path / "out")
         again = reload(out)
-        pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+        pixels = torch.randn(1, 3, 160, 160, generator=torch.Generator().manual_seed(0))
         assert torch.equal(answers(again, pixels), answers(result.apply(), pixels))
         assert again.num_classes == 3
 
