@@ -300,9 +300,7 @@ class TestTransfer:
         for module, name in ((base, "base"), (target, "new")):
             save_file(module.state_dict(), tmp_path / f"{name}.safetensors")
         torch.save({"state_dict": {f"module.{k}": v for k, v in moved.state_dict().items()}}, tmp_path / "ft.pth")
-        references = [
-            f"timm:test_vit:{tmp_path / name}" for name in ("base.safetensors", "ft.pth", "new.safetensors")
-        ]
+        references = [f"timm:test_vit:{tmp_path / name}" for name in ("base.safetensors", "ft.pth", "new.safetensors")]
         result = tuneport.transfer(*references, data, samples=4)
         out = result.save(tmp_path / "out")
         again = reload(out)
