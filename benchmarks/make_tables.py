@@ -144,7 +144,7 @@ def of_text(o: argparse.Namespace, results: Path) -> dict[str, Table]:
         f"--device {o.device} --overwrite --out {models}/minilm-l6-{task}"
         for task in (("trec6",) if o.smallest else ("trec6", "subj"))
     }
-    classifiers = f"python -m benchmarks.claims.classifiers --out {o.runs}/classifiers.jsonl"
+    classifiers = f"python -m benchmarks.claims.classifiers --out {results}/classifiers.jsonl"
     least = "--tasks trec6 --targets minilm-l3 --draws 0 --samples 20 --steps 2 --few 1 --distill 1 --most 50"
     rows = f"{classifiers} --encoders {o.encoders} --data {data} --device {o.device} --work {o.runs}/classifiers"
     return {

@@ -335,7 +335,8 @@ def write(options: argparse.Namespace) -> None:
         f"Accuracy in percent, means over {len({row['draw'] for row in rows})} draws of {rows[0]['samples']} "
         f"sentences; {rows[0]['distill']} steps of distillation"
     )
-    command = f"- command: `python -m benchmarks.claims.classifiers`, {len(rows)} rows; {'; '.join(ran)}"
+    whole = len(TARGETS) * len(FILES) * len(KINDS) * 3
+    command = f"- command: `python -m benchmarks.claims.classifiers`, {len(rows)} of {whole} rows; {'; '.join(ran)}"
     lines = ["# Classifiers", "", f"{about}.", "", *table(rows), "", command]
     if options.write is not None:
         options.write.write_text("\n".join(lines) + "\n")
