@@ -1,4 +1,4 @@
-"""Compare every number of README.md and docs/benchmarks.md with the committed results.
+"""Compare every number of README.md and of two pages of docs with the committed results.
 
     python -m benchmarks.claims.check           # fails where a number differs
     python -m benchmarks.claims.check --write   # puts the numbers of the results into the texts
@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import readme
+from benchmarks.claims import language_tables, readme
 from benchmarks.claims.zoo import METHODS, PAIRS, STATED
+from benchmarks.common import rows_in
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +33,7 @@ else:
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "src/tuneport/bench/recipes"
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/move-a-lora.md")
 NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER})( ?%?)<!-- ([^>]+?) -->")
 TABLE = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -153,11 +154,16 @@ def rivals_table() -> list[str]:
     return lines
 
 
+def language_table() -> list[str]:
+    return language_tables.summary(*(rows_in(RESULTS / f"language-models{part}.jsonl") for part in ("-trial", "")))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme": readme.table,
     "zoo": zoo_table,
     "distill": distill_table,
     "rivals": rivals_table,
+    "language_models": language_table,
 }
 
 

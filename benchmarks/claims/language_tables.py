@@ -7,13 +7,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.claims.language_tasks import VALIDATION
+from benchmarks.claims.language_tasks import ALL_DATA, VALIDATION
 
 TRANSFERS = ("naive@1", "theseus@1", "bico@1", "bico@auto", "bico@safe", "bico+@auto", "bico+@safe")
 PARTS = ("source", "fine-tuned source", "target", *TRANSFERS, "bico+@auto,distill", "few-shot", "all-data")
 TRIAL = ("source", "fine-tuned source", "target", "bico@1", "bico@0.1", "bico@default", "bico@safe", "bico+@default",
          "theseus@1", "bico+@auto,distill", "few-shot", "why")  # fmt: skip
 ONCE = ("source", "fine-tuned source", "target", "why", "all-data")  # parts without a draw
+SAME = {"bico@auto": "bico@default"}  # the default of texts
+FULL = "{steps} steps of {batch}".format(**ALL_DATA)
 CELL = ("pair", "task", "samples", "lora", "max_tokens")  # keys of rows that are compared with each other
 FORMS = {"accuracy": ".1f", "bits": ".4f", "perplexity": ",.2f"}
 ABOUT = (
@@ -82,3 +84,23 @@ def spread(values: list[float | None], form: str) -> str:
     if not known:
         return ""
     return f"{statistics.fmean(known):{form}}" + (f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else "")
+
+
+def summary(trial: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """The most important rows of all cells that hold a port, one line for each score."""
+    shown = ("target", "theseus@1", "bico@1", "bico@auto", "few-shot", "all-data", "fine-tuned source")
+    lines = [f"| task | source to target | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
+    cells: dict[Any, list[dict[str, Any]]] = {}
+    for row in [*trial, *rows]:
+        if row["samples"] == 100 and "error" not in row:
+            cells.setdefault((row["task"], row["pair"].replace(":", " to "), row["lora"]), []).append(row)
+    for (task, pair, lora), found in cells.items():
+        for key, name, form in (("accuracy", "%", ".1f"), ("bits", "bits", ".2f")):
+            texts = []
+            for part in shown:
+                known = [row[key] for row in found if row["row"] in (part, SAME.get(part)) and row[key] is not None]
+                texts.append(f"{statistics.fmean(known):{form}}" if known else "")
+            if texts[shown.index("bico@auto")]:
+                steps = "" if lora == FULL else f" ({lora.partition(' of ')[0]})"
+                lines.append(f"| {task}{steps}, {name} | {pair} | {' | '.join(texts)} |")
+    return lines
