@@ -2,8 +2,9 @@
 
     python benchmarks/speed/llama.py --shapes 8b --device cuda --max-tokens 1024 --out OUT
     python benchmarks/speed/llama.py --shapes 8b --device cuda --max-tokens 1024 --lora 16 --out OUT
+    python benchmarks/speed/llama.py --shapes 8b --device cuda --max-tokens 1024 --lora 16 --dtype float32 --out OUT
 
-From Llama-3-8B's shapes to Qwen3-8B's (32 blocks to 36, MLP 14336 to 12288), bfloat16, N texts of 256 random tokens,
+From Llama-3-8B's shapes to Qwen3-8B's (32 blocks to 36, MLP 14336 to 12288), N texts of 256 random tokens,
 causal loss; the task vector is random, dense or of LoRA rank R, in every linear layer of the blocks. `tiny` is a trial
 for the CPU. Also timed: the bare passes of both models without gradients of the weights. Peak memory is that of the
 device, models and task vector included.
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--memory-budget", help="such as 100GiB; layers are measured in groups to keep it")
     parser.add_argument("--lora", type=int, metavar="R", help="a LoRA of this rank instead of a full change")
     parser.add_argument("--completion", choices=["svd", "none"], default="svd")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the models; bfloat16 on a GPU")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--out", type=Path)
@@ -119,7 +121,7 @@ def main() -> None:
     from tuneport.task_vectors.vector import TaskVector
 
     torch.manual_seed(0)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     shapes = SHAPES[options.shapes]
     source, target = make("llama", shapes[0], device, dtype), make("qwen", shapes[1], device, dtype)
     change = random_change(source, options.lora)
@@ -166,7 +168,7 @@ def main() -> None:
         "runs": len(passes.groups) if passes is not None else 1,
     }
     name = f"llama-{options.shapes}-{'lora' if options.lora else 'full'}-{options.max_tokens or 'all'}-{device.type}"
-    name += f"-{options.memory_budget}" if options.memory_budget else ""
+    name += "".join(f"-{given}" for given in (options.memory_budget, options.dtype) if given)
     publish(name, options.out, title + table(head, [row]), data, device)
 
 
