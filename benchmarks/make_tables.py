@@ -146,12 +146,21 @@ def of_text(o: argparse.Namespace, results: Path) -> dict[str, Table]:
     }
     classifiers = f"python -m benchmarks.claims.classifiers --out {results}/classifiers.jsonl"
     least = "--tasks trec6 --targets minilm-l3 --draws 0 --samples 20 --steps 2 --few 1 --distill 1 --most 50"
-    rows = f"{classifiers} --encoders {o.encoders} --data {data} --device {o.device} --work {o.runs}/classifiers"
+    tokens = f"python -m benchmarks.claims.token_classifier --out {o.runs}/token-classifier.jsonl"
+    given = f"--encoders {o.encoders} --data {data} --device {o.device} --work {o.runs}/classifiers"
     return {
         "classifiers": Table(
-            parts(o, "classifiers", 27, rows, least),
+            parts(o, "classifiers", 27, f"{classifiers} {given}", least),
             (f"{classifiers} --write {results}/classifiers.md",),
-            minutes="15 minutes",
+            minutes="15 minutes, an estimate",
+            needs=("encoders",),
+        ),
+        "token-classifier": Table(
+            parts(
+                o, "token-classifier", 9, f"{tokens} {given}", "--targets minilm-l3 --draws 0 --samples 10 --steps 2"
+            ),
+            (f"{tokens} --write {results}/token-classifier.md",),
+            minutes="5 minutes, an estimate",
             needs=("encoders",),
         ),
         "text": Table(
