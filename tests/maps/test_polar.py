@@ -244,7 +244,7 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
 @pytest.mark.parametrize("leaf", [25, 1024])  # inverses by halves and at once
 @pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("fill", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 333)])
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (220, 250)])
 def test_batched_polar_factors_equal_single_ones(
     rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +366,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("spectrum", ["conditioned", "down to the cut", "a few null directions", "half of them null"])
-@pytest.mark.parametrize(("rows", "columns", "many"), [(300, 300, 4), (300, 400, 10), (500, 250, 4)])
+@pytest.mark.parametrize(("rows", "columns", "many"), [(300, 300, 4), (150, 200, 10), (500, 250, 4)])
 def test_solving_bytes_bounds_the_peak_memory_of_the_solver(rows: int, columns: int, many: int, spectrum: str) -> None:
     matrices = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for _ in range(many)]
     _, work = solving_bytes((rows, columns), 10**6, torch.device("cuda"))
