@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,14 +101,14 @@ def move(
     method: str,
     complete: bool = True,
     norms: bool = False,
-    cut: float | None = None,
+    ranks: Mapping[str, tuple[int | None, int | None]] | None = None,
 ) -> Moved:
     """tau_B = R_out^T tau_A R_in (eq. 8) for each linear layer of the target's vision tower.
 
     It takes the layer of the same role from the source block that the depth rule gives. The folders are those of
-    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values:
-    those below `cut` times the largest, or below the rounding of the SVD. With `norms`, the vectors of norms before
-    layers move as inputs of these layers.
+    source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values,
+    which are those below the rounding of the SVD. With `norms`, the vectors of norms before layers move as inputs of
+    these layers. `ranks` of the maps for inputs and outputs of a layer take the place of the count of singular values.
     """
     models = [open_tower(folder) for folder in folders]
     source, changed, target = map(vision_layers, models)
@@ -123,13 +123,17 @@ def move(
         d_out, d_in = layer.weight.flatten(1).shape
         pixels = isinstance(layer, nn.Conv2d)  # one space for both models
 
-        def align(signal: str | None, widths: tuple[int, int], names: tuple[str, str]) -> tuple[Array, bool]:
+        rank_in, rank_out = (None, None) if ranks is None else ranks[name]
+
+        def align(
+            signal: str | None, widths: tuple[int, int], names: tuple[str, str], rank: int | None
+        ) -> tuple[Array, bool]:
             if signal is None:
                 return np.eye(*widths), True
-            return procrustes(*(found[key, signal] for found, key in zip(signals, names, strict=True)), complete, cut)
+            return procrustes(*(found[key, signal] for found, key in zip(signals, names, strict=True)), complete, rank)
 
-        R_in, full_in = align(None if pixels else sides[0], (weight.shape[1], d_in), (other, name))
-        R_out, full_out = align(sides[1], (weight.shape[0], d_out), (other, name))
+        R_in, full_in = align(None if pixels else sides[0], (weight.shape[1], d_in), (other, name), rank_in)
+        R_out, full_out = align(sides[1], (weight.shape[0], d_out), (other, name), rank_out)
         deltas[f"{name}.weight"] = (R_out.T @ weight @ R_in).reshape(layer.weight.shape)  # (d_out_B, d_in_B)
         if layer.bias is not None:
             deltas[f"{name}.bias"] = difference(changed[other].bias, source[other].bias) @ R_out
@@ -148,13 +152,12 @@ def difference(after: Tensor, before: Tensor) -> Array:
     return (after - before).numpy()
 
 
-def procrustes(a: Tensor, b: Tensor, complete: bool, cut: float | None) -> tuple[Array, bool]:
-    """R = U V^T of C = A^T B (eq. 6, 7), and whether C has full rank."""
+def procrustes(a: Tensor, b: Tensor, complete: bool, rank: int | None = None) -> tuple[Array, bool]:
+    """R = U V^T of C = A^T B (eq. 6, 7), and whether C has full rank; its `rank` is counted if not given."""
     C = match_tokens(a, b).flatten(0, 1).numpy().T @ b.flatten(0, 1).numpy()  # (d_A, d_B)
     U, values, Vh = np.linalg.svd(C, full_matrices=False)
-    if cut is None:
-        cut = max(C.shape) * np.finfo(C.dtype).eps  # as numpy.linalg.matrix_rank
-    rank = int((values > cut * values[0]).sum())
+    if rank is None:
+        rank = int((values > max(C.shape) * np.finfo(C.dtype).eps * values[0]).sum())  # as numpy.linalg.matrix_rank
     kept = slice(None if complete else rank)
     return U[:, kept] @ Vh[kept], rank == len(values)
 

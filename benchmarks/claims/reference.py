@@ -6,9 +6,9 @@
 A row is a pair, a task and a method, with N samples that numpy draws: relative distances of the target's task vector
 between `tuneport.transfer` and `benchmarks/reference.py`, the largest over tensors, and over all tensors together.
 "determined" compares what the samples determine, `completion="none"` against the SVD without zero singular values.
-"float32" has models in float32, whose signals determine fewer directions; "same_cut" compares them with the reference
-without these directions. "plain" compares the default with the plain SVD on all layers: below full rank the two fill
-their maps differently.
+"float32" has models in float32, whose signals determine fewer directions; "same_ranks" compares them with the reference
+in as many directions of each map. "plain" compares the default with the plain SVD on all layers: below full rank the
+two fill their maps differently.
 Rows that --out holds are not made again.
 """
 
@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks import reference
 from benchmarks.common import add_row, commit, part_of, rows_in
 from tuneport import transfer
-from tuneport.maps.covariance import rank_cut
 
 CELLS = (("a", "a2", "cifar10"), ("a", "c", "gtsrb"), ("c", "a", "mnist"))
 KEY = ("source", "target", "task", "samples", "method")
@@ -68,18 +66,19 @@ def measure(options: argparse.Namespace) -> None:
 def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, options: argparse.Namespace) -> Any:
     plain = reference.move(folders, signals, method)
     determined = reference.move(folders, signals, method, complete=False)
-    cut = rank_cut(torch.float32, torch.float64, 1)
-    shorter = reference.move(folders, signals, method, complete=False, cut=cut)
 
-    def ported(dtype: str, completion: Any) -> dict[str, NDArray[np.float64]]:
+    def ported(dtype: str, completion: Any) -> tuple[dict[str, NDArray[np.float64]], Any]:
         result = transfer(
             *folders, data, method=method, scale=1.0, samples=options.samples, head=task,
             completion=completion, dtype=dtype, device=options.device,
         )  # fmt: skip
-        return {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}
+        dense = {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}
+        return dense, {r.target.removesuffix(".weight"): (r.rank_in, r.rank_out) for r in result.records}
 
-    fine, coarse = ported("float64", "none"), ported("float32", "none")
-    filled = ported("float64", "svd")
+    (fine, _), (coarse, ranks), (filled, _) = (
+        ported(*kind) for kind in (("float64", "none"), ("float32", "none"), ("float64", "svd"))
+    )
+    shorter = reference.move(folders, signals, method, complete=False, ranks=ranks)
     full = {name: value for name, value in plain.deltas.items() if name.rpartition(".")[0] in plain.full}
     return {
         "source": folders[0].name,
@@ -92,7 +91,7 @@ def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, optio
         "full": distances(filled, full)[0] if full else None,
         "determined": distances(fine, determined.deltas),
         "float32": distances(coarse, determined.deltas),
-        "same_cut": distances(coarse, shorter.deltas),
+        "same_ranks": distances(coarse, shorter.deltas),
         "plain": distances(filled, plain.deltas)[1],
         "filled_share": float(
             1
@@ -109,10 +108,11 @@ def write(options: argparse.Namespace) -> None:
         "",
         "Relative distances between the task vectors of `tuneport.transfer` and `benchmarks/reference.py` (float64,",
         "own reading of heads, own loss, own hooks, SVD of numpy): the largest over tensors, or over all together",
-        "where it says so. Models of tuneport run in float64, except in the column float32.",
+        "where it says so. Models of tuneport run in float64, except in the columns float32: signals of float32",
+        "determine fewer directions, and with as many in the reference the two agree again (ranks of float32).",
         "",
         "| pair | task | N | method | layers of full rank | these, default | determined part | the same, float32 "
-        "| all together, float32 | the same, reference cut as float32 | all, default against plain SVD "
+        "| all together, float32 | the same, ranks of float32 | all, default against plain SVD "
         "| share that the plain SVD fills |",
         "|" + "---|" * 12,
     ]
@@ -121,7 +121,7 @@ def write(options: argparse.Namespace) -> None:
         lines.append(
             f"| {row['source']} to {row['target']} | {row['task']} | {row['samples']} | {row['method']} "
             f"| {row['full_rank']} of {row['layers']} | {full} | {row['determined'][0]:.0e} | {row['float32'][0]:.0e} "
-            f"| {row['float32'][1]:.0e} | {row['same_cut'][1]:.0e} | {row['plain']:.2f} "
+            f"| {row['float32'][1]:.0e} | {row['same_ranks'][1]:.0e} | {row['plain']:.2f} "
             f"| {100 * row['filled_share']:.0f} % |"
         )
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows_in(options.out)))

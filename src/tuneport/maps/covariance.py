@@ -270,7 +270,7 @@ def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> f
     relative amplitude a in both signals has a^2 in C, and counts while a is above the error of the signals.
     Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of float32, in a
     direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once, from sums in float32:
-    (4 eps)^2. Where the widths differ, the cut may be higher (`CrossCovariance.cut`).
+    (4 eps)^2. The cut of a measured C may be higher (`CrossCovariance.cut`).
     """
     eps = torch.finfo(signal_dtype).eps
     return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
