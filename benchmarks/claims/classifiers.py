@@ -343,20 +343,26 @@ def write(options: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of_rows(about: str | None, cell: str) -> argparse.ArgumentParser:
+    """The options of a script that adds rows of encoders to a file, cell by cell."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoders", type=Path, help="Folder of the encoders.")
     parser.add_argument("--data", type=Path, help="Folder of the texts.")
     parser.add_argument("--out", type=Path, required=True, help="Rows, one JSON object a line.")
     parser.add_argument("--write", type=Path, help="Write the table of the rows to this file.")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "classifiers", help="Fine-tunes.")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--part", default="0/1", help="I/N: every Nth target, task and draw, from the Ith.")
-    parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--part", default="0/1", help=f"I/N: every Nth {cell}, from the Ith.")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--draws", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=100)
+    return parser
+
+
+def main() -> None:
+    parser = options_of_rows(__doc__, "target, task and draw")
+    parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--steps", type=int, default=STEPS, help="Of the fine-tunes on whole training splits.")
     parser.add_argument("--few", nargs="+", type=int, default=list(FEW_STEPS), help="Of few-shot fine-tuning.")
     parser.add_argument("--distill", type=int, default=100, help="Steps of the distillation.")

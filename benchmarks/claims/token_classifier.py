@@ -16,7 +16,6 @@ import itertools
 import platform
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForTokenClassification, AutoTokenizer
 
-from benchmarks.claims.classifiers import FILES, PENALTIES, SOURCE, TARGETS, kept, read_splits
+from benchmarks.claims.classifiers import FILES, PENALTIES, SOURCE, kept, options_of_rows, read_splits
 from benchmarks.common import add_row, commit, part_of, rows_in
 from tuneport.data.dataset import Dataset
 from tuneport.models.open import pick_device
@@ -165,17 +164,7 @@ def write(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoders", type=Path, help="Folder of the encoders.")
-    parser.add_argument("--data", type=Path, help="Folder of the texts.")
-    parser.add_argument("--out", type=Path, required=True, help="Rows, one JSON object a line.")
-    parser.add_argument("--write", type=Path, help="Write the table of the rows to this file.")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "classifiers", help="Fine-tunes.")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--part", default="0/1", help="I/N: every Nth target and draw, from the Ith.")
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
-    parser.add_argument("--draws", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--samples", type=int, default=100)
+    parser = options_of_rows(__doc__, "target and draw")
     parser.add_argument("--steps", type=int, default=150, help="Of the fine-tune of the source.")
     options = parser.parse_args()
     if options.encoders is None or options.data is None:
