@@ -44,6 +44,7 @@ from tuneport.models.open import open_model, pick_device
 from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.transfer import run
+from tuneport.training.loop import fast_products
 
 FILES = {"trec6": "trec6.jsonl.gz", "sst2": "sst2_stsa.jsonl.gz", "subj": "subj.jsonl.gz"}
 SOURCE = "minilm-l6"
@@ -124,9 +125,10 @@ class Trainer:
                 group["lr"] = rate * min(10 * (step + 1) / steps, 1.0) * (1 - step / steps)
             rows = random.choice(len(data), min(BATCH, len(data)), replace=False)
             labels = torch.as_tensor(data.labels[rows], device=self.device)
-            loss = self.module(**self.encode([data.inputs[row] for row in rows]), labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
+            with fast_products(self.device):
+                loss = self.module(**self.encode([data.inputs[row] for row in rows]), labels=labels).loss
+                optimizer.zero_grad()
+                loss.backward()
             optimizer.step()
         self.module.eval()
 

@@ -20,7 +20,7 @@ from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 from tuneport.training.finetune import finetune, prepare_training, prepared
-from tuneport.training.loop import Schedule
+from tuneport.training.loop import Schedule, fast_products
 
 CPU = torch.device("cpu")
 
@@ -204,3 +204,15 @@ def test_an_encoder_decoder_learns_to_write_the_words_for_the_labels(tmp_path: P
     torch.testing.assert_close(losses[0].detach(), expected, rtol=1e-4, atol=1e-5)
     assert float(losses[-1]) < 0.9 * float(losses[0])
     assert not torch.equal(module.state_dict()["shared.weight"], plain.state_dict()["shared.weight"])
+
+
+def test_only_a_gpu_multiplies_in_tf32_and_only_in_its_steps() -> None:
+    assert torch.get_float32_matmul_precision() == "highest"
+    seen = []
+    for name in ("cuda", "cpu"):
+        with fast_products(torch.device(name)):
+            seen.append(torch.get_float32_matmul_precision())
+    assert seen == ["high", "highest"]
+    with pytest.raises(ZeroDivisionError), fast_products(torch.device("cuda")):
+        _ = 1 // 0
+    assert torch.get_float32_matmul_precision() == "highest"
