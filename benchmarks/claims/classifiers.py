@@ -6,7 +6,7 @@ Next to it, with the same sentences: (a) a linear probe on the bare target, with
 fitted to the fine-tuned source on the target as it is; (c) few-shot fine-tuning of the target with their labels; (d)
 the target fine-tuned on the whole training split, at the rate and steps of the source. The penalty of (a) and the rate
 and steps of (c) are the best on 300 labelled sentences of the validation split, which the port does not see.
-Distilled is the port after 300 steps with the fine-tuned source as the teacher, on the same sentences without labels.
+Distilled is the port after 100 steps with the fine-tuned source as the teacher, on the same sentences without labels.
 
     python -m benchmarks.claims.classifiers --encoders ENCODERS --data SHARED/data/text --out ROWS.jsonl --part 0/27
     python -m benchmarks.claims.classifiers --out ROWS.jsonl --write benchmarks/results/classifiers.md
