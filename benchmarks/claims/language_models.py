@@ -51,10 +51,11 @@ from tuneport.pairing import blocks_of
 from tuneport.pipeline.move import move
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.scale import choose_scale
+from tuneport.pipeline.scale import RULES, ScaleChoice, choose_scale
 from tuneport.pipeline.transfer import scale_for
 from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import ScaleRule
 
 FEW_SHOT = [(steps, rate) for steps in (10, 40) for rate in (1e-4, 5e-4)]
 
@@ -211,11 +212,7 @@ class Cell:
                 moved = move(job.for_(chosen), chosen, rule, passes=in_groups(job, given.groups))
                 scales, losses = {}, {}
                 if (choice := moved.choice) is not None:
-                    about = {"samples": choice.samples, "held_out": choice.held_out}
-                    scales = {
-                        rule: choose_scale(choice.scores.__getitem__, rule=rule, **about).scale
-                        for rule in ("auto", "safe")
-                    }
+                    scales = {rule: chosen_by(rule, choice) for rule in RULES}
                     scales["default"] = scales[str(scale_for(job, None))]
                     losses = {str(scale): found.loss for scale, found in choice.scores.items()}
                 vector = TaskVector({name: moved.transfer.task_vector[name] for name in moved.transfer.task_vector})
@@ -248,6 +245,17 @@ class Cell:
         assert best is not None
         seconds = time.time() - started
         self.add(part, score(model.with_module(best[1]), self.data["test"]), seconds, draw=draw, schedule=best[2])
+
+
+def chosen_by(rule: ScaleRule, choice: ScaleChoice) -> float:
+    """The scale that a rule chooses from the scores of a choice."""
+    return choose_scale(
+        choice.scores.__getitem__,
+        samples=choice.samples,
+        held_out=choice.held_out,
+        candidates=tuple(choice.scores),
+        rule=rule,
+    ).scale
 
 
 def in_groups(job: Job, count: int) -> Passes | None:

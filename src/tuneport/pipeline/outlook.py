@@ -31,7 +31,7 @@ from .change import every_layer
 from .evaluation import is_whole
 from .moved import account, changed_parts
 from .plan import not_transported_by, plan_of
-from .scale import SCALES
+from .scale import scales_of
 from .transfer import scale_for
 
 
@@ -100,7 +100,7 @@ def answers_of(job: Job, strength: float | ScaleRule, tested: int) -> Sides[int]
     and the port answer the test split.
     """
     count, fits = len(job.samples), 1 if job.fits_head else 0
-    candidates = len(SCALES) if isinstance(strength, str) else 0
+    candidates = len(scales_of(job)) if isinstance(strength, str) else 0
     target = count * (candidates * (1 + fits) + 2 * fits) + 2 * tested
     return Sides(sanity.answers(job) + (tested if is_whole(job) else 0), target)
 

@@ -32,7 +32,7 @@ from ..training.matching import BATCH
 from ..types import Progress, ScaleRule
 from .heads import fitted
 from .labels import measurable
-from .scale import SCALES, Answers, answers_of, choose_scale, judged_by_loss, scaled_as_written, score_of
+from .scale import Answers, answers_of, choose_scale, judged_by_loss, scaled_as_written, scales_of, score_of
 from .statistics import measure_in_parts, problem_of
 from .transfer import scale_for
 
@@ -193,7 +193,7 @@ def try_transfer(
     folds = _folds(job)
     assert job.losses is not None
     tokens = judged_by_loss(job)
-    candidates = SCALES if isinstance(strength, str) else (0.0, strength)
+    candidates = scales_of(job) if isinstance(strength, str) else (0.0, strength)
     started = time.perf_counter()
     sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
     seconds = round(time.perf_counter() - started, 3)
@@ -323,9 +323,8 @@ def _scale(folds: Sequence[Mapping[float, list[Answers]]], strength: float | Sca
         return strength
     answers = {scale: [answer for found in folds for answer in found[scale]] for scale in folds[0]}
     count = sum(len(values) for values, _ in answers[0.0])
-    return choose_scale(
-        lambda scale: score_of(answers[scale], tokens), samples=count, held_out=True, rule=strength
-    ).scale
+    found = {scale: score_of(given, tokens) for scale, given in answers.items()}
+    return choose_scale(found.__getitem__, samples=count, held_out=True, candidates=tuple(found), rule=strength).scale
 
 
 def _scores(answers: Iterable[Answers]) -> Iterator[Score]:

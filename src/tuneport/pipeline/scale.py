@@ -36,6 +36,8 @@ from .adapter import whole_modules
 from .heads import fitted
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+# of language models: between real ones a quarter can be too much, and none has gained beyond 1
+TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
 RULES: dict[ScaleRule, tuple[float, float]] = {"auto": (0.0, 2.0), "safe": (2.0, 3.0)}
@@ -214,7 +216,7 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
         rule: how the scale is chosen.
     """
     held_out = sides[0] is not sides[1]
-    answers: dict[float, list[Answers]] = {scale: [] for scale in SCALES}
+    answers: dict[float, list[Answers]] = {scale: [] for scale in scales_of(sides[0])}
     for done, maker, judge in zip(moved, sides, reversed(sides), strict=False):
         batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.samples]
         with scaled_as_written(judge, done.task_vector) as scaled:
@@ -226,7 +228,18 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
     each = judged_by_loss(sides[0])
-    return choose_scale(lambda scale: score_of(answers[scale], each), samples=samples, held_out=held_out, rule=rule)
+    return choose_scale(
+        lambda scale: score_of(answers[scale], each),
+        samples=samples,
+        held_out=held_out,
+        candidates=tuple(answers),
+        rule=rule,
+    )
+
+
+def scales_of(job: Job) -> tuple[float, ...]:
+    """The candidates for the scale of a job."""
+    return TOKEN_SCALES if job.losses is not None and isinstance(job.losses.target, TokenLoss) else SCALES
 
 
 def judged_by_loss(job: Job) -> bool:

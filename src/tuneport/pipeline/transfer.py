@@ -59,7 +59,7 @@ def transfer(
     """Port a fine-tune of `source` to `target` (Algorithm 1 of the paper).
 
     Trap: with very few samples a full-strength transfer (`scale=1`, the paper's) can harm. `scale="auto"` chooses the
-    strength on calibration samples, and may choose zero; `scale="safe"` also needs evidence for more than a quarter.
+    strength on calibration samples, and may choose zero; `scale="safe"` needs evidence beyond the smallest candidate.
 
     Args:
         source, finetuned, target, data, options: see `prepare`.
