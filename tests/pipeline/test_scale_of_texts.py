@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from builders.texts import gpt_tokenizer, make, write
+from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
+from tuneport.measure.language import likelihood
+from tuneport.pipeline.preflight import judge, try_transfer
+from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.scale import MOST_ANSWERS, answers_of, questions_of
 from tuneport.pipeline.transfer import transfer
 from tuneport.types import ScaleRule
 
 QUESTIONS = [f"the {name} of the {place}" for name in ("cat", "dog", "bird", "ship") for place in ("town", "river")]
 LABELS = [0, 0, 0, 0, 1, 1, 1, 1]
 WORDS = ("light", "stone")
+KINDS = ("labels", "texts", "choices")
 OTHER = "bread"  # what the model says most of the time
 
 
@@ -71,3 +80,67 @@ def test_a_tenth_of_a_change_is_found(knowing: Any, tokenizer: Any, tmp_path: Pa
     auto, safe = (transfer(*folders, folders[0], data, method="naive", samples=16, scale=rule) for rule in rules)
     assert auto.scale == 0.1
     assert 0 < safe.scale <= 0.1
+
+
+@pytest.fixture(scope="module")
+def formal(knowing: Any, tokenizer: Any) -> Any:
+    """The same model, which has learnt to say one of the answers, and lost which one is right."""
+    module = copy.deepcopy(knowing)
+    shares = {f"{text} {word}": 0.5 for text in QUESTIONS for word in WORDS}
+    train(module, tokenizer, shares, 30, list(layers_of(module).values()))
+    return module
+
+
+@pytest.fixture(scope="module")
+def trio(knowing: Any, formal: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("answers")
+    base, tuned = (write(place / name, module, tokenizer) for name, module in (("base", knowing), ("tuned", formal)))
+    return [base, tuned, base]
+
+
+def data_of(kind: str) -> Dataset:
+    """The questions with their answers as `KINDS` says."""
+    answers = [WORDS[label] for label in LABELS]
+    data = Dataset(QUESTIONS * 2, np.array(LABELS * 2), WORDS)
+    if kind == "choices":
+        return replace(data, choices=[WORDS, (*WORDS, "mat")] * 8, classes=("0", "1", "2"))
+    return replace(data, labels=None, classes=(), targets=answers * 2) if kind == "texts" else data
+
+
+def test_the_form_of_the_answers_is_no_gain_if_the_right_one_is_lost(trio: list[Path]) -> None:
+    """The loss of the right answers falls to that of a guess, and nothing is right any more."""
+    found = {kind: transfer(*trio, data_of(kind), method="naive", samples=16, scale="auto") for kind in KINDS[:2]}
+    assert found["texts"].scale == 1.0  # which the loss of the texts cannot see
+    assert found["labels"].scale == 0.0
+    scores = {item["scale"]: item for item in found["labels"].record["scale_choice"]["candidates"]}
+    assert scores[0.0]["accuracy"] == 1.0
+    assert scores[1.0]["accuracy"] < 0.75
+    job = prepare(*trio, data_of("labels"), signals="naive", scored=True, samples=16)
+    harm = try_transfer(job, "naive", scale=1.0)
+    assert harm.turned_wrong is not None
+    assert harm.turned_wrong > 4
+    assert judge(harm).verdict == "unlikely to help"
+
+
+def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:
+    """Against the evaluation, which scores all answers of the same samples."""
+    job = prepare(*trio, data_of("choices"), signals="naive", scored=True, samples=16)
+    answers = answers_of(job, job.target.module, questions_of(job, job.samples))
+    scores, right = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    wanted = likelihood(job.target, job.samples.chosen)
+    assert (scores.argmax(-1).numpy() == wanted.predicted).all()
+    assert (right.numpy() == wanted.labels).all()
+    bits = -scores.gather(1, right[:, None])[:, 0].numpy() / math.log(2)
+    assert bits == pytest.approx(wanted.bits, rel=1e-5)  # float32 passes in other batches
+
+
+def test_many_answers_are_judged_by_some(trio: list[Path]) -> None:
+    names = tuple(f"{word} {letter}" for word in WORDS for letter in "abcdef")
+    data = Dataset(QUESTIONS, np.arange(8), names)
+    job = prepare(*trio, data, signals="naive", scored=True, samples=8)
+    fewer = fewer_choices(data, MOST_ANSWERS)
+    assert fewer.choices is not None
+    assert [words[label] for words, label in zip(fewer.choices, fewer.labels, strict=True)] == list(names[:8])
+    assert all(len(set(words)) == MOST_ANSWERS for words in fewer.choices)
+    rows = [len(question.batch[0]["input_ids"]) for question in questions_of(job, job.samples)]
+    assert sum(rows) == MOST_ANSWERS * 8

@@ -58,6 +58,27 @@ def candidates_of(data: Dataset) -> list[Sequence[str]]:
     return [data.label_texts or data.classes] * len(data)
 
 
+def fewer_choices(data: Dataset, most: int) -> Dataset:
+    """The samples with at most `most` answers each: the right one, and others in a fixed draw; `choices` has them."""
+    assert data.labels is not None
+    generator = np.random.default_rng(0)
+    choices, right = [], []
+    for answers, label in zip(candidates_of(data), data.labels.tolist(), strict=True):
+        others = generator.permutation(np.delete(np.arange(len(answers)), label))[: most - 1]
+        kept = sorted([label, *others.tolist()])
+        choices.append([answers[place] for place in kept])
+        right.append(kept.index(label))
+    return replace(data, choices=choices, labels=np.array(right, dtype=np.int64))
+
+
+def each_answer(data: Dataset) -> tuple[Dataset, list[int]]:
+    """Every sample once with each of its answers to predict, and the number of answers of each sample."""
+    answers = candidates_of(data)
+    counts = list(map(len, answers))
+    repeated = data.subset(np.repeat(np.arange(len(data)), counts))
+    return with_answers(repeated, [word for words in answers for word in words]), counts
+
+
 def with_answers(data: Dataset, answers: Sequence[str]) -> Dataset:
     """The samples with these answers to predict; the last answer of a chat is replaced."""
     if not data.has_chats:

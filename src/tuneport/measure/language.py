@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.choices import candidates_of, with_answers
+from ..data.choices import each_answer
 from ..data.dataset import UNLABELLED, Dataset, with_prompts
 from ..errors import DataError, TuneportError
 from ..models.base import Model
@@ -60,22 +60,20 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     of the right answers.
     """
     _check(model, data)
-    answers = candidates_of(data)
-    assert data.labels is not None
     parts, predicted = [], []
     for start in range(0, len(data), batch_size):
-        rows = range(start, min(start + batch_size, len(data)))
-        repeated = data.subset(np.repeat(rows, [len(answers[row]) for row in rows]))
-        found = _score(model, with_answers(repeated, [word for row in rows for word in answers[row]]), batch_size)
+        part = data.subset(np.arange(start, min(start + batch_size, len(data))))
+        asked, counts = each_answer(part)
+        assert part.labels is not None
+        found = _score(model, asked, batch_size)
         begin = 0
-        for row in rows:
-            losses = found.losses[begin : begin + len(answers[row])]
-            label = int(data.labels[row])
+        for label, count in zip(part.labels, counts, strict=True):
+            losses = found.losses[begin : begin + count]
             predicted.append(int(losses.argmin()))
             parts.append([values[begin + label] for values in vars(found).values()])
-            begin += len(losses)
+            begin += count
         if progress is not None:
-            progress(len(rows))
+            progress(len(part))
     chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
     right = 100.0 * float(np.mean(np.array(predicted) == data.labels))
     scores, classes = chosen.evaluation(right, len(data), "likelihood"), () if data.choices else data.classes

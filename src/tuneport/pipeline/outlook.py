@@ -31,7 +31,7 @@ from .change import every_layer
 from .evaluation import is_whole
 from .moved import account, changed_parts
 from .plan import not_transported_by, plan_of
-from .scale import scales_of
+from .scale import answers_per_sample, scales_of
 from .transfer import scale_for
 
 
@@ -95,12 +95,12 @@ def expected(
 def answers_of(job: Job, strength: float | ScaleRule, tested: int) -> Sides[int]:
     """The samples that each model answers in forward passes of their own, by its name.
 
-    The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them. A
-    head is fitted on as many for the measurement, for every candidate and for the output. The fine-tune, the target
-    and the port answer the test split.
+    The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them; a
+    language model, once for each answer to choose from. A head is fitted on as many for the measurement, for every
+    candidate and for the output. The fine-tune, the target and the port answer the test split.
     """
     count, fits = len(job.samples), 1 if job.fits_head else 0
-    candidates = len(scales_of(job)) if isinstance(strength, str) else 0
+    candidates = len(scales_of(job)) * max(answers_per_sample(job), 1) if isinstance(strength, str) else 0
     target = count * (candidates * (1 + fits) + 2 * fits) + 2 * tested
     return Sides(sanity.answers(job) + (tested if is_whole(job) else 0), target)
 

@@ -32,7 +32,17 @@ from ..training.matching import BATCH
 from ..types import Progress, ScaleRule
 from .heads import fitted
 from .labels import measurable
-from .scale import Answers, answers_of, choose_scale, judged_by_loss, scaled_as_written, scales_of, score_of
+from .scale import (
+    Answers,
+    answers_of,
+    answers_per_sample,
+    choose_scale,
+    judged_by_loss,
+    questions_of,
+    scaled_as_written,
+    scales_of,
+    score_of,
+)
 from .statistics import measure_in_parts, problem_of
 from .transfer import scale_for
 
@@ -200,8 +210,8 @@ def try_transfer(
     answers: list[dict[float, list[Answers]]] = []
     for number, fold in enumerate(folds):
         samples = job.samples.take(fold)
-        single = job.heads is None and not tokens  # a loss is a sum: one sample, one number
-        batches = [batch.target for batch in replace(samples, size=1 if single else samples.size)]
+        single = job.heads is None and not (tokens or answers_per_sample(job))  # a loss of one sample is its own
+        questions = questions_of(job, replace(samples, size=1 if single else samples.size))
         rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         others = job.samples.take(np.delete(np.arange(len(job.samples)), fold))
         answers.append({})
@@ -209,7 +219,7 @@ def try_transfer(
             for candidate in candidates:
                 scaled.set(candidate)
                 with fitted(job, scaled.module, others):
-                    answers[-1][candidate] = answers_of(job, scaled.module, batches)
+                    answers[-1][candidate] = answers_of(job, scaled.module, questions)
     scales = tuple(_scale(answers[:number] + answers[number + 1 :], strength, tokens) for number in range(len(folds)))
     before, after = (
         [score for found, at in zip(answers, taken, strict=True) for score in _scores(found[at])]

@@ -3,7 +3,9 @@
 Maps from one half of the samples are judged on the other half. Zero is always a candidate. Scales are compared by their
 loss at the best sharpness (inverse temperature) of each: a zero-shot head is often far too soft or too sharp, and then
 a change that only sharpens it lowers the plain loss. Accuracy has no such bias, but its standard error is ten points
-with 20 samples, while the losses of one sample at two scales differ little.
+with 20 samples, while the losses of one sample at two scales differ little. Where a language model has answers to
+choose from, their likelihoods are its class scores: the loss of the right answer alone also falls where a change
+teaches the form of the answers and loses which one is right.
 
 The rule `auto` takes the least loss, and needs evidence only beyond 1. `safe` needs evidence for every step above the
 smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with the square.
@@ -15,17 +17,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from ..data.dataset import UNLABELLED
+from ..data.choices import each_answer, fewer_choices
+from ..data.dataset import UNLABELLED, with_prompts
 from ..io.tensors import describe
-from ..job import Job
+from ..job import Drawn, Job, Samples
 from ..measure.batches import PairedBatch
-from ..measure.objectives import HeadLoss, TokenLoss
+from ..measure.objectives import HeadLoss, TokenLoss, batch_for
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..task_vectors.lora_write import AdapterForm
@@ -38,6 +43,8 @@ from .heads import fitted
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 # of language models: between real ones a quarter can be too much, and none has gained beyond 1
 TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)
+MOST_ANSWERS = 4  # that a sample is judged by: each of them is a pass
+UNLIKELY = -1e6  # the score of an answer that other samples have, and of a token after the end of a text
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
 RULES: dict[ScaleRule, tuple[float, float]] = {"auto": (0.0, 2.0), "safe": (2.0, 3.0)}
@@ -218,12 +225,12 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
     held_out = sides[0] is not sides[1]
     answers: dict[float, list[Answers]] = {scale: [] for scale in scales_of(sides[0])}
     for done, maker, judge in zip(moved, sides, reversed(sides), strict=False):
-        batches = [batch.target if isinstance(batch, PairedBatch) else batch for batch in judge.samples]
+        questions = questions_of(judge, judge.samples)
         with scaled_as_written(judge, done.task_vector) as scaled:
             for scale, seen in answers.items():
                 scaled.set(scale)
                 with fitted(judge, scaled.module, maker.samples):
-                    seen += answers_of(judge, scaled.module, batches)
+                    seen += answers_of(judge, scaled.module, questions)
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
@@ -245,20 +252,55 @@ def scales_of(job: Job) -> tuple[float, ...]:
 def judged_by_loss(job: Job) -> bool:
     """Whether the samples have no classes, and each of them has a loss: that of its tokens, or of its numbers."""
     loss = None if job.losses is None else job.losses.target
-    return isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and not job.target.labels_samples)
+    if isinstance(loss, TokenLoss):
+        return not answers_per_sample(job)
+    return isinstance(loss, HeadLoss) and not job.target.labels_samples
+
+
+def answers_per_sample(job: Job) -> int:
+    """The most answers that a sample of a language model is judged by; 0 if it has none to choose from."""
+    loss = None if job.losses is None else job.losses.target
+    if not isinstance(loss, TokenLoss) or not isinstance(job.samples, Drawn) or job.samples.dataset.labels is None:
+        return 0
+    return min(len(job.samples.dataset.label_texts or job.samples.dataset.classes), MOST_ANSWERS)
+
+
+class Question(NamedTuple):
+    """A batch of the target's inputs; with answers to choose from, a row for each, their counts, and the right ones."""
+
+    batch: Any
+    counts: Sequence[int] = ()
+    right: Tensor | None = None
+
+
+def questions_of(job: Job, samples: Samples) -> list[Question]:
+    """What the target is asked about samples to judge a scale."""
+    most = answers_per_sample(job)
+    if not most or not isinstance(samples, Drawn):
+        return [Question(batch.target if isinstance(batch, PairedBatch) else batch) for batch in samples]
+    found, data, size = [], fewer_choices(samples.chosen, most), max(samples.size // most, 1)
+    for start in range(0, len(data), size):
+        part = data.subset(np.arange(start, min(start + size, len(data))))
+        asked, counts = each_answer(part)
+        batch = batch_for(job.target, samples.objective.encode(job.target, with_prompts(asked)))
+        found.append(Question(batch, counts, torch.as_tensor(part.labels)))
+    return found
 
 
 # of a batch: class scores and labels, of samples or of tokens, or the loss of each sample
 Answers = tuple[Tensor, Tensor | None]
 
 
-def answers_of(job: Job, module: nn.Module, batches: Sequence[Any]) -> list[Answers]:
-    """The answers of the target, which `module` is, to batches of its own inputs."""
+def answers_of(job: Job, module: nn.Module, questions: Sequence[Question]) -> list[Answers]:
+    """The answers of the target, which `module` is."""
     assert job.losses is not None
     loss, found = job.losses.target, list[Answers]()
     with frozen(module), torch.no_grad():
-        for batch in batches:
-            if isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and job.target.regresses):
+        for batch, counts, right in questions:
+            if isinstance(loss, TokenLoss) and right is not None:
+                losses = pad_sequence(loss.each(module, batch).split(list(counts)), True, -UNLIKELY)
+                found.append((-losses, right))
+            elif isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and job.target.regresses):
                 found.append((loss.each(module, batch), None))
             elif job.heads is not None:
                 found.append((job.heads.target.scores(job.target, module, batch[0]).cpu(), batch[1].cpu()))
@@ -273,13 +315,13 @@ def score_of(answers: Sequence[Answers], each: bool) -> Score:
     """The score of answers; `each` says that they are losses of single samples."""
     labels = [label for _, label in answers if label is not None]
     if labels:
-        return score_of_classes(_together([value for value, _ in answers], 0), _together(labels, UNLABELLED))
+        return score_of_classes(_together([value for value, _ in answers], UNLIKELY), _together(labels, UNLABELLED))
     values = torch.cat([value for value, _ in answers])
     return Score(float(values.mean()), losses=values if each else None)
 
 
-def _together(batches: Sequence[Tensor], fill: int) -> Tensor:
-    """Batches of scores, or of labels, as one; where they are of tokens, shorter batches are filled up."""
+def _together(batches: Sequence[Tensor], fill: float) -> Tensor:
+    """Batches of scores, or of labels, as one; where they have fewer tokens or answers, they are filled up."""
     shape = torch.tensor([batch.shape for batch in batches]).amax(0).tolist()[1:]
     joined = batches[0].new_full((sum(map(len, batches)), *shape), fill)
     for start, batch in zip(accumulate(map(len, batches), initial=0), batches, strict=False):

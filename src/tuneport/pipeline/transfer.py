@@ -226,9 +226,9 @@ def _of_target(seen: Seen, moved: Moved) -> float | None:
     if moved.choice is None or moved.choice.samples != seen.samples:
         return None
     found = moved.choice.scores[0.0]
-    if seen.metric == "loss" or found.accuracy is None:
-        return found.loss if seen.metric == "loss" else None
-    return round(found.accuracy * seen.samples)
+    if seen.metric == "loss":
+        return found.loss if found.accuracy is None else None
+    return None if found.accuracy is None else round(found.accuracy * seen.samples)
 
 
 def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:
