@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from scipy.special import rel_entr, softmax
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from builders.chats import chat_tokenizer
 from builders.folders import Zoo
 from builders.samples import raises
 from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, write
@@ -42,6 +45,11 @@ def answers(samples: Drawn) -> tuple[Any, Any]:
         return tuple(
             ask(model.module, side) for ask, model, side in zip(found.ask, samples.models, encoded, strict=True)
         )  # type: ignore[return-value]
+
+
+def spans(*places: float) -> Tensor:
+    """Those of the tokens of one text, which follow one another."""
+    return torch.tensor([list(pairwise(places))])
 
 
 class TestClasses:
@@ -155,9 +163,14 @@ class TestTokens:
         assert float(found.own_loss(answers(samples)[1])) == pytest.approx(expected, rel=1e-5)
 
     def test_stretches_by_hand(self) -> None:
-        """Tokens end at 2 3 5 9 and 2 5 7 9: after 2, the stretches end at 5 and at 9."""
-        teacher = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), torch.tensor([[2.0, 3.0, 5.0, 9.0]])
-        student = torch.tensor([[8.0, 0.5, 0.25, 0.125]]), torch.tensor([[2.0, 5.0, 7.0, 9.0]])
+        """Tokens end at 2 3 5 9 and 2 5 7 9: after 2, the stretches end at 5 and at 9.
+
+        The text up to 2 is another stretch only if both predict all of it.
+        """
+        teacher = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), spans(0.0, 2.0, 3.0, 5.0, 9.0)
+        student = torch.tensor([[8.0, 0.5, 0.25, 0.125]]), spans(1.0, 2.0, 5.0, 7.0, 9.0)
+        whole = student[0], spans(0.01, 2.0, 5.0, 7.0, 9.0)  # after a blank
+        assert [side.tolist() for side in matching._stretches(teacher, whole)] == [[9.0, 3.0, 4.0], [8.0, 0.5, 0.375]]
         wanted, found = matching._stretches(teacher, student)
         assert wanted.tolist() == [3.0, 4.0]
         assert found.tolist() == [0.5, 0.375]
@@ -170,11 +183,37 @@ class TestTokens:
         assert float(matching._span_loss(teacher, student)) == 0.0  # the student expects both stretches more
 
     def test_padding_belongs_to_no_stretch(self) -> None:
-        padded = torch.tensor([[1.0, 2.0, 5.0]]), torch.tensor([[2.0, 4.0, -1.0]])
-        whole = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 4.0]])
-        assert [side.tolist() for side in matching._stretches(padded, whole)] == [[2.0], [2.0]]
+        whole = torch.tensor([[1.0, 2.0]]), spans(0.0, 2.0, 4.0)
+        padded = torch.tensor([[5.0, 1.0, 2.0, 5.0]]), F.pad(whole[1], (0, 0, 1, 1), value=-1.0)
+        assert [side.tolist() for side in matching._stretches(padded, whole)] == [[1.0, 2.0], [1.0, 2.0]]
+
+    @pytest.mark.parametrize("template", ["chatml", "gemma", None])
+    def test_an_answer_of_one_word_is_a_stretch(self, tmp_path: Path, template: str | None) -> None:
+        """Also if the student has no template, so that nothing follows the word; its surprise is the whole answer's."""
+        tokenizers = chat_tokenizer("chatml"), chat_tokenizer(template)
+        tokenizers[1].add_tokens(["stone"])  # one token, where the teacher has several
+        sizes = [{"vocab_size": len(words), "max_position_embeddings": 512} for words in tokenizers]
+        source = write(tmp_path / "source", make("llama", **sizes[0]), tokenizers[0])
+        target = write(tmp_path / "target", make("llama", OTHER, **sizes[1]), tokenizers[1])
+        chat = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "stone"}]
+        samples = drawn(source, target, Dataset([chat] * 2, None, ()))
+        assert matching_of(samples).name == "spans"
+        wanted, found = matching._stretches(*answers(samples))
+        for model, stretches in zip(samples.models, (wanted, found), strict=True):
+            assert model.reader is not None
+            read = model.reader.chats([chat])
+            assert read.labels is not None
+            (places,) = torch.nonzero(read.labels[0] != -100, as_tuple=True)
+            inside = [
+                int(place) for place in places if read.spans[0][0, place, 1] <= read.spans[0][0, places[0], 0] + 5
+            ]
+            with torch.no_grad():
+                logits = model.module(**model.inputs(read.inputs)).logits[0].double().log_softmax(-1)
+            expected = -sum(float(logits[place - 1, read.labels[0, place]]) for place in inside)
+            assert float(stretches[0]) == pytest.approx(expected, rel=1e-5)  # float32 passes in other batches
 
     def test_texts_without_a_common_place_are_an_error(self) -> None:
-        one: tuple[Tensor, Tensor] = torch.tensor([[1.0]]), torch.tensor([[2.0]])
-        with pytest.raises(DataError, match="share no place in these texts where a token ends: give longer texts"):
-            matching._stretches(one, one)
+        one = torch.tensor([[1.0]]), spans(0.0, 2.0)
+        for other in (spans(0.0, 3.0), spans(1.0, 2.0)):  # it ends elsewhere, or it begins elsewhere
+            with pytest.raises(DataError, match="share no place in these texts where a token ends: give longer texts"):
+                matching._stretches(one, (torch.tensor([[1.0]]), other))

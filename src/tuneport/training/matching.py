@@ -28,6 +28,7 @@ from ..types import Sides
 Ask = Callable[[nn.Module, Encoded], Any]
 
 BATCH = 128  # samples of an update
+CHARACTER = 0.5  # two places that are nearer have blanks between them at most
 SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
 
 
@@ -204,9 +205,9 @@ def _of_spans(models: Sides[Model]) -> Matching:
             surprise = F.cross_entropy(
                 widened(logits).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
             )
-            ends = encoded.spans[-1][..., 1].to(labels.device)
-            ends = ends[:, 1:] if model.generates == "causal" else ends
-            return surprise.view(labels.shape), ends.masked_fill(~known, -1.0)
+            spans = encoded.spans[-1].to(labels.device)
+            spans = spans[:, 1:] if model.generates == "causal" else spans
+            return surprise.view(labels.shape), spans.masked_fill(~known[..., None], PADDING)
 
         return answer
 
@@ -216,20 +217,22 @@ def _of_spans(models: Sides[Model]) -> Matching:
 def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
     """The surprise of both models at each stretch of text that ends with a token of both."""
     found: list[tuple[Tensor, Tensor]] = []
-    for one, ends, two, others in zip(*teacher, *student, strict=True):
-        shared = ends[(ends >= 0) & torch.isin(ends, others)].unique()  # sorted
-        if len(shared) < 2:
+    for one, spans, two, others in zip(*teacher, *student, strict=True):
+        first, second = (side[side[:, 1] >= 0] for side in (spans, others))
+        shared = first[torch.isin(first[:, 1], second[:, 1]), 1].unique()  # sorted
+        if not len(shared):
             continue
+        # both predict the text before the first shared place if they begin at one place, apart from blanks
+        apart = int(abs(first[0, 0] - second[0, 0]) >= CHARACTER)
         sums = []
-        for surprise, places in ((one, ends), (two, others)):
-            # a token belongs to the first shared place at or after its end; the text before the first is left out,
-            # since models differ in the tokens that they predict there
-            number = torch.searchsorted(shared, places)
-            inside = (places > shared[0]) & (number < len(shared))
+        for surprise, ends in ((one, spans[:, 1]), (two, others[:, 1])):
+            # a token belongs to the first shared place at or after its end
+            number = torch.searchsorted(shared, ends.contiguous())
+            inside = (ends >= 0) & (number < len(shared))
             total = torch.zeros(len(shared), device=surprise.device, dtype=surprise.dtype)
-            sums.append(total.index_add(0, number[inside], surprise[inside])[1:])
+            sums.append(total.index_add(0, number[inside], surprise[inside])[apart:])
         found.append((sums[0], sums[1]))
-    if not found:
+    if not any(len(stretches) for stretches, _ in found):
         raise DataError("teacher and student share no place in these texts where a token ends: give longer texts.")
     return Sides(*(torch.cat(side) for side in zip(*found, strict=True)))
 
@@ -246,8 +249,8 @@ def _span_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -
 
 def _surprise(student: tuple[Tensor, Tensor]) -> Tensor:
     """The mean surprise at a token."""
-    surprise, ends = student
-    return surprise[ends >= 0].mean()
+    surprise, spans = student
+    return surprise[spans[..., 1] >= 0].mean()
 
 
 def _span_overlap(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
