@@ -36,8 +36,9 @@ from builders.samples import empty_dataset
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.layers import TokenLayout
-from tuneport.models.base import describe_any
+from tuneport.models.base import Labelling, describe_any
 from tuneport.models.families import quiet as _quiet
+from tuneport.models.families.huggingface_heads import classifier_around
 from tuneport.models.heads import PROMPTS, choose_head, read_head
 from tuneport.models.open import describe_module, open_model, open_stored, outline_model, path_of
 from tuneport.pipeline.change import apply
@@ -583,3 +584,13 @@ def test_quantised_weights_are_refused_before_any_work(zoo: Zoo, tmp_path: Path,
     with pytest.raises(CheckpointError, match=r"are quantised: .* Give the model in float32"):
         apply(vector, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_without_a_model_type_gets_a_classifier() -> None:
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    config.model_type = None
+    module, fresh = classifier_around(transformers.BertModel(config), Labelling("sequence", ("good", "bad")), "base")
+    assert isinstance(module, transformers.BertForSequenceClassification)
+    assert {"classifier.weight", "classifier.bias"} <= fresh

@@ -98,8 +98,9 @@ def _whole(config: Any) -> Any:
     """A copy of a configuration; that of an image tower as part of one of two towers, for which there are classes."""
     import transformers
 
-    both = config.model_type.removesuffix(f"_{TOWER}")
-    if both == config.model_type or both not in transformers.CONFIG_MAPPING:
+    kind_of = str(config.model_type)  # a file may have null in its place
+    both = kind_of.removesuffix(f"_{TOWER}")
+    if both == kind_of or both not in transformers.CONFIG_MAPPING:
         return copy.deepcopy(config)
     with quiet():
         kind: Any = transformers.CONFIG_MAPPING[both]
