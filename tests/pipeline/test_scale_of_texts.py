@@ -21,7 +21,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.measure.language import likelihood
 from tuneport.pipeline.preflight import judge, try_transfer
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import MOST_ANSWERS, answers_of, questions_of
+from tuneport.pipeline.scale import MOST_ANSWERS, answers_of, choose_scale, questions_of, score_of_classes
 from tuneport.pipeline.transfer import transfer
 from tuneport.types import ScaleRule
 
@@ -120,6 +120,25 @@ def test_the_form_of_the_answers_is_no_gain_if_the_right_one_is_lost(trio: list[
     assert harm.turned_wrong is not None
     assert harm.turned_wrong > 4
     assert judge(harm).verdict == "unlikely to help"
+
+
+@pytest.mark.parametrize("rule", ["auto", "safe"])
+def test_a_model_that_is_often_right_and_sometimes_far_off_is_kept(rule: ScaleRule) -> None:
+    """At no sharpness is its loss below that of a model that knows only how frequent the answers are."""
+    labels = torch.tensor([0, 0, 1, 2, 3] * 8)
+    right = F.one_hot(labels, 4).double()
+    right[1::5] *= -40  # two of five are wrong, by far
+    right[3::5] *= -40
+    found = {
+        0.0: score_of_classes(right, labels),
+        0.25: score_of_classes(torch.tensor([0.7, 0, 0, 0]).expand(40, 4), labels),
+    }
+    assert found[0.0].loss > found[0.25].loss
+    assert (found[0.0].accuracy, found[0.25].accuracy) == (0.6, 0.4)
+    for judged, wanted in ((False, 0.25), (True, 0.0)):
+        scores = {scale: replace(score, by_likelihood=judged) for scale, score in found.items()}
+        choice = choose_scale(scores.__getitem__, samples=40, held_out=True, candidates=(0.0, 0.25), rule=rule)
+        assert choice.scale == wanted
 
 
 def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:

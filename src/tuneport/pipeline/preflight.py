@@ -220,7 +220,7 @@ def try_transfer(
                 scaled.set(candidate)
                 with fitted(job, scaled.module, others):
                     answers[-1][candidate] = answers_of(job, scaled.module, questions)
-    scales = tuple(_scale(answers[:number] + answers[number + 1 :], strength, tokens) for number in range(len(folds)))
+    scales = tuple(_scale(job, answers[:number] + answers[number + 1 :], strength) for number in range(len(folds)))
     before, after = (
         [score for found, at in zip(answers, taken, strict=True) for score in _scores(found[at])]
         for taken in ([0.0] * len(folds), scales)
@@ -327,13 +327,13 @@ def _folds(job: Job) -> list[slice]:
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
-def _scale(folds: Sequence[Mapping[float, list[Answers]]], strength: float | ScaleRule, tokens: bool) -> float:
+def _scale(job: Job, folds: Sequence[Mapping[float, list[Answers]]], strength: float | ScaleRule) -> float:
     """The scale that was given, or that the answers of some folds choose."""
     if not isinstance(strength, str):
         return strength
     answers = {scale: [answer for found in folds for answer in found[scale]] for scale in folds[0]}
     count = sum(len(values) for values, _ in answers[0.0])
-    found = {scale: score_of(given, tokens) for scale, given in answers.items()}
+    found = {scale: score_of(job, given) for scale, given in answers.items()}
     return choose_scale(found.__getitem__, samples=count, held_out=True, candidates=tuple(found), rule=strength).scale
 
 

@@ -5,7 +5,9 @@ loss at the best sharpness (inverse temperature) of each: a zero-shot head is of
 a change that only sharpens it lowers the plain loss. Accuracy has no such bias, but its standard error is ten points
 with 20 samples, while the losses of one sample at two scales differ little. Where a language model has answers to
 choose from, their likelihoods are its class scores: the loss of the right answer alone also falls where a change
-teaches the form of the answers and loses which one is right.
+teaches the form of the answers and loses which one is right. A language model that was not trained for the task may
+prefer some answers by far and still be often right, which no sharpness shows: there, a scale with fewer right answers
+than at zero is not chosen.
 
 The rule `auto` takes the least loss, and needs evidence only beyond 1. `safe` needs evidence for every step above the
 smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with the square.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -55,13 +57,14 @@ class Score:
     """The mean loss of a model on some samples, and with classes also the share that is right.
 
     With classes the loss is that at the best `sharpness`, a factor of the scores of the head, and `losses` has the loss
-    of each sample.
+    of each sample. `by_likelihood` says that the classes are answers of a language model.
     """
 
     loss: float
     accuracy: float | None = None
     sharpness: float | None = None
     losses: Tensor | None = field(default=None, compare=False, repr=False)
+    by_likelihood: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ def _upwards(scores: Mapping[float, Score], smallest: float, rule: ScaleRule) ->
     for scale, found in scores.items():
         errors = 0.0 if scale <= smallest else RULES[rule][scale > 1]
         asked = errors * _error(found, scores[best]) if errors else 0.0
-        if math.isfinite(found.loss) and found.loss + asked < scores[best].loss:
+        lost = found.by_likelihood and (found.accuracy or 0.0) < (scores[0.0].accuracy or 0.0)
+        if math.isfinite(found.loss) and found.loss + asked < scores[best].loss and not lost:
             best = scale
     return best
 
@@ -234,9 +238,8 @@ def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: Sc
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
-    each = judged_by_loss(sides[0])
     return choose_scale(
-        lambda scale: score_of(answers[scale], each),
+        lambda scale: score_of(sides[0], answers[scale]),
         samples=samples,
         held_out=held_out,
         candidates=tuple(answers),
@@ -311,13 +314,14 @@ def answers_of(job: Job, module: nn.Module, questions: Sequence[Question]) -> li
     return found
 
 
-def score_of(answers: Sequence[Answers], each: bool) -> Score:
-    """The score of answers; `each` says that they are losses of single samples."""
+def score_of(job: Job, answers: Sequence[Answers]) -> Score:
+    """The score of answers in a job."""
     labels = [label for _, label in answers if label is not None]
     if labels:
-        return score_of_classes(_together([value for value, _ in answers], UNLIKELY), _together(labels, UNLABELLED))
+        found = score_of_classes(_together([value for value, _ in answers], UNLIKELY), _together(labels, UNLABELLED))
+        return replace(found, by_likelihood=answers_per_sample(job) > 0)
     values = torch.cat([value for value, _ in answers])
-    return Score(float(values.mean()), losses=values if each else None)
+    return Score(float(values.mean()), losses=values if judged_by_loss(job) else None)
 
 
 def _together(batches: Sequence[Tensor], fill: float) -> Tensor:
