@@ -91,6 +91,7 @@ class Session:
         """Write the task as a user has it: one chat a line, with its label and split."""
         lines = []
         for split, data in read_task(self.task, self.shared / "data/text", tested).items():
+            assert data.labels is not None
             for chat, label in zip(data.inputs, data.labels, strict=True):
                 row = {"messages": chat, "label": data.classes[label], "split": split}
                 lines.append(json.dumps(row))

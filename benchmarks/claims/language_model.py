@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tuneport.data.dataset import Dataset
 from tuneport.job import Job
@@ -86,7 +86,7 @@ def make_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def train(
-    model: LlamaForCausalLM, tokens: Tensor, steps: int, rate: float, device: str, batch: int = 48, seed: int = 0
+    model: Any, tokens: Tensor, steps: int, rate: float, device: str, batch: int = 48, seed: int = 0
 ) -> list[float]:
     """Next-token training on random windows of a stream of tokens; returns the losses."""
     generator = torch.Generator().manual_seed(seed)
@@ -156,11 +156,11 @@ def main() -> None:
             tokenizer = make_tokenizer(english, size)
             torch.manual_seed(len(name))
             shape = SHAPES["target" if name.startswith("target") else name]
-            config = LlamaConfig(
-                **shape, vocab_size=len(tokenizer), num_key_value_heads=4, max_position_embeddings=LENGTH,
+            config = AutoConfig.for_model(
+                "llama", **shape, vocab_size=len(tokenizer), num_key_value_heads=4, max_position_embeddings=LENGTH,
                 tie_word_embeddings=True, bos_token_id=1, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
-            model = LlamaForCausalLM(config).to(options.device)
+            model = AutoModelForCausalLM.from_config(config).to(options.device)
             losses = train(model, stream(tokenizer, english), options.steps, 1e-3, options.device)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -168,8 +168,9 @@ def main() -> None:
         opened[name] = open_model(folder, device=options.device)
     tuned = {}
     for name, model in opened.items():
-        module = LlamaForCausalLM.from_pretrained(model.folder).to(options.device)
         assert model.reader is not None
+        assert model.folder is not None
+        module = AutoModelForCausalLM.from_pretrained(model.folder).to(options.device)
         train(module, stream(model.reader.tokenizer, plays), options.tune, 2e-4, options.device)
         tuned[name] = module
     rows = run(options, opened, tuned, plays, held)
@@ -188,7 +189,7 @@ def tuned_lora(target: Model, chosen: Dataset, seed: int) -> Model:
         student = student_of(target, TaskVector({}), 16, seed).module
         loss = TokenLoss(target)
 
-        def mean_loss(_: int, rows: Tensor, student: Any = student, loss: Any = loss) -> Tensor:
+        def mean_loss(_: int, rows: Tensor, student: Any = student, loss: TokenLoss = loss) -> Tensor:
             batch = batch_for(target, objective.encode(target, taught.subset(rows.numpy())))
             return loss(student, batch) / (batch[1] != -100).sum()
 
@@ -254,8 +255,9 @@ def run(
                 add(name, words, target.with_module(found.apply()), seed=seed, best=found.record["distilled"]["best"])
             drawn = data.subset(job.record["data"]["indices"])
             add(name, "LoRA fine-tuning on the same passages", tuned_lora(target, drawn, seed), seed=seed)
-            module = LlamaForCausalLM.from_pretrained(target.folder).to(options.device)
             assert target.reader is not None
+            assert target.folder is not None
+            module = AutoModelForCausalLM.from_pretrained(target.folder).to(options.device)
             seen = [data.inputs[index] for index in job.record["data"]["indices"]]
             train(module, stream(target.reader.tokenizer, seen), 50, 2e-4, options.device, batch=32, seed=seed)
             add(name, "fine-tuning on the same passages, 50 steps", target.with_module(module), seed=seed)

@@ -208,11 +208,12 @@ class Cell:
         with locked(given.work / "ported.lock"):  # the sums of two jobs at once may not fit on one GPU
             if not path.exists():
                 started = time.time()
-                rule = "auto" if method.startswith("bico") else 1.0
+                rule: float | ScaleRule = "auto" if method.startswith("bico") else 1.0
                 moved = move(job.for_(chosen), chosen, rule, passes=in_groups(job, given.groups))
-                scales, losses = {}, {}
+                scales: dict[str, float] = {}
+                losses: dict[str, float] = {}
                 if (choice := moved.choice) is not None:
-                    scales = {rule: chosen_by(rule, choice) for rule in RULES}
+                    scales |= {name: chosen_by(name, choice) for name in RULES}
                     scales["default"] = scales[str(scale_for(job, None))]
                     losses = {str(scale): found.loss for scale, found in choice.scores.items()}
                 vector = TaskVector({name: moved.transfer.task_vector[name] for name in moved.transfer.task_vector})

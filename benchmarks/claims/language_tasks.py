@@ -24,7 +24,7 @@ from tuneport.measure.objectives import batch_for, choose_objective
 from tuneport.models.base import Model
 
 VALIDATION = 100
-ALL_DATA = {"steps": 300, "rate": 2e-4, "batch": 8}
+ALL_DATA: dict[str, Any] = {"steps": 300, "rate": 2e-4, "batch": 8}
 INSTRUCTIONS = {
     "trec6": (
         "What kind of answer does this question ask for? Reply with one word: description, entity, abbreviation, "
@@ -123,5 +123,5 @@ def train_lora(
         optimizer.step()
     module.eval()
     if out is not None:
-        module.save_pretrained(out)
+        module.save_pretrained(str(out))
     return module.merge_and_unload()
