@@ -76,12 +76,13 @@ def opened(folder: Path, device: str, dtype: str, longest: int) -> Model:
 
 @dataclass(frozen=True)
 class Ported:
-    """A ported change, the scales that the rules choose, the losses of the candidates, and the seconds it took."""
+    """A ported change, the scales that the rules choose, the candidates' loss and accuracy, and the seconds it took."""
 
     vector: TaskVector
     records: tuple[LayerRecord, ...]
     scales: dict[str, float]
     losses: dict[str, float]
+    right: dict[str, float | None]
     seconds: float
 
     def scale(self, rule: str) -> float:
@@ -159,7 +160,7 @@ class Cell:
         method, _, rest = part.partition("@")
         rule, _, distilled = rest.partition(",")
         found = self.ported(method, draw)
-        more: dict[str, Any] = {"draw": draw, "scale": found.scale(rule), "losses": found.losses}
+        more: dict[str, Any] = {"draw": draw, "scale": found.scale(rule), "losses": found.losses, "right": found.right}
         result, seconds, key = self.result(found, more["scale"], draw), found.seconds, (id(found), more["scale"])
         if distilled:
             started = time.time()
@@ -212,12 +213,14 @@ class Cell:
                 moved = move(job.for_(chosen), chosen, rule, passes=in_groups(job, given.groups))
                 scales: dict[str, float] = {}
                 losses: dict[str, float] = {}
+                right: dict[str, float | None] = {}
                 if (choice := moved.choice) is not None:
                     scales |= {name: chosen_by(name, choice) for name in RULES}
                     scales["default"] = scales[str(scale_for(job, None))]
                     losses = {str(scale): found.loss for scale, found in choice.scores.items()}
+                    right = {str(scale): found.accuracy for scale, found in choice.scores.items()}
                 vector = TaskVector({name: moved.transfer.task_vector[name] for name in moved.transfer.task_vector})
-                found = Ported(vector, moved.transfer.records, scales, losses, time.time() - started)
+                found = Ported(vector, moved.transfer.records, scales, losses, right, time.time() - started)
                 torch.save(vars(found) | {"vector": dict(vector)}, path.with_suffix(".new"))
                 path.with_suffix(".new").rename(path)
         kept = torch.load(path, weights_only=False)

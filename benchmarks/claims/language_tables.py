@@ -63,7 +63,8 @@ def section(rows: list[dict[str, Any]], parts: Sequence[str], draws: Sequence[in
         shown = "" if name in ("source", "target") or name.startswith("why") else f"{seconds:.0f}"
         yield f"| {name} | {len(found)} | {' | '.join(cells)} | {scales} | {shown} |"
     for row in [row for row in rows if row.get("losses") and row["row"] == "bico@1"]:
-        losses = ", ".join(f"{scale}: {loss:.4g}" for scale, loss in row["losses"].items())
+        right = {scale: f" ({share:.0%} right)" for scale, share in row.get("right", {}).items() if share is not None}
+        losses = ", ".join(f"{scale}: {loss:.4g}{right.get(scale, '')}" for scale, loss in row["losses"].items())
         yield f"\nLoss of held-out calibration samples by the scale of `bico`, draw {row['draw']}: {losses}."
     missing: dict[str, list[str]] = {}
     for part in parts:
