@@ -279,6 +279,22 @@ def by_shape(match: Match, device: torch.device | None = None) -> Match:
     return matched
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Shape, strides and dtype of a meta tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
 class OnMeta(TorchDispatchMode):
     """Run operations on meta tensors: each once per shape, and data-dependent bool checks with the answer True.
 
@@ -287,7 +303,7 @@ class OnMeta(TorchDispatchMode):
     """
 
     # Shapes are facts: what one forecast finds serves all later ones.
-    _known: ClassVar[dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
+    _known: ClassVar[dict[Any, _Shape | tuple[_Shape | None, ...] | None]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -297,14 +313,15 @@ class OnMeta(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         key = func, torch.get_default_dtype(), _signature(args), _signature(tuple(kwargs.items()))
-        if key in self._known:
-            shape, stride, dtype = self._known[key]
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if (known := self._known.get(key)) is not None:
+            return tuple(each and each.empty() for each in known) if isinstance(known, tuple) else known.empty()
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_meta:
-            given = {tensor.untyped_storage()._cdata for tensor in _tensors(*args, *kwargs.values())}
-            if result.untyped_storage()._cdata not in given:  # nothing that was changed in place, or given back
-                self._known[key] = result.shape, result.stride(), result.dtype
+        found = result if isinstance(result, tuple) else (result,)
+        if all(each is None or (isinstance(each, Tensor) and each.is_meta) for each in found):
+            held = Counter(tensor.untyped_storage()._cdata for tensor in _tensors(found, *args, *kwargs.values()))
+            if all(held[tensor.untyped_storage()._cdata] == 1 for tensor in _tensors(found)):  # all of it is new
+                shapes = tuple(each if each is None else _Shape.of(each) for each in found)
+                self._known[key] = shapes if isinstance(result, tuple) else shapes[0]
         return result
 
 
