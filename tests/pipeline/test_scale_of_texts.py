@@ -19,10 +19,11 @@ from builders.texts import gpt_tokenizer, make, write
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.measure.language import likelihood
+from tuneport.pipeline.outlook import expected
 from tuneport.pipeline.preflight import judge, try_transfer
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import MOST_ANSWERS, answers_of, choose_scale, questions_of, score_of_classes
-from tuneport.pipeline.transfer import transfer
+from tuneport.pipeline.scale import MOST_ANSWERS, TOKEN_SCALES, answers_of, choose_scale, questions_of, score_of_classes
+from tuneport.pipeline.transfer import run, transfer
 from tuneport.types import ScaleRule
 
 QUESTIONS = [f"the {name} of the {place}" for name in ("cat", "dog", "bird", "ship") for place in ("town", "river")]
@@ -151,6 +152,18 @@ def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:
     assert (right.numpy() == wanted.labels).all()
     bits = -scores.gather(1, right[:, None])[:, 0].numpy() / math.log(2)
     assert bits == pytest.approx(wanted.bits, rel=1e-5)  # float32 passes in other batches
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("labels", 2), ("texts", 1), ("one class", 1)])
+def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, passes: int) -> None:
+    data = Dataset(QUESTIONS * 2, np.zeros(16, dtype=np.int64), WORDS[:1]) if kind == "one class" else data_of(kind)
+    job = prepare(*trio, data, signals="naive", scored=True, samples=16)
+    rows: list[int] = []
+    layer = job.target.module.get_submodule(job.plan.pairs[0].target.weight.removesuffix(".weight"))
+    layer.register_forward_pre_hook(lambda _, given: rows.append(0 if given[0].is_meta else len(given[0])))
+    planned = expected(job, "naive", scale="auto")["expected"]["answers"]["target"]
+    run(job, "naive", scale="auto")
+    assert sum(rows) == planned == len(TOKEN_SCALES) * passes * 16
 
 
 def test_many_answers_are_judged_by_some(trio: list[Path]) -> None:

@@ -265,7 +265,8 @@ def answers_per_sample(job: Job) -> int:
     loss = None if job.losses is None else job.losses.target
     if not isinstance(loss, TokenLoss) or not isinstance(job.samples, Drawn) or job.samples.dataset.labels is None:
         return 0
-    return min(len(job.samples.dataset.label_texts or job.samples.dataset.classes), MOST_ANSWERS)
+    count = len(job.samples.dataset.label_texts or job.samples.dataset.classes)
+    return min(count, MOST_ANSWERS) if count > 1 else 0
 
 
 class Question(NamedTuple):
