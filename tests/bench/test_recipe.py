@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from typer.testing import CliRunner
 
 import tuneport
 from builders.folders import CLASSES, LARGE, SMALL, build, images, perturb, scatter, write_head
+from builders.processes import run_program
 from tuneport.bench import cells, figures, run
 from tuneport.bench.recipe import FIGURES, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
 from tuneport.bench.run import Cells, cell_names, plan_lines, run_recipe, wanted_finetunes
@@ -224,12 +224,19 @@ class TestNames:
 
 @pytest.mark.parametrize("package", ["pydantic"])
 def test_without_a_package_of_the_extra_the_error_names_it(package: str) -> None:
-    code = (
-        f"import sys; sys.modules[{package!r}] = None; import tuneport.pipeline.transfer; import tuneport.bench.recipe"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = f"""
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("tuneport", {package!r})]:
+    del sys.modules[name]
+sys.modules[{package!r}] = None
+import tuneport.pipeline.transfer
+print("imported")
+import tuneport.bench.recipe
+"""
+    done = run_program(code)
+    assert done.out == "imported\n"
     expected = f'tuneport.errors.TuneportError: tuneport bench needs {package}. Run: pip install "tuneport[bench]".'
-    assert done.stderr.splitlines()[-1] == expected
+    assert done.err.splitlines()[-1] == expected
 
 
 @pytest.mark.usefixtures("no_forward")

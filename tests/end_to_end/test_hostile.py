@@ -10,8 +10,6 @@ import pickle
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -24,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from builders.folders import Zoo, edit_json, edit_weights, write_head
+from builders.processes import run_program
 from tuneport.bench.recipe import read_recipe
 from tuneport.data import formats, rows
 from tuneport.data.formats import read_plain
@@ -44,11 +43,16 @@ def copied(zoo: Zoo, name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(zoo[name], tmp_path / name))
 
 
-def test_eighty_spoiled_files() -> None:
+def test_eighty_spoiled_files(tmp_path: Path) -> None:
     """In a process of its own, since it listens to the interpreter's audit events."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz.py"), "--cases", "80", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    program = "import runpy, sys; sys.path[:0] = [sys.argv.pop(1)]; runpy.run_module('fuzz', run_name='__main__')"
+    words = ["--first=0", "--cases=80", "--seed=1", f"--part-out={tmp_path / 'out'}"]
+    done = run_program(program, str(ROOT / "benchmarks"), *words)
+    assert done.code == 0, done.err
+    lines = map(json.loads, (tmp_path / "out").read_text(encoding="utf-8").splitlines())
+    ended = [line for line in lines if "outcome" in line]
+    assert [line["case"] for line in ended] == list(range(80))
+    assert [line for line in ended if line["wrong"]] == []
 
 
 class TestConfigurations:
