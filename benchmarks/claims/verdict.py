@@ -171,6 +171,18 @@ def table(cells: list[Cell]) -> list[str]:
     return lines
 
 
+def verdicts(cells: list[Cell]) -> list[str]:
+    """How many cells got which verdict, and how often it was true."""
+    words = [(judge(cell["trial"]).verdict, cell["gain"]) for cell in cells]
+    counts = Counter((word, right(word, gain)) for word, gain in words)
+    lines = ["| verdict | cells | true | false |", "|---|---|---|---|"]
+    for word in (LIKELY, UNCERTAIN, UNLIKELY):
+        total = sum(count for (name, _), count in counts.items() if name == word)
+        shown = ("–", "–") if word == UNCERTAIN else (counts[word, 1], counts[word, -1])
+        lines.append(f"| {word} | {total} | {shown[0]} | {shown[1]} |")
+    return lines
+
+
 def write(options: argparse.Namespace) -> None:
     measured = load(options)
     cells = [cell for cell in measured if cell["seed"] == 0]
@@ -183,14 +195,7 @@ def write(options: argparse.Namespace) -> None:
         "",
         *table(cells),
     ]
-    counts = Counter(
-        (judge(cell["trial"]).verdict, right(judge(cell["trial"]).verdict, cell["gain"])) for cell in cells
-    )
-    lines += ["", "## Verdicts", "", "| verdict | cells | true | false |", "|---|---|---|---|"]
-    for word in (LIKELY, UNCERTAIN, UNLIKELY):
-        total = sum(count for (name, _), count in counts.items() if name == word)
-        shown = ("–", "–") if word == UNCERTAIN else (counts[word, 1], counts[word, -1])
-        lines.append(f"| {word} | {total} | {shown[0]} | {shown[1]} |")
+    lines += ["", "## Verdicts", "", *verdicts(cells)]
     lines += ["", f"A gain above {HARM} points counts as help, one below it as none."]
     lines += ["", "Thresholds chosen without the cells they are tried on:", ""]
     lines += ["| left out | true | false | uncertain |", "|---|---|---|---|"]
@@ -215,8 +220,7 @@ def write(options: argparse.Namespace) -> None:
             f"| {within_tasks(cells, feature):+.2f} |"
         )
     if fresh:
-        title = "## Other draws, measured after the rule was fixed"
-        lines += ["", title, "", *table(fresh)]
+        lines += ["", "## Other draws", "", *verdicts(fresh), "", *table(fresh)]
     lines += [
         "",
         "- commands: those at the head of `benchmarks/claims/verdict.py`",

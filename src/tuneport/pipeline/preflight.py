@@ -49,10 +49,11 @@ from .transfer import scale_for
 FOLDS = 4
 LEAST_SAMPLES = 2 * FOLDS
 LIKELY, UNCERTAIN, UNLIKELY = "likely to help", "uncertain", "unlikely to help"
-# Calibrated at scale 1 on the 18 cells of the zoo (benchmarks/claims/verdict.py). For "likely to help" the loss must
-# fall on clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of 40; or
-# clearly more samples turn right than wrong. A lean of TURNED_WRONG is "unlikely to help". Samples that turned must
-# differ by LEAST_TURNED: one more is chance.
+# Calibrated on the 18 cells of the zoo (benchmarks/claims/verdict.py). At a given scale, "likely to help" asks that the
+# loss falls on clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of
+# 40; or that clearly more samples turn right than wrong. A lean of TURNED_WRONG is "unlikely to help". Samples that
+# turned must differ by LEAST_TURNED: one more is chance. A scale that other samples chose rarely does harm (2 of 54
+# draws): there the loss must fall on clearly more than half, and for "unlikely" clearly more must turn wrong.
 LOSS_FALLS = 0.75
 TURNED_WRONG = -1.0
 LEAST_TURNED = 2
@@ -265,9 +266,12 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
         f"{trial.accuracy_before:.1f} % before, {trial.accuracy_after:.1f} % after"
     )
     right, wrong = trial.turned_right or 0, trial.turned_wrong or 0
-    often = tail(trial.samples, round(trial.loss_falls * trial.samples), LOSS_FALLS) < LEVEL
+    least, harm = LOSS_FALLS, trial.lean <= TURNED_WRONG and right - wrong <= -LEAST_TURNED
+    if trial.rule is not None:
+        least, harm = 0.5, direction(right, wrong) < 0
+    often = tail(trial.samples, round(trial.loss_falls * trial.samples), least) < LEVEL
     word = UNCERTAIN
-    if (trial.lean <= TURNED_WRONG and right - wrong <= -LEAST_TURNED) or trial.loss_falls < 0.5:
+    if harm or trial.loss_falls < 0.5:
         word = UNLIKELY
     elif direction(right, wrong) > 0 or (right - wrong >= LEAST_TURNED and often):
         word = LIKELY
