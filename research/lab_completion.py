@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.linalg
 import torch
 from lab import CELLS, TEXTS, Places
 from lab_study import Row, begin, cells_parser, keep
@@ -84,7 +85,9 @@ class Maps:
         if kind in ("none", "tail", "plain") or not min(N_A.shape[1], len(N_B)):
             return R, rank
         if kind == "identity":
-            left, _, right = torch.linalg.svd((N_A[:d_B].T @ N_B[:, :d_A].T).cpu(), full_matrices=False)
+            # Not divide and conquer, as torch does it: that may fail on so many equal singular values.
+            found = scipy.linalg.svd((N_A[:d_B].T @ N_B[:, :d_A].T).cpu(), full_matrices=False, lapack_driver="gesvd")
+            left, right = torch.from_numpy(found[0]), torch.from_numpy(found[2])
             W = left @ right
         else:
             W = random_isometry(N_A.shape[1], len(N_B), int(kind.split()[1]))
