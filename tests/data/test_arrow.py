@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,18 @@ from tuneport.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
+
+DAMAGED = """
+eNqVVD1v2kAYPvMlqnggUc+yKwZkJVZa5QNIoElEpZxpABPSBKQkQFVVxhjjyhiKTQiJunfs2KFDx/6ADh06d+pU9S9060/o0LszJmmSpSe499
+73ffw8z70WHKFaCoZgCe5WIAvBAgCL9wMAADcZjoAU/qbDkeQGrWzSPQMB5OCDFYyOwQiMxLNgOeBm+ICbnJ/HgLllAmOZYPDttwBmTsDFCg6E
+OZYD08VMI+ZagNwVFx/1O3zUx3Jg+Y4q1bqX8LSY4CMsIULJV5rfDROvQ9W0Q+SgO+5NKWw7TAF8iLRv8wmVDOAjjtbVeyqMAMguBQj03F0ClT
+jxHsKFsKW2dIs0s3zYGVim3+VYIS7kJBCHrJABkZjgPQsDHMt9YbjPjNSWov/OTlgh7mGATCWGQ47jhYggARbTEaLQlMjTpEzfGe4nI/1hpK/M
+/83ultbD60q+Ze9GVOk9w31kpB9B6V3wjtHdtp6dWec+hDhWinKfQhjGz3VHhmHaRkfVdL52KZp2py/uJC7Fjq66o6Hu0ITekJ5stUdrz0W7L6
+4kxAnOXuD40p0MdFwX85bqOBWKf4MX4FlUqx2e7ngvjv8dXCcrbcgIoSry1j5Cm0g2UAEhA+UNWpPlf/pjEvdmfcXPfRaaKyTKNBKQTJmIECoo
+5PRY6VmjZm/LPDTJuWk16rWU1ju5UF71DX1SdhqnZauVV7JKyTFbvYLbrB8QbEvpZc4Uc2wotmVpk3K7kkdmfaOW0YrHuI/Mavq8q208O/CeL2
+936qltLFgh0mrpxG6msW662W2kjz2rpfHMNPW3/xQPZYtcqUAv5VnfQ7N1TIoXWvF80CZpmeDXFbJRii4FXd3XWwWytYoFs3l6NZ88Vp9CKbw6
+fahA+w0kj9HBVNyfvyzXaNRu8FN/7eLJZnuWV6/3nwA+MVCHr0e6u6oNBqvqcNgfJ870oWP27UQ6u5ZcSwk5/PP0PuBXEIAj/Af4F4UlCAo=
+"""
 
 
 def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -77,3 +91,11 @@ def test_class_names_in_the_metadata_that_are_no_list(tmp_path: Path, names: Any
     table = pa.table({"text": ["a", "b"], "label": [0, 1]}).replace_schema_metadata({b"huggingface": notes})
     parquet.write_table(table, tmp_path / "t.parquet")
     assert read_plain(tmp_path / "t.parquet", "train").classes == ("0", "1")
+
+
+def test_a_crash_of_pyarrow_is_an_error_of_one_line(tmp_path: Path) -> None:
+    """One byte of the metadata of a column differs: pyarrow 26 ends the process that asks for them, with signal 6."""
+    path = tmp_path / "damaged.parquet"
+    path.write_bytes(zlib.decompress(base64.b64decode(DAMAGED)))
+    with pytest.raises(DataError, match=r"cannot read .*damaged\.parquet: [^\n]+\.$"):
+        read_plain(path, "train")

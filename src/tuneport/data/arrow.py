@@ -7,6 +7,7 @@ the file stores them, and are decoded one cell at a time.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,32 @@ from typing import Any
 from ..errors import DataError, brief
 from ..io.json_text import parse_json
 from ..io.sizes import format_bytes
+from .apart import read_apart
 from .dataset import check_count
 from .rows import LARGEST_TABLE, MOST_COLUMNS
 
 _BATCH = 256  # cells that are decoded together
+_THRIFT = {"thrift_string_size_limit": 10**8, "thrift_container_size_limit": 10**6}
+
+# pyarrow ends the process where it meets damaged metadata of a column: they are read in a process of their own.
+_FACTS = """
+import json
+from pyarrow.parquet import ParquetFile
+with ParquetFile(sys.argv[1], **json.loads(sys.argv[2])) as file:
+    facts = file.metadata
+    groups = [facts.row_group(index) for index in range(facts.num_row_groups)]
+    few = facts.num_columns <= int(sys.argv[3])
+    chunks = [group.column(index) for group in groups for index in range(group.num_columns) if few]
+    found = {
+        "columns": facts.num_columns,
+        "rows": max(facts.num_rows, sum(group.num_rows for group in groups)),
+        "size": sum(chunk.total_uncompressed_size for chunk in chunks),
+        "values": max((chunk.num_values for chunk in chunks), default=0),
+        "encodings": sorted({name for chunk in chunks for name in chunk.encodings}),
+        "texts": sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"}),
+    }
+print(json.dumps(found))
+"""
 
 
 class ArrowColumn(Sequence[Any]):
@@ -87,25 +110,17 @@ def _saved(datasets: Any, path: Path) -> tuple[Any, list[str]]:
 def _parquet(parquet: Any, path: Path) -> Any:
     """The table of a Parquet file, after its metadata were checked."""
     arrow: Any = importlib.import_module("pyarrow")
-    limits = {"thrift_string_size_limit": 10**8, "thrift_container_size_limit": 10**6}
-    with parquet.ParquetFile(path, **limits) as file:
-        facts = file.metadata
-        groups = [facts.row_group(index) for index in range(facts.num_row_groups)]
-        if facts.num_columns > MOST_COLUMNS:
-            raise DataError(
-                f"{path} is refused: it has {facts.num_columns} columns, and at most {MOST_COLUMNS} are read."
-            )
-        check_count(max(facts.num_rows, sum(group.num_rows for group in groups)), path)
-        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
-        most_values = max((chunk.num_values for chunk in chunks), default=0)
-        _check_size(max(sum(chunk.total_uncompressed_size for chunk in chunks), 8 * most_values), path)
-        if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
-            raise DataError(f"{path} is refused: it has columns in the encoding DELTA_BYTE_ARRAY. Save it without.")
-        texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
+    facts = json.loads(read_apart(path, "pyarrow", _FACTS, json.dumps(_THRIFT), str(MOST_COLUMNS)))
+    if facts["columns"] > MOST_COLUMNS:
+        raise DataError(f"{path} is refused: it has {facts['columns']} columns, and at most {MOST_COLUMNS} are read.")
+    check_count(facts["rows"], path)
+    _check_size(max(facts["size"], 8 * facts["values"]), path)
+    if "DELTA_BYTE_ARRAY" in facts["encodings"]:
+        raise DataError(f"{path} is refused: it has columns in the encoding DELTA_BYTE_ARRAY. Save it without.")
     size = 0
     tables = []
-    with parquet.ParquetFile(path, read_dictionary=texts, **limits) as file:
-        for index in range(facts.num_row_groups):
+    with parquet.ParquetFile(path, read_dictionary=facts["texts"], **_THRIFT) as file:
+        for index in range(file.num_row_groups):
             tables.append(file.read_row_group(index))
             size += sum(_decoded(chunk) for column in tables[-1].columns for chunk in column.chunks)
             _check_size(size, path)

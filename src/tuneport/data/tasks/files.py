@@ -7,8 +7,6 @@ import gzip
 import math
 import pickle
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,26 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DataError, first_of, shortened
+from ...errors import DataError, first_of
 from ...io.sizes import format_bytes
+from ..apart import read_apart
 from ..dataset import reading
 from ..rows import MOST_COLUMNS
 
 _LARGEST = 2**32  # uncompressed bytes
 _LARGEST_LIST = 10**7  # bytes of a list of images
 
-# Damaged MATLAB files can crash scipy, and the process with it: they are read in a process of their own. It must not
-# import what lies in the working folder.
 _LOADMAT = """
-import sys
-sys.path = [place for place in sys.path if place]
 import pickle
 from scipy.io import loadmat
-try:
-    content = loadmat(sys.argv[1], squeeze_me=True, variable_names=sys.argv[2:])
-    pickle.dump(content, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
-except Exception as error:
-    sys.exit(str(error) or type(error).__name__)
+content = loadmat(sys.argv[1], squeeze_me=True, variable_names=sys.argv[2:])
+pickle.dump(content, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
 """
 
 
@@ -58,13 +50,7 @@ def read_mat(path: Path, *wanted: str) -> Mapping[str, Any]:
         size = _unpacked(path)
     if size > _LARGEST:
         raise DataError(f"{path} is refused: a file may have {format_bytes(_LARGEST)} uncompressed. Split it.")
-    command = [sys.executable, "-c", _LOADMAT, str(path), *wanted]
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode:  # scipy raises nearly anything for a damaged file
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        crash = f"scipy crashed with exit code {done.returncode}"
-        raise DataError(f"cannot read {path}: {shortened(said[-1] if said and done.returncode > 0 else crash)}.")
-    content: dict[str, Any] = pickle.loads(done.stdout)
+    content: dict[str, Any] = pickle.loads(read_apart(path, "scipy", _LOADMAT, *wanted))
     missing = [name for name in wanted if name not in content]
     if missing:
         raise DataError(f"{path} has no {first_of(missing)}.")
