@@ -16,6 +16,7 @@ Norms = Literal["keep", "rotate"]  # what becomes of the changes of norms before
 ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on its samples
 OutputKind = Literal["model", "adapter", "task-vector"]
 Split = Literal["train", "test"]
+Blocks = Literal["all", "last"]  # of a student that are trained
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
 Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import TuneportError
+from ..types import Blocks
 from .options import (
     AdapterDtype,
     As,
@@ -336,6 +337,7 @@ def distill(
         int | None, typer.Option(help="Samples of an update; fewer are faster on a CPU.", min=2)
     ] = None,
     lora: Annotated[int | None, typer.Option(help="Train a LoRA of this rank, and write an adapter.", min=1)] = None,
+    blocks: Annotated[Blocks, typer.Option(help="Train all blocks, or the last ones: quicker, for images.")] = "all",
     samples: Samples = None,
     sampler: SamplerName = "random",
     seed: Seed = 0,
@@ -361,7 +363,7 @@ def distill(
         finetuned,
         target,
         data,
-        Lesson(steps, learning_rate, lora, seed, batch_size),
+        Lesson(steps, learning_rate, lora, seed, batch_size, blocks),
         source=source,
         head=head,
         samples=samples,

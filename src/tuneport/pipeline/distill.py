@@ -58,6 +58,7 @@ def teach(
         "batch_size": found.batch_size,
         "learning_rate": found.learning_rate,
         "lora": lesson.lora,
+        "blocks": lesson.blocks,
         "best": found.best,
         "curve": [asdict(mark) for mark in found.curve],
         "seconds": round(time.perf_counter() - started, 3),

@@ -36,7 +36,7 @@ from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, pack
 from ..task_vectors.vector import TaskVector, save_task_vector
 from ..training.distill import STEPS, Lesson, Mark, divide
 from ..training.state import StateFile
-from ..types import OutputKind, Progress
+from ..types import Blocks, OutputKind, Progress
 from .adapter import adapter_facts, adapter_record, whole_head
 from .distill import teach
 from .heads import fit_head
@@ -100,6 +100,7 @@ class Result:
         learning_rate: float | None = None,
         lora: int | None = None,
         batch_size: int | None = None,
+        blocks: Blocks = "all",
         progress: Progress | None = None,
         watch: Callable[[Mark], None] | None = None,
         saved: StateFile | None = None,
@@ -114,13 +115,14 @@ class Result:
             learning_rate: the highest, after the warm-up; by default it follows from the target's width.
             lora: train a LoRA of this rank in place of all linear layers, from the best fit of the transfer.
             batch_size: samples of an update; by default it follows from what is compared.
+            blocks: train "all", or only the "last", which is quicker on a CPU; for images.
             progress: called with 1 after each step.
             watch: called with each point of the curve.
             saved: keeps the state of the run, and gives back that of a killed one.
         """
         if self.job is None:
             raise TuneportError("this result does not know the models and samples that it was made from.")
-        lesson = Lesson(steps, learning_rate, lora, self.job.seed, batch_size)
+        lesson = Lesson(steps, learning_rate, lora, self.job.seed, batch_size, blocks)
         target = self.target
         if self.job.fits_head and isinstance(self.job.samples, Drawn):  # held-out samples must not have fitted it
             target = target.with_head(fit_head(target, self.apply(), divide(self.job.samples)[1]))

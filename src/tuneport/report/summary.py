@@ -96,7 +96,8 @@ def score_words(record: Record) -> str:
 def distilled_words(found: Mapping[str, Any]) -> str:
     """What a distillation did, from its entry in a record."""
     first, best = found["curve"][0], next(mark for mark in found["curve"] if mark["step"] == found["best"])
-    what = f"a LoRA of rank {found['lora']}" if found["lora"] else "all linear layers"
+    whole = "the last blocks" if found["blocks"] == "last" else "all linear layers"
+    what = f"a LoRA of rank {found['lora']}" if found["lora"] else whole
     if not found["best"]:
         return f"{found['steps']} steps brought it no nearer to {found['teacher']} on held-out samples: it is the start"
     return (
@@ -251,7 +252,7 @@ def _distill_options(given: dict[str, Any], repeated: dict[str, Any], record: Re
     taught, wanted = record["distilled"], ("finetuned", "target", "data", "out", "samples")
     same = {key: value for key, value in repeated.items() if key in ("sampler", "seed", "head", "dtype")}
     base = {} if given["source"] == given["finetuned"] else {"source": given["source"]}
-    more = {key: taught[key] for key in ("steps", "learning_rate", "batch_size", "lora")}
+    more = {key: taught[key] for key in ("steps", "learning_rate", "batch_size", "lora", "blocks")}
     return {**base, **{key: given[key] for key in wanted}, **more, **same}
 
 

@@ -23,8 +23,9 @@ from ..job import Drawn
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.tokenizer import Encoded
-from ..types import Progress, Sides
+from ..types import Blocks, Progress, Sides
 from .augment import Reader
+from .last_blocks import StoredViews, stack_of
 from .loop import Schedule, run_steps
 from .matching import Matching, matching_of
 from .state import StateFile
@@ -37,6 +38,7 @@ MOST_HELD_OUT = 200
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
 VIEWS = 4  # augmented copies of each held-out sample
+LAST_BATCH = 16  # samples of an update of the last blocks
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Lesson:
     """What is asked of a distillation.
 
     The learning rate follows from the student's width unless it is given, and the batch size from the matching.
+    All `blocks` are trained, or only the last ones, with stored inputs (`tuneport.training.last_blocks`).
     """
 
     steps: int = STEPS
@@ -51,6 +54,7 @@ class Lesson:
     lora: int | None = None
     seed: int = 0
     batch_size: int | None = None
+    blocks: Blocks = "all"
 
     def check(self) -> None:
         """Raise a TuneportError for numbers that make no sense."""
@@ -62,6 +66,21 @@ class Lesson:
             raise TuneportError(f"`lora` must be a rank of at least 1, got {self.lora}.")
         if self.batch_size is not None and self.batch_size < FEWEST_OF_BATCH:
             raise TuneportError(f"`batch_size` must be at least {FEWEST_OF_BATCH}, got {self.batch_size}.")
+        if self.blocks == "last" and self.lora is not None:
+            raise TuneportError('`blocks="last"` trains whole weights: leave `lora` out.')
+
+    def stack(self, samples: Drawn) -> str | None:
+        """The path of the stack whose last blocks alone are trained; None if all blocks are."""
+        if self.blocks == "all":
+            return None
+        images, target = samples.dataset.kind == "image", samples.models.target
+        found = stack_of(target) if images and samples.heads is not None else None
+        if found is None:
+            raise TuneportError(
+                f'`blocks="last"` needs images, a head, and one stack of several blocks: {target.name} or its samples '
+                'lack one of them. Pass `blocks="all"`.'
+            )
+        return found
 
     def schedule(self, model: Model, usual: int) -> Schedule:
         """Ten steps of warm-up, no weight decay: the start is where the student shall stay near."""
@@ -115,7 +134,7 @@ def distill(
     Args:
         samples: with both models; the module of the source is the teacher.
         student: a copy of the target's module; its parameters that need a gradient are trained.
-        lesson: steps and learning rate.
+        lesson: steps, learning rate and blocks.
         progress: called with 1 after each step.
         watch: called with each point of the curve.
         saved: keeps the state of the run, and gives back that of a killed one.
@@ -123,19 +142,25 @@ def distill(
     lesson.check()
     held_out, taught = divide(samples)
     matching = matching_of(samples)
-    schedule = lesson.schedule(samples.models.target, matching.batch_size)
-    run = _Run(samples.models.source.module, student, matching, _autocast(samples.models.target))
+    stack = lesson.stack(samples)
+    schedule = lesson.schedule(samples.models.target, matching.batch_size if stack is None else LAST_BATCH)
+    teacher, precision = samples.models.source.module, _autocast(samples.models.target)
     reader, exam = Reader(taught, lesson.steps, lesson.seed), Reader(held_out, VIEWS, lesson.seed)
     marks = {round(lesson.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= lesson.steps}
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
+        if views is not None:
+            return views.loss(rows)
         if matching.augmented:
             return run.loss(reader.view(rows.numpy(), step, blended=True))
         return run.loss(reader.plain(rows.numpy()))
 
-    with frozen(run.teacher):
+    with frozen(teacher):
         student.eval()
+        views = None if stack is None else StoredViews(teacher, student, matching, precision, reader, stack)
+        count = len(taught) if views is None else len(views)
+        run = _Run(teacher, student, matching, precision)
         first = run.begin(schedule, exam, saved)
         if first and progress is not None:
             progress(first)
@@ -148,7 +173,7 @@ def distill(
             student,
             run.optimizer,
             schedule,
-            len(taught),
+            count,
             loss_of,
             first=first,
             stops=stops,
@@ -169,7 +194,7 @@ def distill(
         student,
         matching.name,
         schedule.learning_rate,
-        min(schedule.batch_size, len(taught)),
+        min(schedule.batch_size, count),
         len(taught),
         len(held_out),
         tuple(run.curve),
