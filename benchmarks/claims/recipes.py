@@ -132,7 +132,7 @@ def run_group(options: argparse.Namespace, recipe: Recipe) -> None:
     labels, (index, count) = labels_of(recipe), map(int, options.group.split("/"))
     wanted = labels[len(labels) * index // count : len(labels) * (index + 1) // count]  # neighbours share a task
     nothing = {"rows": [], "passes": dict.fromkeys(PASSES, 0), "seconds": 0.0}
-    done = {label: nothing for label in labels if label not in wanted} | mine.load()
+    done = {label: nothing for label in labels if label not in wanted} | cells.load() | mine.load()
     made = make_finetunes(recipe, options.cache, stage=tell)
     for pair in made.comparisons:
         run_pair(made, pair, mine, done, tell)
