@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1, help="in which the blocks are measured, to save memory")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--distill", type=int, default=300, help="steps of distillation")
+    parser.add_argument("--distill", type=int, default=100, help="steps of distillation")
     parser.add_argument("--steps", type=int, help="of the source's LoRA")
     parser.add_argument("--rate", type=float, help="of the source's LoRA")
     parser.add_argument("--batch", type=int, help="of the source's LoRA")

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.claims.language_tasks import ALL_DATA, VALIDATION
 
 TRANSFERS = ("naive@1", "theseus@1", "bico@1", "bico@auto", "bico@safe", "bico+@auto", "bico+@safe")
-PARTS = ("source", "fine-tuned source", "target", *TRANSFERS, "bico+@auto,distill", "few-shot", "all-data")
+PARTS = ("source", "fine-tuned source", "target", *TRANSFERS, "bico@auto,distill", "few-shot", "all-data")
 TRIAL = ("source", "fine-tuned source", "target", "bico@1", "bico@0.1", "bico@default", "bico@safe", "bico+@default",
          "theseus@1", "bico+@auto,distill", "few-shot", "why")  # fmt: skip
 ONCE = ("source", "fine-tuned source", "target", "why", "all-data")  # parts without a draw
@@ -20,11 +20,11 @@ CELL = ("pair", "task", "samples", "lora", "max_tokens")  # keys of rows that ar
 FORMS = {"accuracy": ".1f", "bits": ".4f", "perplexity": ",.2f"}
 ABOUT = (
     "The LoRA has rank 16, on all linear layers. `source` and `target` are the bare models; `METHOD@SCALE` is a port "
-    "with N samples, `auto` and `safe` choose the scale; `distill` lets the fine-tuned source teach the port for 300 "
-    "steps; `few-shot` is a LoRA of the target, trained on the same N samples with the best of four schedules on "
-    f"{VALIDATION} validation samples; `all-data` is a LoRA of the target, trained like that of the source. Several "
-    "draws: mean ± standard deviation. Chats have no views, so `bico+` is `bico` on trec6. Perplexity does not compare "
-    "between tokenizers; bits per character do."
+    "with N samples, `auto` and `safe` choose the scale; `distill` lets the fine-tuned source teach the port for 100 "
+    "steps (in the trial 300); `few-shot` is a LoRA of the target, trained on the same N samples with the best of four "
+    f"schedules on {VALIDATION} validation samples; `all-data` is a LoRA of the target, trained like that of the "
+    "source. Several draws: mean ± standard deviation. Chats have no views, so `bico+` is `bico` on trec6. Perplexity "
+    "does not compare between tokenizers; bits per character do."
 )
 
 
