@@ -108,12 +108,18 @@ def tiny(part: Comparison) -> Comparison:
 
 
 def groups_of(options: argparse.Namespace, name: str) -> list[str]:
-    """The cells of a recipe in groups "I/N" that take about the same time."""
+    """The cells of a recipe in groups "I/N" that take about the same time, without those that are done."""
     recipe = recipe_of(options, name)
     each = max(len(part.budgets) * len(part.methods) for part in recipe.comparisons.values())
-    count = len(labels_of(recipe))
-    groups = max(1, count * min(each, 8) // 8)
-    return [f"{i}/{groups}" for i in range(groups)] if groups > 1 else []
+    labels, done = labels_of(recipe), Cells(options.out / name, _fingerprint(recipe)).load()
+    count = max(1, len(labels) * min(each, 8) // 8)
+    groups = [f"{i}/{count}" for i in range(count)] if count > 1 else []
+    return [group for group in groups if not done.keys() >= set(in_group(labels, group))]
+
+
+def in_group(labels: list[str], group: str) -> list[str]:
+    index, count = map(int, group.split("/"))
+    return labels[len(labels) * index // count : len(labels) * (index + 1) // count]  # neighbours share a task
 
 
 def labels_of(recipe: Recipe) -> list[str]:
@@ -129,8 +135,8 @@ def run_group(options: argparse.Namespace, recipe: Recipe) -> None:
     """Run the cells of a group that are not done, and add them to those that the recipe is resumed from."""
     cells = Cells(options.out / options.one, _fingerprint(recipe))
     mine = Cells(options.out / "logs" / f"{options.one}-{options.group.replace('/', '-of-')}", cells.conditions)
-    labels, (index, count) = labels_of(recipe), map(int, options.group.split("/"))
-    wanted = labels[len(labels) * index // count : len(labels) * (index + 1) // count]  # neighbours share a task
+    labels = labels_of(recipe)
+    wanted = in_group(labels, options.group)
     nothing = {"rows": [], "passes": dict.fromkeys(PASSES, 0), "seconds": 0.0}
     done = {label: nothing for label in labels if label not in wanted} | cells.load() | mine.load()
     made = make_finetunes(recipe, options.cache, stage=tell)
