@@ -195,8 +195,9 @@ def labelled(cell: Cell, samples: Drawn, begun: nn.Module, labels: Tensor, steps
 
 
 def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    if options.pairs == ["text"]:
-        yield from product((f"{SOURCE}:{target}" for target in TARGETS), options.tasks or TEXT_TASKS)
+    if options.pairs[:1] == ["text"]:
+        pairs = options.pairs[1:] or [f"{SOURCE}:{target}" for target in TARGETS]
+        yield from product(pairs, options.tasks or TEXT_TASKS)
         return
     for (source, target), tasks in PAIRS.items():
         if not options.pairs or f"{source}:{target}" in options.pairs:
@@ -218,6 +219,8 @@ def measure(options: argparse.Namespace) -> None:
         for (pair, task), samples, draw in product(cells(options), options.samples, options.draws)
         for kind in kinds
     ]
+    if not wanted:
+        sys.exit(f"no cell has the pairs {' '.join(options.pairs)} and the tasks {' '.join(options.tasks)}")
     chunk = len(kinds)  # all rows of one port together
     mine = [row for number, row in enumerate(wanted) if number // chunk % parts == part]
     cell = None
@@ -290,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/")
     parser.add_argument("--encoders", type=Path, help="folder with the text encoders")
-    parser.add_argument("--pairs", nargs="+", default=[], help="such as a:a2; 'text' for the encoders; all of the zoo")
+    parser.add_argument("--pairs", nargs="+", default=[], help="such as a:a2, or 'text minilm-l6:mpnet'; all of the zoo")
     parser.add_argument("--tasks", nargs="+", default=[])
     parser.add_argument("--samples", type=int, nargs="+", default=[100, 500])
     parser.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
