@@ -293,7 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, help="folder with zoo/ and data/")
     parser.add_argument("--encoders", type=Path, help="folder with the text encoders")
-    parser.add_argument("--pairs", nargs="+", default=[], help="such as a:a2, or 'text minilm-l6:mpnet'; all of the zoo")
+    parser.add_argument(
+        "--pairs", nargs="+", default=[], help="such as a:a2, or 'text minilm-l6:mpnet'; all of the zoo"
+    )
     parser.add_argument("--tasks", nargs="+", default=[])
     parser.add_argument("--samples", type=int, nargs="+", default=[100, 500])
     parser.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
