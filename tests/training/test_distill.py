@@ -24,6 +24,7 @@ from tuneport.pipeline.lesson import prepare_lesson, run_lesson
 from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.transfer import run
+from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import save_task_vector
 from tuneport.training.distill import Lesson, Mark
@@ -108,6 +109,7 @@ def test_a_worse_teacher_does_not_spoil_a_language_model(tmp_path: Path) -> None
     assert found["curve"][-1]["loss"] < found["curve"][1]["loss"]  # it did come nearer to its teacher
     assert losses[4] > losses[0]
     assert losses[found["best"]] == min(losses.values())
+    assert "lowered the loss on held-out samples: it is the start" in distilled_words(found | {"best": 0})
 
 
 def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> None:

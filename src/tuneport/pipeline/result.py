@@ -107,8 +107,8 @@ class Result:
     ) -> Result:
         """Let the fine-tuned source teach the ported target on the calibration samples; no label is used.
 
-        A tenth of the samples is held out. The result is the state whose answers there are nearest to the teacher's,
-        and that may be this transfer as it is.
+        A tenth of the samples is held out. The result is the state whose answers there are nearest to the teacher's, or
+        of a language model the one that predicts these texts best, and that may be this transfer as it is.
 
         Args:
             steps: updates of the student.
