@@ -71,4 +71,4 @@ def test_a_page_of_language_models_says_what_is_missing_and_what_failed() -> Non
     said = list(language_tables.page(rows, ["target", "few-shot", "bico@1"], (0, 1), ["a:b", "a:c"]))
     assert "\n**Not measured**: target, bico@1; few-shot (draw 1)." in said
     assert said[-2:] == ["\n**Failed**: bico@1, draw 0: too large.", "\n**Not measured at all**: a:c."]
-    assert "| few-shot | 1 |  | 1.0000 | 2.00 |  | 1 |" in said
+    assert "| few-shot | 1 |  | 1.0000 | 2.00 |  | 1 | c |" in said
