@@ -28,8 +28,8 @@ ABOUT = (
     "source. Several draws: mean ± standard deviation. Chats have no views, so `bico+` is `bico` on trec6. Perplexity "
     "does not compare between tokenizers; bits per character do. At 40fc3d2, scales were judged by the loss of the "
     "right answers alone, and a quarter was the smallest but zero: on trec6, what `auto` and `safe` chose then is the "
-    "row `bico@0.25`. Since then, samples with answers to choose from are judged by that choice. The held-out loss of a "
-    "distillation is that of the texts; at 40fc3d2 it was the divergence from the teacher."
+    "row `bico@0.25`. Since then, samples with answers to choose from are judged by that choice. The held-out loss of "
+    "a distillation is that of the texts; at 40fc3d2 it was the divergence from the teacher."
 )
 
 
@@ -76,10 +76,8 @@ def section(rows: list[dict[str, Any]], parts: Sequence[str], draws: Sequence[in
     for row in [row for row in rows if row.get("curve")]:
         curve, best = row["curve"], min(row["curve"], key=lambda mark: mark[1])
         which = "its start" if best[0] == 0 else f"step {best[0]} ({best[1]:.3f})"
-        yield (
-            f"\nHeld-out loss of `{row['row']}`, draw {row['draw']}: {curve[0][1]:.3f} at the start, {curve[-1][1]:.3f} "
-            f"after {curve[-1][0]} steps; it keeps {which}."
-        )
+        ends = f"{curve[0][1]:.3f} at the start, {curve[-1][1]:.3f} after {curve[-1][0]} steps"
+        yield f"\nHeld-out loss of `{row['row']}`, draw {row['draw']}: {ends}; it keeps {which}."
     peaks = {name: [row.get("peak_gib", 0.0) for row in rows if row["row"] == part] for name, part in PEAKS.items()}
     if most := [f"{name} {max(found):.1f} GiB" for name, found in peaks.items() if any(found)]:
         yield f"\nAllocated on the GPU at most, scoring included: {', '.join(most)}."
