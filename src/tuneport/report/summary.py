@@ -99,9 +99,7 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     whole = "the last blocks" if found["blocks"] == "last" else "all linear layers"
     what = f"a LoRA of rank {found['lora']}" if found["lora"] else whole
     if not found["best"]:
-        return (
-            f"no step of {found['steps']} by {found['teacher']} lowered the loss on held-out samples: it is the start"
-        )
+        return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start"
     return (
         f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
         f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
