@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.claims import check, language_tables
+from benchmarks.claims import check, distill, language_tables
 from benchmarks.common import rows_in
 
 
@@ -61,6 +61,13 @@ def test_pages_of_language_models_are_those_of_the_rows(
     """If not: python -m benchmarks.claims.language_models --table, with the options of its docstring"""
     lines = language_tables.page(rows_in(check.RESULTS / f"{name}.jsonl"), parts, draws, pairs)
     assert "\n".join(lines) + "\n" == (check.RESULTS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_tables_of_distillations_are_those_of_the_rows() -> None:
+    """If not: python -m benchmarks.claims.distill --write, with the options of its docstring"""
+    zoo, text = (rows_in(check.RESULTS / f"{name}.jsonl") for name in ("distill", "distill-text"))
+    page = (check.RESULTS / "distill.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in (*distill.cell_table(zoo), *distill.text_table(text)) if line not in page] == []
 
 
 def test_a_page_of_language_models_says_what_is_missing_and_what_failed() -> None:

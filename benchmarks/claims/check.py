@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import language_tables, readme
+from benchmarks.claims import distill, language_tables, readme
 from benchmarks.claims.zoo import METHODS, PAIRS, STATED
 from benchmarks.common import rows_in
 
@@ -102,36 +102,49 @@ def text_shares() -> list[float]:
     return [100 * (case["port"] - case["before"]) / (case["full"] - case["before"]) for case in found]
 
 
-def distilled(samples: int) -> dict[str, Any]:
-    """Distillation of the port for 300 steps: shares of the gain in %, means over cells, and the counts behind them."""
-    rows = [json.loads(line) for line in (RESULTS / "distill.jsonl").read_text().splitlines()]
-    kind = {"samples": samples, "start": "port", "teacher": "source", "steps": 300, "set": ""}
-    rows = [row for row in rows if kind.items() <= row.items() and ":" in row["pair"] and len(row["pair"]) < 6]
-    cells = defaultdict(list)
-    for row in rows:
-        cells[row["pair"].replace(":", " to "), row["task"]].append(row)
-    shares = {cell: mean(row["share"] for row in found) for cell, found in cells.items()}
-    worst = min(shares, key=lambda cell: shares[cell])
+def distilled(samples: int) -> dict[str, float]:
+    """Distillation for 300 steps: shares of the gain in %, means over cells, the worst of them, and leads of the port.
+
+    `port` is the share before a step, `share` after all, `bare` that from the bare target, and `labels` that of
+    few-shot fine-tuning.
+    """
+    rows = rows_in(RESULTS / "distill.jsonl")
+    begun = distill.shares([row | {"share": row["share_begun"]} for row in rows], samples, "port")
+    taught, bare = (distill.shares(rows, samples, start) for start in ("port", "target"))
+    leads = distill.leads(rows, samples)
     return {
-        "port": mean(mean(row["share_begun"] for row in found) for found in cells.values()),
-        "share": mean(shares.values()),
-        "worst": shares[worst],
-        "worst_cell": ", ".join(worst),
-        "cells": len(cells),
-        "rows": len(rows),
+        "port": mean(begun.values()),
+        "share": mean(taught.values()),
+        "worst": min(taught.values()),
+        "bare": mean(bare.values()),
+        "bare_worst": min(bare.values()),
+        "labels": mean(distill.shares(rows, samples, "target", "labels").values()),
+        "lead": mean(leads),
+        "lead_least": min(leads),
+        "lead_most": max(leads),
+        "ahead": sum(lead > 0 for lead in leads),
+        "cells": len(leads),
     }
 
 
 def distill_table() -> list[str]:
+    names = {
+        "port": "port",
+        "share": "port and distillation",
+        "worst": "its worst cell",
+        "bare": "distillation of the bare target",
+        "bare_worst": "its worst cell",
+        "labels": "fine-tuning of the bare target with labels, one draw",
+    }
     few, many = distilled(100), distilled(500)
-    return [
-        "| | N = 100 | N = 500 |",
-        "|---|---|---|",
-        f"| port | {few['port']:.0f} | {many['port']:.0f} |",
-        f"| port and distillation | {few['share']:.0f} | {many['share']:.0f} |",
-        f"| its worst cell | {few['worst']:.0f} ({few['worst_cell']}) | {many['worst']:.0f} ({many['worst_cell']}) |",
-        f"| cells of the 18, and rows | {few['cells']}, {few['rows']} | {many['cells']}, {many['rows']} |",
-    ]
+    lines = ["| | N = 100 | N = 500 |", "|---|---|---|"]
+    return lines + [f"| {name} | {few[key]:.0f} | {many[key]:.0f} |" for key, name in names.items()]
+
+
+def text_distilled() -> dict[str, float]:
+    """Distillation of text encoders with 500 sentences: the mean share of the cells, their number and the least."""
+    found = distill.shares(rows_in(RESULTS / "distill-text.jsonl"), 500, "port")
+    return {"share": mean(found.values()), "least": min(found.values()), "cells": len(found)}
 
 
 def rivals_table() -> list[str]:
@@ -198,11 +211,8 @@ def values() -> dict[str, float]:
     found = {"text.least": min(text), "text.most": max(text), **rivals_values(), **classifiers_values()}
     found |= {"zoo.share": zoo_share("1"), "zoo.share.auto": zoo_share("auto")}
     for samples in (100, 500):
-        found |= {
-            f"distill.n{samples}.{key}": value
-            for key, value in distilled(samples).items()
-            if not isinstance(value, str)
-        }
+        found |= {f"distill.n{samples}.{key}": value for key, value in distilled(samples).items()}
+    found |= {f"distill.text.{key}": value for key, value in text_distilled().items()}
     for key, recipe, method in (
         ("zero_shot", "depth-and-width", "target"),
         ("theseus", "cross-distribution-depth", "theseus"),

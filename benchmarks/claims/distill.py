@@ -2,7 +2,8 @@
 
     python -m benchmarks.claims.distill --shared ../shared --out runs/distill.jsonl --device cuda
     python -m benchmarks.claims.distill --shared ../shared --encoders ENCODERS --pairs text --out runs/text.jsonl
-    python -m benchmarks.claims.distill --write benchmarks/results/distill.md --out runs/distill.jsonl
+    python -m benchmarks.claims.distill --write benchmarks/results/distill.md --out benchmarks/results/distill.jsonl \
+        --text benchmarks/results/distill-text.jsonl
 
 A row is one pair, task, number of samples, draw, start (the port or the bare target), teacher (the fine-tuned source,
 or the true labels) and number of steps: test accuracy of the target, of the start and of what is written, and the
@@ -258,8 +259,10 @@ def write(options: argparse.Namespace) -> None:
             f"| {' | '.join(map(str, kind))} | {len(found)} | {begun:.1f} | {statistics.mean(shares.values()):.1f} | "
             f"{shares[worst]:.1f} ({' '.join(worst)}) | {lost:.1f} | {seconds:.1f} |"
         )
-    lines += ["", *cell_table(rows_in(options.out)), ""]
+    lines += ["", *cell_table(rows_in(options.out)), "", *(lead_words(rows_in(options.out), n) for n in (100, 500))]
     lines.append("- fine-tuned targets of the zoo are the figures of its README (4,000 test images)")
+    if text := rows_in(options.text) if options.text is not None else []:
+        lines += ["", "Text encoders, from the port, accuracies and shares in %:", "", *text_table(text)]
     if options.write is not None:
         # what was written by hand after the tables stays
         old = options.write.read_text() if options.write.exists() else ""
@@ -268,25 +271,64 @@ def write(options: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
-def cell_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The share of each cell, from the port and with the source as the teacher: means over the draws."""
-    found: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+def shares(rows: list[dict[str, Any]], samples: int, start: str, teacher: str = "source") -> dict[Any, float]:
+    """The share of each cell after 300 steps, the mean of its draws."""
+    found = defaultdict(list)
     for row in rows:
-        kind = (row["start"], row["teacher"], row["steps"], row.get("batch_size"), row["set"])
-        if kind == ("port", "source", 300, None, ""):
-            found[row["pair"], row["task"]][row["samples"]].append(row)
-    counts = sorted({count for cell in found.values() for count in cell})
-    names = (f"{kind}, N = {count}" for count in counts for kind in ("port", "distilled"))
-    yield "| pair | task | " + " | ".join(names) + " | draws |"
-    yield "|---" * (3 + 2 * len(counts)) + "|"
-    for (pair, task), cell in sorted(found.items()):
-        means = [
-            f"{statistics.mean(row[key] for row in cell[count]):.1f}" if cell[count] else "–"
-            for count in counts
-            for key in ("share_begun", "share")
-        ]
-        draws = " and ".join(str(len(cell[count])) for count in counts)
-        yield f"| {pair.replace(':', ' to ')} | {task} | {' | '.join(means)} | {draws} |"
+        kind = (row["samples"], row["start"], row["teacher"], row["steps"], row.get("batch_size"), row["set"])
+        if kind == (samples, start, teacher, 300, None, ""):
+            found[row["pair"].replace(":", " to "), row["task"]].append(row["share"])
+    return {cell: statistics.mean(each) for cell, each in sorted(found.items())}
+
+
+def leads(rows: list[dict[str, Any]], samples: int) -> list[float]:
+    """By how much a cell's share is larger from the port than from the bare target."""
+    port, target = (shares(rows, samples, start) for start in ("port", "target"))
+    return [port[cell] - target[cell] for cell in port if cell in target]
+
+
+def lead_words(rows: list[dict[str, Any]], samples: int) -> str:
+    found = leads(rows, samples)
+    ahead = sum(lead > 0 for lead in found)
+    return (
+        f"- lead of the port over the bare target after the same steps, N = {samples}: "
+        f"{statistics.mean(found):.1f} % of the gain, with a standard deviation of {statistics.stdev(found):.1f} over "
+        f"{len(found)} cells, from {min(found):.1f} to {max(found):.1f}; ahead in {ahead} cells"
+    )
+
+
+def cell_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The share of each cell by its start, with the source as the teacher: means over three draws."""
+    counts = (100, 500)
+    columns = [
+        column
+        for count in counts
+        for column in (
+            shares([row | {"share": row["share_begun"]} for row in rows], count, "port"),
+            shares(rows, count, "port"),
+            shares(rows, count, "target"),
+        )
+    ]
+    names = (f"{kind}, N = {n}" for n in counts for kind in ("port", "distilled", "distilled from the target"))
+    yield "| pair | task | " + " | ".join(names) + " |"
+    yield "|---" * (2 + len(columns)) + "|"
+    for cell in columns[0]:
+        yield f"| {' | '.join(cell)} | {' | '.join(f'{column[cell]:.1f}' for column in columns)} |"
+
+
+def text_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Accuracies and shares of each pair of text encoders and task: means over the draws."""
+    keys = ("target", "begun", "written", "finetuned", "share_begun", "share")
+    cells = defaultdict(list)
+    for row in rows:
+        cells[row["pair"].replace(":", " to "), row["task"], str(row["samples"])].append(row)
+    means = {cell: [statistics.mean(row[key] for row in found) for key in keys] for cell, found in cells.items()}
+    yield "| pair | task | N | target | port | distilled | fine-tuned target | share of the port | share | draws |"
+    yield "|---" * 10 + "|"
+    for cell, found in sorted(means.items()):
+        yield f"| {' | '.join(cell)} | {' | '.join(f'{value:.1f}' for value in found)} | {len(cells[cell])} |"
+    ends = (f"{statistics.mean(values):.1f}" for values in zip(*means.values(), strict=True))
+    yield f"| mean of {len(means)} cells | | | {' | '.join(ends)} | {len(rows)} rows |"
 
 
 def main() -> None:
@@ -312,6 +354,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True, help="rows, one JSON object a line")
     parser.add_argument("--write", type=Path, help="write the tables of the rows to this file")
+    parser.add_argument("--text", type=Path, help="rows of text encoders, for the tables")
     options = parser.parse_args()
     if options.shared is None:
         write(options)
