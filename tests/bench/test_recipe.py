@@ -102,10 +102,10 @@ def write_sentences(path: Path, classes: int) -> None:
 
 
 def cut(recipe: Recipe) -> Recipe:
-    """The recipe with two tasks at most, one seed, few samples and short fine-tuning."""
+    """The recipe with one task (figures: two), one seed, few samples and short fine-tuning."""
     parts = {}
     for name, part in recipe.comparisons.items():
-        tasks = list(part.data)[-2:]
+        tasks = list(part.data)[-2 if recipe.kind in FIGURES else -1 :]
         tables = {
             key: {task: value for task, value in getattr(part, key).items() if task in tasks}
             for key in ("finetuned", "data", "heads", "reference", "stated")

@@ -144,7 +144,7 @@ class TestEqualTerms:
             return plain(job, **options)
 
         monkeypatch.setattr(measuring, "measure_job", counted)
-        found = run_comparison(comparison_of(settings | {"steps": []}))
+        found = run_comparison(comparison_of(settings | {"steps": [], "methods": ["gradfix", "theseus", "bico"]}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
         cuts = sorted({number for shots in SHOTS for number in (3 * shots, first_half(3 * shots))})

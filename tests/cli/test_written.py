@@ -25,9 +25,10 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("family", ["clip_vision", "vit"])
+@pytest.mark.parametrize(
+    ("family", "target"), [("clip_vision", "target"), ("clip_vision", "target16"), ("vit", "target16")]
+)
 @pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("target", ["target", "target16"])
 def test_evaluation_of_what_is_written(run: Run, zoo: Zoo, place: Path, family: str, output: str, target: str) -> None:
     out = place / ("out.safetensors" if output == "task-vector" else "out")
     words = options(zoo, family, target=zoo[f"{family}-{target}"], scale=3)

@@ -318,6 +318,7 @@ def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp
     assert losses[0.0] == pytest.approx(total / 30, rel=1e-5)
 
 
+@pytest.mark.parametrize("paper", ["t5"], indirect=True)
 def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path], tmp_path: Path) -> None:
     """The recipe of the paper's table as it comes, with fewer samples: tiny T5s lie where T5-3B and T5-Large would."""
     (tmp_path / "models").mkdir()

@@ -40,8 +40,10 @@ def eager(zoo: Zoo, family: str, **options: Any) -> Job:
     return prepare(source, zoo[f"{family}-tuned"], target, zoo.data, samples=SAMPLES, **options)
 
 
-@pytest.mark.parametrize("family", ["vit", "clip_vision", "dinov2"])
-@pytest.mark.parametrize("method", ["bico", "theseus", "gradient_only"])
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [("bico", "vit"), ("bico", "clip_vision"), ("bico", "dinov2"), ("theseus", "vit"), ("gradient_only", "dinov2")],
+)
 def test_the_count_equals_that_of_torch(zoo: Zoo, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are summed here: a transfer leaves out tokens without a signal, which a count cannot know."""
     monkeypatch.setattr("tuneport.maps.covariance._drop_zeros", lambda source, target: (source, target))

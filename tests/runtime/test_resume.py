@@ -255,10 +255,11 @@ class TestPort:
         def job() -> Job:
             return prepare(base, tuned, base, zoo.data, signals=method, samples=SAMPLES, batch_size=BATCH)
 
-        port(job(), tmp_path / "whole", scale=1, method=method)
+        first = job()
+        port(first, tmp_path / "whole", scale=1, method=method)
         with pytest.raises(Killed):
-            port(job(), tmp_path / "out", scale=1, method=method, save_every=0, progress=stop_at(3))
-        port(job(), tmp_path / "out", scale=1, method=method, resume=True)
+            port(first, tmp_path / "out", scale=1, method=method, save_every=0, progress=stop_at(3))
+        port(job(), tmp_path / "out", scale=1, method=method, resume=True)  # as another process would prepare it
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
     def test_other_options_are_refused_and_a_new_start_gives_a_note(self, zoo: Zoo, tmp_path: Path) -> None:
