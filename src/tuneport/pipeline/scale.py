@@ -45,7 +45,7 @@ from .heads import fitted
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 # of language models: between real ones a quarter can be too much, and none has gained beyond 1
 TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)
-MOST_ANSWERS = 4  # that a sample is judged by: each of them is a pass
+MOST_ANSWERS = 8  # that a sample is judged by: each of them is a pass
 UNLIKELY = -1e6  # the score of an answer that other samples have, and of a token after the end of a text
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
