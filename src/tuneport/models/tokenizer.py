@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
@@ -57,14 +58,20 @@ class Encoded:
 class _Tokens:
     """Tokenized texts: the tokenizer's result, the texts as it read them, where each token is, and what was cut."""
 
-    found: Any
+    found: dict[str, Tensor]
     texts: Sequence[str]
-    offsets: Tensor  # (N, T, 2)
+    places: Sequence[Sequence[Place]]  # begin and end of each token
+    parts: Sequence[Sequence[int | None]]  # which text of a pair each token belongs to; None for special tokens
     cut: tuple[bool, ...]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """The places (N, T, 2)."""
+        return torch.tensor(self.places)
 
     def labels(self, answers: Sequence[Sequence[Place]] | None) -> Tensor:
         """The tokens to predict: those that touch an answer, or all."""
-        labels: Tensor = self.found["input_ids"].masked_fill(self.found["attention_mask"] == 0, IGNORED)
+        labels = self.found["input_ids"].masked_fill(self.found["attention_mask"] == 0, IGNORED)
         if answers is None:
             return labels
         inside = torch.zeros_like(labels, dtype=torch.bool)
@@ -157,7 +164,7 @@ class Reader:
         self._check_answers(texts, labels)
         contents = [chat.contents for chat in rendered]
         pieces = [tuple(chat.text[begin:end] for begin, end in chat.contents) for chat in rendered]
-        inside = [_inside(offsets.tolist(), places) for offsets, places in zip(tokens.offsets, contents, strict=True)]
+        inside = [_inside(offsets, places) for offsets, places in zip(tokens.places, contents, strict=True)]
         found = self._encoded(tokens, pieces, inside)
         return replace(found, labels=labels, characters=tokens.characters(labels, contents))
 
@@ -196,58 +203,57 @@ class Reader:
                 max_length=self.longest,
                 return_attention_mask=True,
                 return_offsets_mapping=True,
-                return_tensors="pt",
             )
-        counts = found["attention_mask"].sum(1).tolist()
+        places, parts = found.pop("offset_mapping"), [found.sequence_ids(row) for row in range(len(firsts))]
+        tensors = {name: torch.tensor(values) for name, values in found.items()}
+        counts = tensors["attention_mask"].sum(1).tolist()
         bare = [row for row, count in enumerate(counts) if count == 0]
         if bare:
             raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
-        highest = int(found["input_ids"].max())
+        highest = int(tensors["input_ids"].max())
         if self.vocabulary is not None and highest >= self.vocabulary:
             raise CheckpointError(
                 f"the tokenizer gives token {highest}, but the model has embeddings for {self.vocabulary}: they do not "
                 "belong together. Copy the tokenizer's files from the original model."
             )
-        offsets, parts = found["offset_mapping"], [firsts] if seconds is None else [firsts, seconds]
+        sides = [firsts] if seconds is None else [firsts, seconds]
         cut = (
             count >= self.longest
-            and any(
-                _lacks_end(part[row], offsets[row], found.sequence_ids(row), number)
-                for number, part in enumerate(parts)
-            )
+            and any(_lacks_end(side[row], places[row], parts[row], number) for number, side in enumerate(sides))
             for row, count in enumerate(counts)
         )
-        return _Tokens(found, firsts, offsets, tuple(cut))
+        return _Tokens(tensors, firsts, places, parts, tuple(cut))
 
     def _encoded(self, tokens: _Tokens, pieces: Sequence[Pieces], inside: Sequence[_Inside] | None = None) -> Encoded:
         """The inputs and spans of tokenized texts, by the pieces of each and the place of each token in a piece."""
         found = tokens.found
         inputs = {name: found[name] for name in self.names if name in found}
         if inside is None:
-            inside = [(tokens.offsets[row].tolist(), found.sequence_ids(row)) for row in range(len(pieces))]
-        rows = [_spans(piece, *inside[row], found["attention_mask"][row]) for row, piece in enumerate(pieces)]
+            inside = list(zip(tokens.places, tokens.parts, strict=True))
+        masks = found["attention_mask"].tolist()
+        rows = [_spans(piece, *inside[row], masks[row]) for row, piece in enumerate(pieces)]
         text = torch.tensor([[part is not None for part in parts] for _, parts in inside])
         return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut, inside=text)
 
 
-_Inside = tuple[list[list[int]], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece
+_Inside = tuple[Sequence[Place], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece
 
 
-def _inside(offsets: list[list[int]], places: Sequence[Place]) -> _Inside:
+def _inside(offsets: Sequence[Place], places: Sequence[Place]) -> _Inside:
     """Tokens of a rendered chat by the contents that they stand in; a token of the template stands in none."""
-    found: list[list[int]] = []
+    found: list[Place] = []
     parts: list[int | None] = []
     for begin, end in offsets:
         part = next((index for index, (start, stop) in enumerate(places) if begin < stop and end > start), None)
         start, stop = (0, 0) if part is None else places[part]
-        found.append([max(begin, start) - start, min(end, stop) - start])
+        found.append((max(begin, start) - start, min(end, stop) - start))
         parts.append(part)
     return found, parts
 
 
-def _lacks_end(text: str, offsets: Tensor, parts: Sequence[int | None], number: int) -> bool:
+def _lacks_end(text: str, offsets: Sequence[Place], parts: Sequence[int | None], number: int) -> bool:
     """True if the tokens of a part do not reach the end of its text; blanks at the end may have no token."""
-    ends = (end for (_, end), part in zip(offsets.tolist(), parts, strict=True) if part == number)
+    ends = (end for (_, end), part in zip(offsets, parts, strict=True) if part == number)
     return max(ends, default=0) < len(text.rstrip())
 
 
@@ -262,7 +268,7 @@ def _joined(text: Text) -> str:
 
 
 def _spans(
-    text: str | tuple[str, ...], offsets: list[list[int]], parts: Sequence[int | None], mask: Tensor
+    text: str | tuple[str, ...], offsets: Sequence[Place], parts: Sequence[int | None], mask: Sequence[int]
 ) -> list[list[float]]:
     """Begin and end of each token of one sample. Special tokens share one unit before, between or after the texts."""
     starts: list[float] = []
@@ -274,7 +280,7 @@ def _spans(
         gaps.append(starts[-1] + measures[-1][-1])
     spans = [[PADDING, PADDING] for _ in offsets]
     groups: dict[int, list[int]] = {}
-    real = [index for index, one in enumerate(mask.tolist()) if one]
+    real = [index for index, one in enumerate(mask) if one]
     bare = all(parts[index] is None for index in real)
     gap = len(gaps) - 1
     for index in reversed(real):
