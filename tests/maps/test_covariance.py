@@ -97,4 +97,5 @@ def test_on_a_gpu_the_sums_are_the_same_to_rounding(dtype: torch.dtype) -> None:
     x, y = x.to("cuda", dtype), y.to("cuda", dtype)
     total = torch.zeros(256, 320, dtype=torch.float64, device="cuda")
     add_product(total, x, y)
-    assert off(total, exact(x, y)) < 5e-7
+    # sums of positive products of 2,048 tokens, each time 16 at once and truncated to 24 bits
+    assert off(total, exact(x, y)) < 2048 / 16 * 2**-23

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from ..errors import TuneportError
 
 PIECE = 16384  # tokens that are converted at once
+TENSOR_PIECE = 2048  # tokens that tensor cores sum up in float32, at most 16 at once, and truncate: 1e-5 at worst
 PIECE_ON_CPU = 512  # so that they stay in the caches
 HALF_PIECE_ON_CPU = 4096
 ROWS_ON_CPU = 256
@@ -218,11 +219,12 @@ def _coarser(*dtypes: torch.dtype) -> torch.dtype:
 def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
     """Add X_A^T X_B to a sum, one piece of rows at a time; its bits depend on these rows alone, not on earlier ones.
 
-    Half-precision signals are multiplied in float32, exactly (also with TF32), and added by blocks of the product, so
-    that no second matrix of the sum's size is needed.
+    Half-precision signals are multiplied into float32 sums, exactly, by tensor cores where there are some, and added by
+    blocks of the product, so that no second matrix of the sum's size is needed.
     """
     halves = are_half(source.dtype, target.dtype)
-    size = PIECE
+    tensor_cores = halves and _on_tensor_cores(source, target)
+    size = TENSOR_PIECE if tensor_cores else PIECE
     if total.device.type == "cpu":
         size = HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
     pieces = -(-len(source) // size) or 1
@@ -231,9 +233,16 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
         if not halves:
             total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
             continue
-        x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+        if not tensor_cores:
+            x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
         for start in range(0, x.shape[1], rows):
-            total[start : start + rows] += torch.mm(x[:, start : start + rows].T, y)
+            columns = x[:, start : start + rows].T
+            total[start : start + rows] += torch.mm(columns, y, torch.float32) if tensor_cores else torch.mm(columns, y)
+
+
+def _on_tensor_cores(x: Tensor, y: Tensor) -> bool:
+    """Whether this torch multiplies half-precision numbers into float32 sums on their device."""
+    return x.device.type == "cuda" and torch.version.hip is None and x.dtype == y.dtype and torch.__version__ >= "2.8"
 
 
 def _block(device: torch.device) -> int:
