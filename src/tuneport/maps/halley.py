@@ -217,12 +217,12 @@ def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     found = _orthonormal(near @ _orthonormal(near @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
     for _ in range(3):
         seen = X.mT @ found
-        squares, turn = _small_eigh(seen.mT @ seen)
+        squares, turn = small_eigh(seen.mT @ seen)
         found, seen = found @ turn, seen @ turn
         residual = X @ seen - found * squares[:, None]
         found = _orthonormal(found - shift * (near @ residual))
     seen = X.mT @ found
-    squares, turn = _small_eigh(seen.mT @ seen)
+    squares, turn = small_eigh(seen.mT @ seen)
     found, limit = found @ turn, steps.lifted**2
     unclear = ((squares > limit / 9) & (squares < limit * _SURE**2)).any(-1) | ~squares.isfinite().all(-1)
     null = squares < limit
@@ -297,7 +297,7 @@ def _fill(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
         there = null.square().sum(-2) > 0.5
         F = torch.nn.functional.pad(null.mT, (0, columns - rows))
         F = F - (F @ X.mT) @ X
-        squares, turn = _small_eigh(F @ F.mT + torch.diag_embed((~there).double()))
+        squares, turn = small_eigh(F @ F.mT + torch.diag_embed((~there).double()))
         root = turn @ (squares.clamp_min(_TINY).rsqrt()[..., None] * turn.mT)
         return X + null @ (root @ F), (squares < _BLIND**2).any(-1)
     F = torch.nn.functional.pad(symmetric_product(null, null), (0, columns - rows))
@@ -308,12 +308,12 @@ def _fill(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
 def _orthonormal(columns: Tensor) -> Tensor:
     """Orthonormal columns of the same span, by two rounds of eigenvectors of their small Gram matrix."""
     for _ in range(2):
-        squares, turn = _small_eigh(columns.mT @ columns)
+        squares, turn = small_eigh(columns.mT @ columns)
         columns = columns @ (turn * squares.clamp_min(_TINY).rsqrt()[..., None, :])
     return columns
 
 
-def _small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of small matrices; NaN for a matrix that is not finite."""
     broken = ~matrix.isfinite().all(dim=(-2, -1), keepdim=True)
     values, vectors = torch.linalg.eigh(torch.where(broken, torch.zeros_like(matrix), matrix))

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from ..errors import TuneportError
 from .certificate import Polar, certify, gaussian
-from .halley import LIFT, QDWH, Nulls, iterate
+from .halley import LIFT, QDWH, Nulls, iterate, largest_values, small_eigh
+from .symmetric import orthonormal
 
 SPAN = 1e-4  # singular values that one Gram matrix resolves, as a share of its largest: the map error is eps / SPAN^2
 SMALL = 64  # up to this width an SVD is the fastest route
 NEAR = 128  # up to this width the CPU is faster than an accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
 FEW = 12  # the block of subspace iteration is 1/FEW of the width; at most half of it may lie above the cut
+FEW_TOGETHER = 6  # the same on an accelerator
 TURNS = 12  # of subspace iteration
 WIDE = 512  # from this width on, subspace iteration is tried first
 LARGE = 2048  # from this width on, full rank is tried first
@@ -42,7 +44,7 @@ def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None =
         tensors: dict[str, Any] = {name: part for name, part in vars(near).items() if isinstance(part, Tensor)}
         return replace(near, **{name: part.to(C.device) for name, part in tensors.items()})
     names = list(ROUTES)
-    for name in names[names.index(route or _choose(C, most)) :]:
+    for name in names[names.index(route or _choose(C, cut, most)) :]:
         found = ROUTES[name](C, cut)
         if found is not None and found.certificate.holds:
             return found
@@ -69,14 +71,16 @@ def polar_together(
         return [polar(C, cut) for C in matrices]
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device, budget) // (8 * rows * columns), 1)
-    attempts: tuple[Nulls, ...] = ("none", "both") if rows >= LARGE else ("both",)
+    attempts: tuple[Nulls | None, ...] = ("both",)
+    if rows >= LARGE:  # the cut of half-precision signals leaves few directions
+        attempts = ("none" if cut < SPAN else None, "both")
     for nulls in attempts:
         waiting = [index for index in range(len(matrices)) if index not in results]
         parts = -(-len(waiting) // each)
         for part in range(parts):
             indices = waiting[part::parts]
             stack = torch.stack([matrices[index] for index in indices])
-            found = _iterate(stack, cut, nulls, fill)
+            found = few_together(stack, cut) if nulls is None else _iterate(stack, cut, nulls, fill)
             results.update({i: one for i, one in zip(indices, found, strict=True) if one and one.certificate.holds})
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
@@ -140,6 +144,51 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
     return None
 
 
+def few_together(C: Tensor, cut: float) -> list[Polar | None]:
+    """`by_few` of matrices (B, n, m) on an accelerator: a wider block, and power steps in place of the norm outside it.
+
+    The decay of the spectrum after two turns says how many more are needed. The result of a matrix is None if these are
+    too many, or if a value outside the block is above the cut.
+    """
+    n = C.shape[-2]
+    width, eps = n // FEW_TOGETHER, torch.finfo(C.dtype).eps
+    results: list[Polar | None] = [None] * len(C)
+    indices, turns = torch.arange(len(C)), 2
+    block = gaussian(n, width, C.device).expand(len(C), -1, -1)
+    for _ in range(2):
+        for _ in range(turns):
+            block = orthonormal(C @ (C.mT @ block), 2)
+        block = orthonormal(block, 1)
+        across = C.mT @ block  # (B, m, width)
+        squares, Q = small_eigh(across.mT @ across)
+        S, Q = squares.clamp_min(0).sqrt().flip(-1), Q.flip(-1)
+        block, image = block @ Q, across @ Q  # singular vectors, the right ones times their values
+        floor = cut * S[:, :1]
+        error = ((C @ image - block * S[:, None].square()) * (floor < S)[:, None]).norm(dim=(-2, -1))
+        beyond = largest_values(torch.baddbmm(C, block, image.mT, alpha=-1))
+        limit, rate = 8 * eps * C.square().sum((-2, -1)), (S[:, -1] / floor[:, 0]).square()
+        more = ((limit / error).log() / rate.log()).ceil() + 1
+        numbers = torch.stack([(floor < S).sum(-1), beyond / floor[:, 0], error / limit, rate, more]).T.tolist()
+        kept = []
+        for place, (count, outside, missing, decay, further) in enumerate(numbers):
+            rank = int(count)
+            if not 2 * rank <= width or not outside < 1:
+                continue
+            if missing <= 1:
+                U, core = block[place, :, :rank].clone(), S[place, :rank].clone()
+                V = image[place, :, :rank] / core
+                results[indices[place]] = Polar(
+                    U, V, C.new_zeros(n, 0), rank, float(core.sum()), None, "few", certify(C[place], U, V, core)
+                )
+            elif decay < 1 and further <= TURNS:
+                kept.append(place)
+                turns = max(turns, int(further))
+        if not kept:
+            break
+        C, block, indices = C[kept], block[kept], indices[kept]
+    return results
+
+
 def by_eigh(C: Tensor, cut: float) -> Polar:
     """Eigenvectors of the Gram matrix of the shorter side, in stages down the spectrum.
 
@@ -191,13 +240,16 @@ ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most 
 }
 
 
-def _choose(C: Tensor, most: int | None) -> str:
-    """The route for a shape and a device: only a large matrix on an accelerator makes the iteration pay."""
+def _choose(C: Tensor, cut: float, most: int | None) -> str:
+    """The route for a shape and a device: only a large matrix on an accelerator makes the iteration pay.
+
+    It does not if one Gram matrix resolves the cut, as that of half-precision signals: many directions are below it.
+    """
     if len(C) <= SMALL:
         return "svd"
     if C.device.type == "cpu":
         return "few" if len(C) >= WIDE else "eigh"
-    if len(C) < ALONE:
+    if len(C) < ALONE or cut >= SPAN:
         return "eigh"
     return QDWH if most is None or most >= len(C) else LIFT
 
