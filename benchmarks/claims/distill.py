@@ -40,7 +40,7 @@ from benchmarks.common import add_row, rows_in
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Drawn, Job
-from tuneport.measure.accuracy import zero_shot
+from tuneport.measure.accuracy import compute_features, zero_shot
 from tuneport.measure.objectives import batch_for
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
@@ -103,8 +103,9 @@ class TextCell(Cell):
     """A text encoder; the source and, for the reference, the target are fine-tuned here, or read from the cache."""
 
     def open(self) -> None:
-        splits = read_splits(self.task, self.options.shared / "data/text", self.options.test)
-        self.train, self.test = splits["train"], splits["test"]
+        most = self.options.test
+        splits = read_splits(self.task, self.options.shared / "data/text", most, validation=most)
+        self.train, self.validation, self.test = (splits[name] for name in ("train", "validation", "test"))
         source, self.model = (
             open_model(self.options.encoders / name, device=self.options.device) for name in (self.source, self.target)
         )
@@ -112,6 +113,25 @@ class TextCell(Cell):
         self.head, self.head_name = choose_head(self.model, None, self.train), None
         self.places = (source, self._tuned(source, self.source), self.model)
         self.full = self.accuracy(self._tuned(self.model, self.target))
+
+    def on_validation(self, begun: nn.Module, written: nn.Module) -> dict[str, float]:
+        """Accuracies on the validation split, on which rules are chosen; `mean` is of teacher and start together."""
+        source, teacher, _ = self.places
+        found = {}
+        for name, model, module in (
+            ("teacher", source, teacher),
+            ("target", self.model, self.model.module),
+            ("begun", self.model, begun),
+            ("written", self.model, written),
+        ):
+            embeds = choose_head(model, None, self.train).class_embeds
+            assert embeds is not None
+            features = compute_features(model.with_module(module.eval()), self.validation, batch_size=250)
+            scores = F.normalize(features, dim=-1) @ F.normalize(embeds.float().cpu(), dim=-1).T
+            found[name] = scores / scores.std(-1).mean()
+        found["mean"] = found["teacher"].lerp(found["begun"], 0.5)
+        labels = torch.as_tensor(align_labels(self.validation, self.head.classes).labels)
+        return {name: round(100 * float((each.argmax(-1) == labels).float().mean()), 2) for name, each in found.items()}
 
     def _tuned(self, model: Model, name: str) -> nn.Module:
         place = self.options.out.parent / f"{name}-{self.task}.pt"
@@ -137,7 +157,8 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
         found = result.distill(steps, learning_rate=options.learning_rate, batch_size=options.batch_size)
         module = found.apply()
         entry = found.record["distilled"]
-        row = {"best": entry["best"], "rate": entry["learning_rate"], "agreement": entry["curve"][-1]["agreement"]}
+        row = {key: entry[key] for key in ("best", "start_teaches")} | {"rate": entry["learning_rate"]}
+        row |= {"agreement": entry["curve"][-1]["agreement"], "agreement_begun": entry["curve"][0]["agreement"]}
     else:
         chosen = align_labels(cell.train.subset(job.record["data"]["indices"]), cell.head.classes)
         labels = torch.as_tensor(chosen.labels, device=cell.model.device)
@@ -145,6 +166,8 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
     seconds = time.perf_counter() - started
     accuracy = cell.accuracy(module)
     gain = cell.full - base
+    if isinstance(cell, TextCell):
+        row["validation"] = cell.on_validation(begun, module)
     return {
         "pair": cell.pair,
         "task": cell.task,

@@ -58,7 +58,7 @@ RATES = (2e-5, 1e-4)
 STEPS = (20, 60)
 
 
-def read_splits(task: str, folder: Path, most: int) -> dict[str, Dataset]:
+def read_splits(task: str, folder: Path, most: int, validation: int = 300) -> dict[str, Dataset]:
     """Training, validation and test samples; a file with one split only is parted by the task's own rule."""
     known, place = TASKS[task], folder / FILES[task]
     if task == "agnews":
@@ -68,7 +68,7 @@ def read_splits(task: str, folder: Path, most: int) -> dict[str, Dataset]:
         place.write_text("".join(json.dumps({"text": r["text"], "label": r["label"]}) + "\n" for r in rows))
     found = {split: known.read(place, split) for split in ("train", "validation", "test")}
     random = np.random.default_rng(0)
-    limits = {"train": len(found["train"]), "validation": 300, "test": most}
+    limits = {"train": len(found["train"]), "validation": validation, "test": most}
     return {name: data.subset(np.sort(random.permutation(len(data))[: limits[name]])) for name, data in found.items()}
 
 

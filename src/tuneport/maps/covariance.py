@@ -237,7 +237,9 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
             x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
         for start in range(0, x.shape[1], rows):
             columns = x[:, start : start + rows].T
-            total[start : start + rows] += torch.mm(columns, y, torch.float32) if tensor_cores else torch.mm(columns, y)
+            total[start : start + rows] += (
+                torch.mm(columns, y, out_dtype=torch.float32) if tensor_cores else torch.mm(columns, y)
+            )
 
 
 def _on_tensor_cores(x: Tensor, y: Tensor) -> bool:

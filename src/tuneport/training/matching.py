@@ -28,8 +28,10 @@ from ..types import Sides
 Ask = Callable[[nn.Module, Encoded], Any]
 
 BATCH = 128  # samples of an update
+TEXTS = 64  # texts of a pass
 CHARACTER = 0.5  # two places that are nearer have blanks between them at most
 SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
+START = 0.5  # weight of the start's answers where it teaches, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,8 @@ class Matching:
 
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
     update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
-    that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
+    that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them. `mean` is
+    that of the teacher's and the start's answers, where two such answers have one.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Matching:
     pass_size: int
     augmented: bool = False
     own_loss: Callable[[Any], Tensor] | None = None
+    mean: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def matching_of(samples: Drawn) -> Matching:
@@ -89,13 +93,20 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
         return answer
 
     asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
+    size = BATCH if models.target.reader is None else TEXTS
     if models.source.task == "token":
-        return Matching("classes", asked, _of_text(_soft_loss), _of_text(_same_class), BATCH, BATCH, augmented=True)
+        return Matching("classes", asked, _of_text(_soft_loss), _of_text(_same_class), BATCH, size, augmented=True)
     if models.source.regresses:
-        return Matching("numbers", asked, _score_error, _explained, BATCH, BATCH, augmented=True)
+        return Matching("numbers", asked, _score_error, _explained, BATCH, size, augmented=True)
     if models.source.problem == "multi_label_classification":  # each class is a question of its own
-        return Matching("classes", asked, _score_error, _same_answers, BATCH, BATCH, augmented=True)
-    return Matching("classes", asked, _soft_loss, _same_class, BATCH, BATCH, augmented=True)
+        return Matching("classes", asked, _score_error, _same_answers, BATCH, size, augmented=True)
+    return Matching("classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True, mean=_mean_scores)
+
+
+def _mean_scores(teacher: Tensor, start: Tensor) -> Tensor:
+    """The weighted mean of class scores (N, classes), with the spread of the start's made that of the teacher's."""
+    spreads = [scores.std(-1).mean().clamp(min=1e-6) for scores in (teacher, start)]
+    return teacher.lerp((start * (spreads[0] / spreads[1])).to(teacher), START)
 
 
 def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
