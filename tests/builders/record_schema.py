@@ -140,6 +140,8 @@ class DistilledEntry(TypedDict):
     batch_size: Count
     learning_rate: float
     lora: int | None
+    blocks: Literal["all", "last"]
+    start_teaches: Annotated[bool, Keywords(description="Whether the start was a second teacher.")]
     best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]
     curve: list[MarkEntry]
     seconds: Seconds

@@ -88,6 +88,13 @@ class TestSchema:
         result.save(tmp_path / "out")
         valid(json.loads((tmp_path / "out" / "tuneport.json").read_text()))
 
+    def test_distillation(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+        result = transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=24).distill(2, batch_size=4)
+        result.save(tmp_path / "out")
+        stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+        valid(stored)
+        assert len(stored["distilled"]["curve"]) == 3
+
     def test_apply(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         vector = extract(zoo["vit-base"], zoo["vit-tuned"])
         save_task_vector(tmp_path / "tau.safetensors", vector)

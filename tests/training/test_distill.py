@@ -40,7 +40,7 @@ def ported(zoo: Zoo) -> Result:
 
 @pytest.fixture(scope="module", params=[(None, 1.01), (None, 0.0), (2, 0.0)])
 def whole(ported: Result, request: pytest.FixtureRequest) -> Iterator[tuple[int | None, Result]]:
-    """The rank of a LoRA or None for all layers, and a distillation that was not interrupted: by one or two teachers."""
+    """The rank of a LoRA or None for all layers, and an uninterrupted distillation, by one teacher or two."""
     lora, trusted = request.param
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tuneport.training.distill.TRUSTED", trusted)
