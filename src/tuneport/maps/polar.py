@@ -80,7 +80,7 @@ def polar_together(
         for part in range(parts):
             indices = waiting[part::parts]
             stack = torch.stack([matrices[index] for index in indices])
-            found = few_together(stack, cut) if nulls is None else _iterate(stack, cut, nulls, fill)
+            found = _iterate(stack, cut, nulls, fill)
             results.update({i: one for i, one in zip(indices, found, strict=True) if one and one.certificate.holds})
     return [results[i] if i in results else polar(C, cut, "eigh") for i, C in enumerate(matrices)]
 
@@ -94,9 +94,9 @@ def together_bytes(device: torch.device, budget: int | None = None) -> int:
     return usual if budget is None else min(usual, max(budget // TOGETHER, 1))
 
 
-def _iterate(C: Tensor, cut: float, nulls: Nulls, fill: bool = False) -> list[Polar | None]:
+def _iterate(C: Tensor, cut: float, nulls: Nulls | None, fill: bool = False) -> list[Polar | None]:
     try:
-        return iterate(C, cut, nulls=nulls, fill=fill)
+        return few_together(C, cut) if nulls is None else iterate(C, cut, nulls=nulls, fill=fill)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # small eigenvectors on an accelerator may fail
