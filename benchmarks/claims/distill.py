@@ -157,7 +157,7 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
         found = result.distill(steps, learning_rate=options.learning_rate, batch_size=options.batch_size)
         module = found.apply()
         entry = found.record["distilled"]
-        row = {key: entry[key] for key in ("best", "start_teaches")} | {"rate": entry["learning_rate"]}
+        row = {"best": entry["best"], "rate": entry["learning_rate"]}
         row |= {"agreement": entry["curve"][-1]["agreement"], "agreement_begun": entry["curve"][0]["agreement"]}
     else:
         chosen = align_labels(cell.train.subset(job.record["data"]["indices"]), cell.head.classes)

@@ -141,7 +141,6 @@ class DistilledEntry(TypedDict):
     learning_rate: float
     lora: int | None
     blocks: Literal["all", "last"]
-    start_teaches: Annotated[bool, Keywords(description="Whether the start was a second teacher.")]
     best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]
     curve: list[MarkEntry]
     seconds: Seconds

@@ -65,14 +65,6 @@ class TestClasses:
         one, other = (float(matching._soft_loss(scale * teacher, scale * student)) for scale in (1.0, 19.0))
         assert one == pytest.approx(other, rel=1e-12)
 
-    def test_the_mean_of_two_answers_has_the_temperature_of_the_first(self) -> None:
-        one = torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 1.0]], dtype=torch.float64)
-        two = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
-        spreads = [scores.numpy().std(-1, ddof=1).mean() for scores in (one, two)]
-        found = matching._mean_scores(one, two)
-        assert torch.allclose(found, (one + two * spreads[0] / spreads[1]) / 2, rtol=1e-12)
-        assert torch.allclose(matching._mean_scores(one, 50 * two), found, rtol=1e-12)
-
     def test_classes_are_matched_by_name(self, zoo: Zoo) -> None:
         data = read_plain(zoo.data, "train").subset(range(6))
         source, target = zoo["clip_vision-base"], zoo["clip_vision-target"]

@@ -59,7 +59,6 @@ def teach(
         "learning_rate": found.learning_rate,
         "lora": lesson.lora,
         "blocks": lesson.blocks,
-        "start_teaches": found.start_teaches,
         "best": found.best,
         "curve": [asdict(mark) for mark in found.curve],
         "seconds": round(time.perf_counter() - started, 3),

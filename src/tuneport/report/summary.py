@@ -98,11 +98,10 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     first, best = found["curve"][0], next(mark for mark in found["curve"] if mark["step"] == found["best"])
     whole = "the last blocks" if found["blocks"] == "last" else "all linear layers"
     what = f"a LoRA of rank {found['lora']}" if found["lora"] else whole
-    second = ", and by the start" if found.get("start_teaches") else ""
     if not found["best"]:
         return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start"
     return (
-        f"by {found['teacher']}{second}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
+        f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
         f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
     )
 

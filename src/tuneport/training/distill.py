@@ -8,7 +8,6 @@ continued with the same bits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -39,7 +38,6 @@ MOST_HELD_OUT = 200
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
 VIEWS = 4  # augmented copies of each held-out sample
-TRUSTED = 0.85  # agreement with the teacher, on held-out samples, from which on the start teaches, too
 LAST_BATCH = 16  # samples of an update of the last blocks
 
 
@@ -110,10 +108,7 @@ class Mark:
 
 @dataclass(frozen=True, eq=False)
 class Distilled:
-    """The student in its best state, and how it got there; `best` is 0 if that is the start.
-
-    `start_teaches` says whether the start was a second teacher.
-    """
+    """The student in its best state, and how it got there; `best` is 0 if that is the start."""
 
     module: nn.Module
     matching: str
@@ -123,7 +118,6 @@ class Distilled:
     held_out: int
     curve: tuple[Mark, ...]
     best: int
-    start_teaches: bool
 
 
 def distill(
@@ -148,9 +142,9 @@ def distill(
     lesson.check()
     held_out, taught = divide(samples)
     matching = matching_of(samples)
-    stack = lesson.stack(samples)
+    stack, images = lesson.stack(samples), samples.dataset.kind == "image"
     schedule = lesson.schedule(samples.models.target, matching.batch_size if stack is None else LAST_BATCH)
-    precision = _autocast(samples.models.target)
+    teacher, precision = samples.models.source.module, _autocast(samples.models.target)
     reader, exam = Reader(taught, lesson.steps, lesson.seed), Reader(held_out, VIEWS, lesson.seed)
     marks = {round(lesson.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= lesson.steps}
@@ -162,12 +156,11 @@ def distill(
             return run.loss(reader.view(rows.numpy(), step, blended=True))
         return run.loss(reader.plain(rows.numpy()))
 
-    with frozen(samples.models.source.module):
+    with frozen(teacher):
         student.eval()
-        run = _Run(samples.models.source.module, student, matching, precision)
-        start_teaches = run.trust_start(exam)
-        views = None if stack is None else StoredViews(run.wanted, student, matching, precision, reader, stack)
+        views = None if stack is None else StoredViews(teacher, student, matching, precision, reader, stack)
         count = len(taught) if views is None else len(views)
+        run = _Run(teacher, student, matching, precision)
         first = run.begin(schedule, exam, saved)
         if first and progress is not None:
             progress(first)
@@ -186,6 +179,7 @@ def distill(
             stops=stops,
             progress=progress,
             pass_size=matching.pass_size,
+            lengths=None if images else torch.tensor([len(str(text)) for text in taught.chosen.inputs]),
         ):
             run.losses.append(loss)
             if step in stops:
@@ -206,7 +200,6 @@ def distill(
         len(held_out),
         tuple(run.curve),
         run.best_step,
-        start_teaches,
     )
 
 
@@ -217,28 +210,15 @@ class _Run:
         self, teacher: nn.Module, student: nn.Module, matching: Matching, precision: AbstractContextManager[Any]
     ) -> None:
         self.teacher, self.student, self.matching, self.precision = teacher, student, matching, precision
-        self.start: nn.Module | None = None  # the student as it begins, if it teaches, too
+        self.trained = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
         self.losses: list[Tensor] = []  # since the last mark
-        self.known: dict[int, tuple[Any, Any]] = {}  # of held-out batches: the teacher's answers, and those to learn
+        self.known: dict[int, Any] = {}  # answers of the teacher to held-out batches
         self.curve: list[Mark] = []
         self.best: Mapping[str, Tensor] = {}
         self.best_step = 0
 
-    def trust_start(self, exam: Reader) -> bool:
-        """Make the start a second teacher if it agrees with the first on most held-out samples.
-
-        It then knows the task about as well and makes other errors, so that the mean of both is right more often.
-        """
-        if self.matching.mean is None or self._judged(exam)[1] < TRUSTED:
-            return False
-        kept = {id(parameter): parameter for parameter in self.student.parameters() if not parameter.requires_grad}
-        self.start = copy.deepcopy(self.student, kept)
-        self.known.clear()
-        return True
-
     def begin(self, schedule: Schedule, exam: Reader, saved: StateFile | None) -> int:
         """Start, or continue at the step of a saved state; the number of steps that are done."""
-        self.trained = {name: each for name, each in self.student.named_parameters() if each.requires_grad}
         self.optimizer = schedule.optimizer(self.student)
         found = saved.load() if saved is not None else None
         if found is None:
@@ -267,17 +247,26 @@ class _Run:
             tensors["losses"] = torch.stack(self.losses)
         saved.save(tensors, {"step": step, "best": self.best_step, "curve": [asdict(mark) for mark in self.curve]})
 
-    def wanted(self, batch: Sides[Encoded]) -> Any:
-        """The answers that are to be learnt."""
-        return self._asked(batch)[1]
-
     def loss(self, batch: Sides[Encoded]) -> Tensor:
         """The loss of the student on a batch."""
-        return self.matching.loss(self.wanted(batch), self._found(batch))
+        return self.matching.loss(*self._answers(batch))
 
     def mark(self, step: int, exam: Reader) -> None:
         """Add a point to the curve, and keep the state if it is the best so far."""
-        loss, agreement = self._judged(exam)
+        losses, agreements = [], []
+        with torch.no_grad():
+            for number, batch in enumerate(self._batches(exam)):
+                answers = self._answers(batch, self.known.get(number))
+                count = len(next(iter(batch.target.inputs.values())))
+                if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
+                    self.known[number] = answers[0]
+                judged = self.matching.own_loss
+                losses.append((count, self.matching.loss(*answers) if judged is None else judged(answers[1])))
+                agreements.append((count, self.matching.agreement(*answers)))
+        loss, agreement = (
+            float(sum(count * value for count, value in found) / sum(count for count, _ in found))
+            for found in (losses, agreements)
+        )
         taught = float(torch.stack(self.losses).mean()) if self.losses else None
         self.losses.clear()
         if not self.curve or loss < self.curve[self._best_mark()].held_out_loss:
@@ -292,39 +281,18 @@ class _Run:
         """The held-out samples and, where the teacher can judge them, the same views of them each time."""
         rows = torch.arange(len(exam.samples)).split(self.matching.pass_size)
         yield from (exam.plain(part.numpy()) for part in rows)
-        for view, part in product(range(VIEWS if self.matching.augmented else 0), rows):
+        for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(exam.seed * 1_000_003 + view * len(exam.samples) + int(part[0]))
-                batch = exam.view(part.numpy(), view)
+                torch.manual_seed(exam.seed * 1_000_003 + copy * len(exam.samples) + int(part[0]))
+                batch = exam.view(part.numpy(), copy)
             yield batch
 
-    @torch.no_grad()
-    def _judged(self, exam: Reader) -> tuple[float, float]:
-        """The loss of the student on held-out samples, and its agreement with the teacher."""
-        total, loss, agreement = 0, 0.0, 0.0
-        for number, batch in enumerate(self._batches(exam)):
-            teacher, wanted = self.known.get(number) or self._asked(batch)
-            if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
-                self.known[number] = teacher, wanted
-            found, own = self._found(batch), self.matching.own_loss
-            count = len(next(iter(batch.target.inputs.values())))
-            total += count
-            loss += count * float(self.matching.loss(wanted, found) if own is None else own(found))
-            agreement += count * float(self.matching.agreement(teacher, found))
-        return loss / total, agreement / total
-
-    @torch.no_grad()
-    def _asked(self, batch: Sides[Encoded]) -> tuple[Any, Any]:
-        """The answers of the teacher, and those that are to be learnt."""
+    def _answers(self, batch: Sides[Encoded], wanted: Any = None) -> tuple[Any, Any]:
         with self.precision:
-            teacher = self.matching.ask.source(self.teacher, batch.source)
-            if self.start is None or self.matching.mean is None:
-                return teacher, teacher
-            return teacher, self.matching.mean(teacher, self.matching.ask.target(self.start, batch.target))
-
-    def _found(self, batch: Sides[Encoded]) -> Any:
-        with self.precision:
-            return self.matching.ask.target(self.student, batch.target)
+            if wanted is None:
+                with torch.no_grad():
+                    wanted = self.matching.ask.source(self.teacher, batch.source)
+            return wanted, self.matching.ask.target(self.student, batch.target)
 
 
 def divide(samples: Drawn) -> tuple[Drawn, Drawn]:

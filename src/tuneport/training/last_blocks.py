@@ -82,7 +82,7 @@ class StoredViews:
 
     def __init__(
         self,
-        teacher: Callable[[Sides[Encoded]], Tensor],
+        teacher: nn.Module,
         student: nn.Module,
         matching: Matching,
         precision: AbstractContextManager[Any],
@@ -92,8 +92,7 @@ class StoredViews:
         """Draw the views and run both models on them.
 
         Args:
-            teacher: gives the answers that are to be learnt.
-            student: the module of the target.
+            teacher, student: modules of the fine-tuned source and of the target.
             matching: what both models are asked.
             precision: the context that models run in.
             reader: draws the views.
@@ -104,7 +103,7 @@ class StoredViews:
         views = list(_views(reader, matching.pass_size))
         asked = (partial(matching.ask.target, student, view.target) for view in views)
         with precision, torch.no_grad():
-            self.answers = torch.cat([teacher(view) for view in views])
+            self.answers = torch.cat([matching.ask.source(teacher, view.source) for view in views])
             self.entering = torch.cat([self.last.entering(ask) for ask in asked])
         pixels = torch.cat([view.target.inputs[PIXELS] for view in views])
         self.inputs = replace(views[0].target, inputs={PIXELS: pixels})

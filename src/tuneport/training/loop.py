@@ -75,6 +75,7 @@ def run_steps(
     stops: Collection[int] = (),
     progress: Progress | None = None,
     pass_size: int = 128,
+    lengths: Tensor | None = None,
     check_every: int = 50,
 ) -> Iterator[tuple[int, Tensor]]:
     """Train in place; yield the number of steps done, and the loss of the last, after each step.
@@ -92,6 +93,7 @@ def run_steps(
         stops: steps at which the module must be sound.
         progress: called with 1 after each step.
         pass_size: samples in one forward and backward pass; gradients of a larger batch are accumulated.
+        lengths: of the samples (N,): passes of a batch hold samples of a similar length, which need little padding.
         check_every: steps between two checks of the losses, for which the device is synchronised.
     """
     device = next(module.parameters()).device
@@ -112,6 +114,8 @@ def run_steps(
         # Dropout depends only on seed and step; the global generators are restored.
         with fast_products(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
+            if lengths is not None:
+                rows = rows[lengths[rows].argsort(stable=True)]
             for part in rows.split(pass_size):
                 share = loss(step, part) * (len(part) / len(rows))
                 share.backward()

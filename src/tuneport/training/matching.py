@@ -28,10 +28,9 @@ from ..types import Sides
 Ask = Callable[[nn.Module, Encoded], Any]
 
 BATCH = 128  # samples of an update
-TEXTS = 64  # texts of a pass
+TEXTS = 32  # of a pass: texts of a similar length, padded little
 CHARACTER = 0.5  # two places that are nearer have blanks between them at most
 SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
-START = 0.5  # weight of the start's answers where it teaches, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +39,7 @@ class Matching:
 
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
     update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
-    that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them. `mean` is
-    that of the teacher's and the start's answers, where two such answers have one.
+    that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
     """
 
     name: str
@@ -52,7 +50,6 @@ class Matching:
     pass_size: int
     augmented: bool = False
     own_loss: Callable[[Any], Tensor] | None = None
-    mean: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def matching_of(samples: Drawn) -> Matching:
@@ -100,13 +97,7 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
         return Matching("numbers", asked, _score_error, _explained, BATCH, size, augmented=True)
     if models.source.problem == "multi_label_classification":  # each class is a question of its own
         return Matching("classes", asked, _score_error, _same_answers, BATCH, size, augmented=True)
-    return Matching("classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True, mean=_mean_scores)
-
-
-def _mean_scores(teacher: Tensor, start: Tensor) -> Tensor:
-    """The weighted mean of class scores (N, classes), with the spread of the start's made that of the teacher's."""
-    spreads = [scores.std(-1).mean().clamp(min=1e-6) for scores in (teacher, start)]
-    return teacher.lerp((start * (spreads[0] / spreads[1])).to(teacher), START)
+    return Matching("classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True)
 
 
 def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
