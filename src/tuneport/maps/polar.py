@@ -23,7 +23,7 @@ SMALL = 64  # up to this width an SVD is the fastest route
 NEAR = 128  # up to this width the CPU is faster than an accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
 FEW = 12  # the block of subspace iteration is 1/FEW of the width; at most half of it may lie above the cut
-FEW_TOGETHER = 6  # the same on an accelerator
+NARROW, WIDER = 48, 6  # the same on an accelerator
 TURNS = 12  # of subspace iteration
 WIDE = 512  # from this width on, subspace iteration is tried first
 LARGE = 2048  # from this width on, full rank is tried first
@@ -145,18 +145,19 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
 
 
 def few_together(C: Tensor, cut: float) -> list[Polar | None]:
-    """`by_few` of matrices (B, n, m) on an accelerator: a wider block, and power steps in place of the norm outside it.
+    """`by_few` of matrices (B, n, m) on an accelerator, with power steps in place of the norm outside the block.
 
-    The decay of the spectrum after two turns says how many more are needed. The result of a matrix is None if these are
-    too many, or if a value outside the block is above the cut.
+    A narrow block first, then a wide one for the other matrices; the decay of its spectrum says how many more turns are
+    needed. The result of a matrix is None if these are too many, or if a value outside the block is above the cut.
     """
-    n = C.shape[-2]
-    width, eps = n // FEW_TOGETHER, torch.finfo(C.dtype).eps
+    n, eps = C.shape[-2], torch.finfo(C.dtype).eps
     results: list[Polar | None] = [None] * len(C)
-    indices, turns = torch.arange(len(C)), 2
-    block = gaussian(n, width, C.device).expand(len(C), -1, -1)
-    for _ in range(2):
-        for _ in range(turns):
+    indices, block, needed = torch.arange(len(C)), C.new_zeros(len(C), n, 0), 0
+    for part, turns in ((NARROW, 6), (WIDER, 8), (WIDER, None)):
+        width = n // part
+        if block.shape[-1] != width:
+            block = gaussian(n, width, C.device).expand(len(C), -1, -1)
+        for _ in range(needed if turns is None else turns):
             block = orthonormal(C @ (C.mT @ block), 2)
         block = orthonormal(block, 1)
         across = C.mT @ block  # (B, m, width)
@@ -164,28 +165,26 @@ def few_together(C: Tensor, cut: float) -> list[Polar | None]:
         S, Q = squares.clamp_min(0).sqrt().flip(-1), Q.flip(-1)
         block, image = block @ Q, across @ Q  # singular vectors, the right ones times their values
         floor = cut * S[:, :1]
-        error = ((C @ image - block * S[:, None].square()) * (floor < S)[:, None]).norm(dim=(-2, -1))
+        error = ((C @ image - block * S[:, None].square()).norm(dim=-2) * (floor < S)).amax(-1)
         beyond = largest_values(torch.baddbmm(C, block, image.mT, alpha=-1))
         limit, rate = 8 * eps * C.square().sum((-2, -1)), (S[:, -1] / floor[:, 0]).square()
         more = ((limit / error).log() / rate.log()).ceil() + 1
         numbers = torch.stack([(floor < S).sum(-1), beyond / floor[:, 0], error / limit, rate, more]).T.tolist()
-        kept = []
+        waiting, needed = [], 0
         for place, (count, outside, missing, decay, further) in enumerate(numbers):
             rank = int(count)
-            if not 2 * rank <= width or not outside < 1:
-                continue
-            if missing <= 1:
+            if 2 * rank <= width and outside < 1 and missing <= 1:
                 U, core = block[place, :, :rank].clone(), S[place, :rank].clone()
                 V = image[place, :, :rank] / core
                 results[indices[place]] = Polar(
                     U, V, C.new_zeros(n, 0), rank, float(core.sum()), None, "few", certify(C[place], U, V, core)
                 )
-            elif decay < 1 and further <= TURNS:
-                kept.append(place)
-                turns = max(turns, int(further))
-        if not kept:
+            elif part == NARROW or (2 * rank <= width and decay < 1 and further <= TURNS):
+                waiting.append(place)
+                needed = max(needed, 0 if part == NARROW else int(further))
+        if not waiting:
             break
-        C, block, indices = C[kept], block[kept], indices[kept]
+        C, block, indices = C[waiting], block[waiting], indices[waiting]
     return results
 
 
