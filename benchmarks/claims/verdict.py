@@ -93,7 +93,7 @@ def load(options: argparse.Namespace) -> list[Cell]:
 
 FEATURES: dict[str, Callable[[Cell], float]] = {
     "trial: change of accuracy": lambda cell: cell["trial"].gain,
-    "trial: turned right against wrong (lean)": lambda cell: cell["trial"].lean,
+    "trial: turned right against wrong (lean)": lambda cell: lean(cell["trial"]),
     "trial: share of samples whose loss falls": lambda cell: cell["trial"].loss_falls,
     "trial: change of mean loss": lambda cell: cell["trial"].loss_before - cell["trial"].loss_after,
     "room: errors of the target on the samples": lambda cell: 100 - cell["trial"].accuracy_before,
@@ -124,11 +124,17 @@ def within_tasks(cells: list[Cell], feature: Callable[[Cell], float]) -> float:
     return float(spearmanr(*zip(*sides, strict=True)).statistic) if len(sides) >= 3 else math.nan
 
 
+def lean(trial: Trial) -> float:
+    """The samples that turn right minus those that turn wrong, over the standard deviation by chance."""
+    assert trial.turned_right is not None
+    assert trial.turned_wrong is not None
+    return (trial.turned_right - trial.turned_wrong) / math.sqrt(max(trial.turned_right + trial.turned_wrong, 1))
+
+
 def says(trial: Trial, falls: float, wrong: float) -> str:
-    """The rule of tuneport.pipeline.preflight.judge with other thresholds."""
+    """A rule of thresholds, for comparison with that of tuneport.pipeline.preflight.judge."""
     assert trial.gain is not None
-    assert trial.lean is not None
-    if trial.lean <= wrong or trial.loss_falls < 0.5:
+    if lean(trial) <= wrong or trial.loss_falls < 0.5:
         return UNLIKELY
     return LIKELY if trial.gain > 0 and trial.loss_falls >= falls else UNCERTAIN
 

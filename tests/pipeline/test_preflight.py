@@ -146,21 +146,18 @@ class TestVerdict:
         ("trial", "expected"),
         [
             (Trial(100, 2.0, 1.8, 0.85, 40.0, 43.0, 6, 3), LIKELY),
-            (Trial(100, 2.0, 1.8, 0.75, 40.0, 43.0, 6, 3), UNCERTAIN),
+            (Trial(100, 2.0, 1.8, 0.55, 40.0, 43.0, 6, 3), UNCERTAIN),  # 55 of 100: p = 0.18
             (Trial(40, 2.0, 1.8, 0.8, 65.0, 90.0, 10, 0), LIKELY),  # ten of ten: p = 0.002
             (Trial(40, 2.0, 1.8, 0.4, 65.0, 90.0, 10, 0), UNLIKELY),
             (Trial(100, 2.0, 1.8, 0.95, 40.0, 40.0, 3, 3), UNCERTAIN),
-            (Trial(100, 2.0, 1.8, 0.95, 40.0, 38.0, 1, 3), UNLIKELY),
+            (Trial(100, 2.0, 1.8, 0.95, 40.0, 38.0, 1, 3), UNCERTAIN),
+            (Trial(100, 2.0, 1.8, 0.68, 40.0, 30.0, 2, 12), UNLIKELY),
             (Trial(100, 2.0, 2.2, 0.45, 40.0, 42.0, 4, 2), UNLIKELY),
             (Trial(100, 2.0, 1.9, 0.9), UNCERTAIN),
             (Trial(100, 2.0, 2.9, 0.1), UNLIKELY),
-            # A scale that the other samples chose: a loss that falls on clearly more than half, or clearly more wrong.
             (Trial(100, 2.0, 1.8, 0.7, 40.0, 43.0, 6, 3, rule="auto"), LIKELY),
-            (Trial(100, 2.0, 1.8, 0.55, 40.0, 43.0, 6, 3, rule="auto"), UNCERTAIN),
             (Trial(100, 2.0, 1.8, 0.7, 40.0, 41.0, 4, 3, rule="auto"), UNCERTAIN),
             (Trial(100, 2.0, 1.8, 0.68, 40.0, 36.0, 2, 6, rule="auto"), UNCERTAIN),
-            (Trial(100, 2.0, 1.8, 0.68, 40.0, 30.0, 2, 12, rule="safe"), UNLIKELY),
-            (Trial(100, 2.0, 2.2, 0.45, 40.0, 42.0, 4, 2, rule="auto"), UNLIKELY),
             (None, UNCERTAIN),
         ],
     )

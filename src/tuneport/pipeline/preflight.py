@@ -49,14 +49,7 @@ from .transfer import scale_for
 FOLDS = 4
 LEAST_SAMPLES = 2 * FOLDS
 LIKELY, UNCERTAIN, UNLIKELY = "likely to help", "uncertain", "unlikely to help"
-# Calibrated on the 18 cells of the zoo (benchmarks/claims/verdict.py). At a given scale, "likely to help" asks that the
-# loss falls on clearly more samples than this share, which is that of the harmful transfers: on 83 of 100, or on 35 of
-# 40; or that clearly more samples turn right than wrong. A lean of TURNED_WRONG is "unlikely to help". Samples that
-# turned must differ by LEAST_TURNED: one more is chance. A scale that other samples chose rarely does harm (2 of 54
-# draws): there the loss must fall on clearly more than half, and for "unlikely" clearly more must turn wrong.
-LOSS_FALLS = 0.75
-TURNED_WRONG = -1.0
-LEAST_TURNED = 2
+LEAST_TURNED = 2  # samples that turn right minus those that turn wrong: one more is chance
 # Percent of the fine-tuning gain at FEW and MANY samples, by the port, by the port and a distillation, and by
 # fine-tuning the port with labels: means over four cells of the zoo, a to a2 (benchmarks/results/distill.md).
 FEW, MANY = 100, 500
@@ -104,13 +97,6 @@ class Trial:
         if self.accuracy_before is None or self.accuracy_after is None:
             return None
         return self.accuracy_after - self.accuracy_before
-
-    @property
-    def lean(self) -> float | None:
-        """The samples that turn right minus those that turn wrong, over the standard deviation by chance."""
-        if self.turned_right is None or self.turned_wrong is None:
-            return None
-        return (self.turned_right - self.turned_wrong) / math.sqrt(max(self.turned_right + self.turned_wrong, 1))
 
 
 @dataclass(frozen=True)
@@ -256,7 +242,7 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
     if not high:
         return Verdict(UNLIKELY, (f"at {at}, the target stays as it is", *means))
     falls = f"at {at}, the loss falls on {100 * trial.loss_falls:.0f} % of {trial.samples} held-out calibration samples"
-    if trial.gain is None or trial.lean is None:
+    if trial.gain is None:
         if trial.loss_error is not None:
             return _judge_loss(trial, falls, means)
         word = UNLIKELY if trial.loss_falls < 0.5 else UNCERTAIN
@@ -266,12 +252,9 @@ def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Ve
         f"{trial.accuracy_before:.1f} % before, {trial.accuracy_after:.1f} % after"
     )
     right, wrong = trial.turned_right or 0, trial.turned_wrong or 0
-    least, harm = LOSS_FALLS, trial.lean <= TURNED_WRONG and right - wrong <= -LEAST_TURNED
-    if trial.rule is not None:
-        least, harm = 0.5, direction(right, wrong) < 0
-    often = tail(trial.samples, round(trial.loss_falls * trial.samples), least) < LEVEL
+    often = tail(trial.samples, round(trial.loss_falls * trial.samples), 0.5) < LEVEL
     word = UNCERTAIN
-    if harm or trial.loss_falls < 0.5:
+    if direction(right, wrong) < 0 or trial.loss_falls < 0.5:
         word = UNLIKELY
     elif direction(right, wrong) > 0 or (right - wrong >= LEAST_TURNED and often):
         word = LIKELY
