@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from builders.folders import Zoo, load, write_data
 from tuneport import cli
@@ -21,7 +22,7 @@ from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.training import finetune as training
 from tuneport.training.finetune import PROTOCOL, finetune, mean_losses, prepare_training, run_training
-from tuneport.training.loop import Schedule
+from tuneport.training.loop import Schedule, run_steps
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
 
@@ -85,6 +86,30 @@ def test_uncached_inputs_give_the_same_bits(zoo: Zoo, monkeypatch: pytest.Monkey
     *_, (_, read) = finetune(model, head, data, SCHEDULE, cache_bytes=0)
     for name, tensor in kept.state_dict().items():
         assert torch.equal(tensor, read.state_dict()[name]), name
+
+
+def test_passes_of_a_batch_hold_samples_of_similar_length() -> None:
+    module, schedule = nn.Linear(1, 1), Schedule(3, batch_size=6, learning_rate=1e-3)
+    lengths = torch.tensor([9, 2, 7, 4, 1, 8, 3, 6, 5, 2])
+
+    def batches(lengths: Tensor | None) -> list[list[int]]:
+        """The rows of each batch, in the order of its two passes."""
+        parts: list[list[int]] = []
+
+        def loss(_: int, rows: Tensor) -> Tensor:
+            parts.append(rows.tolist())
+            result: Tensor = module(torch.ones(len(rows), 1)).mean()
+            return result
+
+        optimizer = schedule.optimizer(module)
+        run = run_steps("a test", module, optimizer, schedule, 10, loss, pass_size=4, lengths=lengths)
+        assert [step for step, _ in run] == [1, 2, 3]
+        assert [len(part) for part in parts] == [4, 2] * 3
+        return [one + two for one, two in zip(parts[::2], parts[1::2], strict=True)]
+
+    for ordered, drawn in zip(batches(lengths), batches(None), strict=True):
+        assert set(ordered) == set(drawn)
+        assert lengths[ordered].tolist() == sorted(lengths[drawn].tolist())
 
 
 def test_gradient_accumulation(zoo: Zoo) -> None:
