@@ -40,7 +40,7 @@ from benchmarks.common import add_row, rows_in
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.job import Drawn, Job
-from tuneport.measure.accuracy import compute_features, zero_shot
+from tuneport.measure.accuracy import zero_shot
 from tuneport.measure.objectives import batch_for
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
@@ -115,23 +115,15 @@ class TextCell(Cell):
         self.full = self.accuracy(self._tuned(self.model, self.target))
 
     def on_validation(self, begun: nn.Module, written: nn.Module) -> dict[str, float]:
-        """Accuracies on the validation split, on which rules are chosen; `mean` is of teacher and start together."""
+        """Accuracies on the validation split, on which rules are chosen."""
         source, teacher, _ = self.places
-        found = {}
-        for name, model, module in (
-            ("teacher", source, teacher),
-            ("target", self.model, self.model.module),
-            ("begun", self.model, begun),
-            ("written", self.model, written),
-        ):
-            embeds = choose_head(model, None, self.train).class_embeds
-            assert embeds is not None
-            features = compute_features(model.with_module(module.eval()), self.validation, batch_size=250)
-            scores = F.normalize(features, dim=-1) @ F.normalize(embeds.float().cpu(), dim=-1).T
-            found[name] = scores / scores.std(-1).mean()
-        found["mean"] = found["teacher"].lerp(found["begun"], 0.5)
-        labels = torch.as_tensor(align_labels(self.validation, self.head.classes).labels)
-        return {name: round(100 * float((each.argmax(-1) == labels).float().mean()), 2) for name, each in found.items()}
+        scored = {"teacher": (source, choose_head(source, None, self.train), teacher)}
+        modules = {"target": self.model.module, "begun": begun, "written": written}
+        scored |= {name: (self.model, self.head, module) for name, module in modules.items()}
+        return {
+            name: round(zero_shot(model.with_module(module.eval()), head, self.validation, batch_size=250).accuracy, 2)
+            for name, (model, head, module) in scored.items()
+        }
 
     def _tuned(self, model: Model, name: str) -> nn.Module:
         place = self.options.out.parent / f"{name}-{self.task}.pt"

@@ -158,7 +158,7 @@ def test_few_directions_of_many_matrices_are_found_together(monkeypatch: pytest.
     n, cut = 240, 1e-3
     spectra = [
         torch.cat([torch.linspace(1, 0.1, 9), torch.full((n - 9,), 1e-5)]),
-        torch.cat([torch.ones(1), 0.02 / torch.arange(1, n) ** 1.2]),  # 12 above the cut, a quarter of it at the 40th
+        torch.cat([torch.ones(1), 0.02 / torch.arange(1, n) ** 1.2]),  # 13 above the cut, a quarter of it at the 40th
         torch.cat([torch.ones(3), torch.full((n - 3,), 8e-4)]),
         torch.logspace(0, -6, n),
     ]

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from ..errors import TuneportError
 
 PIECE = 16384  # tokens that are converted at once
-TENSOR_PIECE = 2048  # tokens that tensor cores sum up in float32, at most 16 at once, and truncate: 1e-5 at worst
+TENSOR_PIECE = 2048  # tokens that tensor cores sum up in float32, at most 16 at once, and truncate: 1.5e-5 at worst
 PIECE_ON_CPU = 512  # so that they stay in the caches
 HALF_PIECE_ON_CPU = 4096
 ROWS_ON_CPU = 256

@@ -23,10 +23,10 @@ SMALL = 64  # up to this width an SVD is the fastest route
 NEAR = 128  # up to this width the CPU is faster than an accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
 FEW = 12  # the block of subspace iteration is 1/FEW of the width; at most half of it may lie above the cut
-NARROW, WIDER = 48, 6  # the same on an accelerator
+NARROW, WIDER = 48, 6  # the same for the two blocks that an accelerator tries
 TURNS = 12  # of subspace iteration
 WIDE = 512  # from this width on, subspace iteration is tried first
-LARGE = 2048  # from this width on, full rank is tried first
+LARGE = 2048  # from this width on, full rank or few directions are tried first
 TOGETHER = 48  # the matrices of one batch take 1/TOGETHER of the memory, the work on them twelve times that
 
 

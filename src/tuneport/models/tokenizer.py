@@ -204,8 +204,9 @@ class Reader:
                 return_attention_mask=True,
                 return_offsets_mapping=True,
             )
-        places, parts = found.pop("offset_mapping"), [found.sequence_ids(row) for row in range(len(firsts))]
-        tensors = {name: torch.tensor(values) for name, values in found.items()}
+            places = found.pop("offset_mapping")
+            tensors = {name: torch.tensor(values) for name, values in found.items()}
+        parts = [found.sequence_ids(row) for row in range(len(firsts))]
         counts = tensors["attention_mask"].sum(1).tolist()
         bare = [row for row, count in enumerate(counts) if count == 0]
         if bare:

@@ -142,9 +142,12 @@ def distill(
     lesson.check()
     held_out, taught = divide(samples)
     matching = matching_of(samples)
-    stack, images = lesson.stack(samples), samples.dataset.kind == "image"
+    stack = lesson.stack(samples)
     schedule = lesson.schedule(samples.models.target, matching.batch_size if stack is None else LAST_BATCH)
     teacher, precision = samples.models.source.module, _autocast(samples.models.target)
+    lengths = None
+    if samples.dataset.kind != "image":
+        lengths = torch.tensor([len(str(text)) for text in taught.chosen.inputs])
     reader, exam = Reader(taught, lesson.steps, lesson.seed), Reader(held_out, VIEWS, lesson.seed)
     marks = {round(lesson.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= lesson.steps}
@@ -179,7 +182,7 @@ def distill(
             stops=stops,
             progress=progress,
             pass_size=matching.pass_size,
-            lengths=None if images else torch.tensor([len(str(text)) for text in taught.chosen.inputs]),
+            lengths=lengths,
         ):
             run.losses.append(loss)
             if step in stops:
