@@ -150,6 +150,8 @@ class Setting:
                     polar_together([C] * many, 1e-9, fill=True)
                 C[: n // 2] = 0.0  # the route of low ranks
                 polar_together([C] * 4, 1e-9, fill=True)
+                decay = 0.5 ** torch.arange(n, device=self.device, dtype=torch.float64)[:, None]
+                polar_together([C.flip(0) * decay] * 4, 2e-3, fill=True)  # few directions, as in half precision
         if contender.endswith("reference"):
             self.bare(few, frozen=True)
         else:
