@@ -25,6 +25,7 @@ ALONE = 1024  # up to this width a single matrix is decomposed, also on an accel
 FEW = 12  # the block of subspace iteration is 1/FEW of the width; at most half of it may lie above the cut
 NARROW, WIDER = 48, 6  # the same for the two blocks that an accelerator tries
 TURNS = 12  # of subspace iteration
+ROUNDED = 64  # times eps: the residual of eigenvectors on accelerators, several times that on a CPU
 WIDE = 512  # from this width on, subspace iteration is tried first
 LARGE = 2048  # from this width on, full rank or few directions are tried first
 TOGETHER = 48  # the matrices of one batch take 1/TOGETHER of the memory, the work on them twelve times that
@@ -153,7 +154,7 @@ def few_together(C: Tensor, cut: float) -> list[Polar | None]:
     n, eps = C.shape[-2], torch.finfo(C.dtype).eps
     results: list[Polar | None] = [None] * len(C)
     indices, block, needed = torch.arange(len(C)), C.new_zeros(len(C), n, 0), 0
-    for part, turns in ((NARROW, 6), (WIDER, 8), (WIDER, None)):
+    for part, turns in ((NARROW, 6), (WIDER, 10), (WIDER, None)):
         width = n // part
         if block.shape[-1] != width:
             block = gaussian(n, width, C.device).expand(len(C), -1, -1)
@@ -167,7 +168,7 @@ def few_together(C: Tensor, cut: float) -> list[Polar | None]:
         floor = cut * S[:, :1]
         error = ((C @ image - block * S[:, None].square()).norm(dim=-2) * (floor < S)).amax(-1)
         beyond = largest_values(torch.baddbmm(C, block, image.mT, alpha=-1))
-        limit, rate = 8 * eps * C.square().sum((-2, -1)), (S[:, -1] / floor[:, 0]).square()
+        limit, rate = ROUNDED * eps * C.square().sum((-2, -1)), (S[:, -1] / floor[:, 0]).square()
         more = ((limit / error).log() / rate.log()).ceil() + 1
         numbers = torch.stack([(floor < S).sum(-1), beyond / floor[:, 0], error / limit, rate, more]).T.tolist()
         waiting, needed = [], 0
