@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -35,11 +36,18 @@ from builders.texts import (
 from builders.twins import finetuned
 from tuneport import transfer
 from tuneport.cli import app
-from tuneport.data.dataset import Dataset
+from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure import accuracy, language
-from tuneport.measure.objectives import OBJECTIVES, batch_for, choose_objective, load_loss
+from tuneport.measure.objectives import (
+    OBJECTIVES,
+    batch_for,
+    choose_objective,
+    load_loss,
+    next_tokens,
+    token_cross_entropy,
+)
 from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
 from tuneport.models.heads import Head, choose_head
@@ -101,6 +109,53 @@ def test_causal_loss_with_a_target_leaves_out_the_prompt(models: dict[str, Model
     found = model.reader.continuations(prompts, targets)
     kept = [model.reader.tokenizer.decode(row[row != -100]).strip() for row in found.labels]
     assert kept == targets
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tokens_before_the_first_answer_are_not_scored(models: dict[str, Model], family: str) -> None:
+    """The scores that are left are those of transformers at the same places."""
+    model = models[family]
+    prompts, targets = ["the cat sat", "a small dog barked at "], ["on the mat", "the tall man in the garden"]
+    batch = batch_for(model, OBJECTIVES["causal"].encode(model, data(prompts, targets=targets)))
+    inputs, labels = batch
+    seen = []
+    handle = model.module.get_output_embeddings().register_forward_hook(lambda _m, given, _o: seen.append(given[0]))
+    try:
+        with torch.no_grad():
+            scores, kept = next_tokens(model, model.module, batch)
+            whole = model.module(**inputs).logits
+    finally:
+        handle.remove()
+    first = int((labels != UNLABELLED).any(0).nonzero()[0])
+    assert first > 1
+    assert [part.shape[1] for part in seen] == [labels.shape[1] - first + 1, labels.shape[1]]
+    assert torch.equal(kept, labels[:, first:])
+    torch.testing.assert_close(scores, whole[:, first - 1 : -1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_cannot_leave_scores_out_has_the_same_loss(models: dict[str, Model]) -> None:
+    model = models["llama"]
+    samples = data(["the cat sat", "a small dog barked at "], targets=["on the mat", "the tall man in the garden"])
+
+    class Plain(type(model.module)):  # type: ignore[misc]
+        """Its forward pass has no option for the places of the scores."""
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    module = copy.copy(model.module)
+    module.__class__ = Plain
+    plain = value("causal", model.with_module(module), samples)
+    assert plain == pytest.approx(value("causal", model, samples), rel=1e-5)
+
+
+def test_labels_that_are_all_left_out_have_no_loss(models: dict[str, Model]) -> None:
+    model = models["llama"]
+    inputs, labels = batch_for(model, OBJECTIVES["causal"].encode(model, data(SENTENCES[:2])))
+    with torch.no_grad():
+        scores, kept = next_tokens(model, model.module, (inputs, torch.full_like(labels, UNLABELLED)))
+    assert scores.shape[:2] == kept.shape
+    assert float(token_cross_entropy(scores, kept)) == 0.0
 
 
 def test_seq2seq_loss_is_that_of_transformers_times_the_tokens(models: dict[str, Model]) -> None:

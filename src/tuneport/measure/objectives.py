@@ -156,11 +156,27 @@ def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores (N, T, vocabulary) and their labels (N, T); for a causal model they are shifted by one position."""
+    """Scores (N, K, vocabulary) and their labels (N, K), from the first position on that has a label.
+
+    For a causal model the scores are shifted by one position. Of a long question with a short answer few are left: the
+    scores of a token are as many as the vocabulary.
+    """
     inputs, labels = batch
     assert model.token_logits is not None
-    logits = model.token_logits(module, inputs, labels)
-    return (logits[:, :-1], labels[:, 1:]) if model.generates == "causal" else (logits, labels)
+    first = first_answer(model, labels)
+    logits = model.token_logits(module, inputs, labels, first)
+    if model.generates == "causal":
+        return logits[:, :-1], labels[:, first + 1 :]
+    return logits[:, first:], labels[:, first:]
+
+
+def first_answer(model: Model, labels: Tensor) -> int:
+    """The first position whose scores count in a batch: of a causal model, those of the next token."""
+    if labels.is_meta:  # a forecast has no values
+        return 0
+    shift = model.generates == "causal"
+    columns = (labels[:, shift:] != UNLABELLED).any(0).nonzero()
+    return int(columns[0]) if len(columns) else 0
 
 
 def _encode_classes(model: Model, samples: Dataset) -> Encoded:

@@ -79,7 +79,8 @@ class Model:
         logits: runs the module and returns the scores of its classification layer, of each sample or of each token.
         layout: the places of the tokens of a batch of images.
         reader: the tokenizer of a text model.
-        token_logits: scores of the next tokens, of a batch and its labels, if the model generates text.
+        token_logits: scores of the next tokens, of a batch, its labels and the first position of interest, if the model
+            generates text.
         generates: "causal" or "seq2seq", if it generates text.
         prompted: whether it reads samples inside the task's prompt.
         vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.
@@ -111,7 +112,7 @@ class Model:
     logits: Forward | None = None
     layout: Callable[[Batch], TokenLayout] | None = None
     reader: Reader | None = None
-    token_logits: Callable[[nn.Module, Batch, Tensor], Tensor] | None = None
+    token_logits: Callable[[nn.Module, Batch, Tensor, int], Tensor] | None = None
     generates: str | None = None
     prompted: bool = False
     vocabulary_head: tuple[LooseTensor, ...] = ()

@@ -81,10 +81,14 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         inner = getattr(part, "transformer", part).encoder if text_kind == SEQ2SEQ else part.base_model
         return _pool(inner(**batch).last_hidden_state, batch["attention_mask"], pooling)
 
-    def token_logits(part: Any, batch: Batch, labels: Tensor) -> Tensor:
-        """The scores of tokens (N, T, vocabulary) for labels (N, T)."""
-        scores: Tensor = part(**batch, **({"labels": labels} if text_kind == SEQ2SEQ else {})).logits
-        return scores
+    def token_logits(part: Any, batch: Batch, labels: Tensor, first: int = 0) -> Tensor:
+        """The scores of tokens (N, T, vocabulary) for labels (N, T); of a decoder, from position `first` on."""
+        if text_kind == SEQ2SEQ:
+            scores: Tensor = part(**batch, labels=labels).logits
+            return scores
+        wanted = {"logits_to_keep": labels.shape[1] - first} if first and _keeps_logits(part) else {}
+        scores = part(**batch, **wanted).logits
+        return scores if wanted else scores[:, first:]
 
     def embed(texts: Sequence[str]) -> Tensor:
         assert reader is not None
@@ -110,6 +114,12 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         width=int(config.hidden_size),
         outside=_outside(model, layers, loose),
     )
+
+
+def _keeps_logits(module: Any) -> bool:
+    """Whether a model, or that in an adapter, can compute the scores of its last positions alone."""
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return "logits_to_keep" in inspect.signature(inner.forward).parameters
 
 
 def _outside(model: Model, layers: Sequence[Layer], loose: Sequence[LooseTensor]) -> dict[str, str]:
