@@ -99,15 +99,26 @@ def brief(error: BaseException) -> str:
     return lines[0][:200].rstrip(".") if lines else type(error).__name__
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an accelerator had no memory left; torch has several classes for that.
+
+    >>> lacks_memory(RuntimeError("CUDA error: out of memory")), lacks_memory(ValueError("no such thing"))
+    (True, False)
+    """
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
+
+
 @contextmanager
 def reraised(what: str, kind: type[TuneportError] = CheckpointError) -> Iterator[None]:
     """Context in which any error of another library becomes one line: `what` failed, and why.
 
-    A panic of a library in Rust is no Exception.
+    A panic of a library in Rust is no Exception. A lack of memory on a device is no fault of a model.
     """
     try:
         yield
     except (TuneportError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
+        if lacks_memory(error):
+            raise
         raise kind(f"{what}: {brief(error)}.") from error

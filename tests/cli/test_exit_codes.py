@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from builders.commands import Run, assert_refused, options, run_apart
 from builders.folders import Zoo
@@ -74,6 +75,24 @@ class TestExitCodes:
         assert done.err.count("\n") == 1
         assert done.err.startswith("ZeroDivisionError: division by zero")
         assert "--debug" in done.err
+        assert "Traceback" not in done.err
+        assert list(place.iterdir()) == []
+
+    def test_a_device_without_memory(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The error comes out of a model, which is not to blame."""
+        text = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has 1 MiB free. Process 7 has 8 GiB in use."
+
+        def full(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError(text)
+
+        monkeypatch.setattr("torch.nn.functional.linear", full)
+        done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
+        assert done.code == 1
+        assert done.err.splitlines()[-1] == (
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has 1 MiB free. Pass a "
+            "--memory-budget, a smaller --batch-size or --max-tokens, or --dtype bfloat16, as far as the command has "
+            "them."
+        )
         assert "Traceback" not in done.err
         assert list(place.iterdir()) == []
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..errors import TuneportError
+from ..errors import TuneportError, brief, lacks_memory
 from .bench import bench
 from .models import apply, distill, evaluate, extract, finetune, merge
 from .plan import compare, plan
@@ -26,6 +26,11 @@ from .signals import stopped_by_signals
 from .terminal import fail, say, tell
 from .tour import demo, methods, samplers
 from .transfer import transfer
+
+LESS_MEMORY = (
+    'Pass a `memory_budget`, a smaller `batch_size` or `max_tokens`, or `dtype="bfloat16"`, as far as the command has '
+    "them."
+)
 
 
 class Commands(TyperGroup):
@@ -108,5 +113,8 @@ def main() -> None:
     except Exception as error:
         if DEBUG:
             raise
+        if lacks_memory(error):
+            said = brief(error).partition(" Process ")[0].rstrip(".")
+            fail("OutOfMemoryError", f"{said}. {LESS_MEMORY}")
         advice = " (unexpected: run tuneport --debug ... for the traceback and report it)"
         fail(type(error).__name__, f"{error}{'' if isinstance(error, TuneportError) else advice}")
