@@ -19,6 +19,7 @@ from builders.texts import gpt_tokenizer, make, write
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.measure.language import likelihood
+from tuneport.models.open import open_model
 from tuneport.pipeline.outlook import expected
 from tuneport.pipeline.preflight import judge, try_transfer
 from tuneport.pipeline.prepare import prepare
@@ -154,16 +155,24 @@ def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:
     assert bits == pytest.approx(wanted.bits, rel=1e-5)  # float32 passes in other batches
 
 
-@pytest.mark.parametrize(("kind", "passes"), [("labels", 2), ("texts", 1), ("one class", 1)])
-def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, passes: int) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("kind", "answers"), [("labels", 2), ("texts", 1), ("one class", 1)])
+def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, answers: int, cached: bool) -> None:
+    """A question whose answers share it is read once, and the answers in passes that begin with a cache."""
     data = Dataset(QUESTIONS * 2, np.zeros(16, dtype=np.int64), WORDS[:1]) if kind == "one class" else data_of(kind)
-    job = prepare(*trio, data, signals="naive", scored=True, samples=16)
+    source, finetuned, target = trio[0], trio[1], open_model(trio[2])
+    target = target if cached else replace(target, answer_logits=None)
+    job = prepare(source, finetuned, target, data, signals="naive", scored=True, samples=16)
     rows: list[int] = []
-    layer = job.target.module.get_submodule(job.plan.pairs[0].target.weight.removesuffix(".weight"))
-    layer.register_forward_pre_hook(lambda _, given: rows.append(0 if given[0].is_meta else len(given[0])))
+
+    def count(_: Any, __: Any, given: dict[str, Any]) -> None:
+        if given.get("past_key_values") is None and not given["input_ids"].is_meta:
+            rows.append(len(given["input_ids"]))
+
+    job.target.module.register_forward_pre_hook(count, with_kwargs=True)
     planned = expected(job, "naive", scale="auto")["expected"]["answers"]["target"]
     run(job, "naive", scale="auto")
-    assert sum(rows) == planned == len(TOKEN_SCALES) * passes * 16
+    assert sum(rows) == planned == len(TOKEN_SCALES) * (1 if cached else answers) * 16
 
 
 def test_many_answers_are_judged_by_some(trio: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,7 +66,7 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
         part = data.subset(np.arange(start, min(start + batch_size, len(data))))
         asked, counts = each_answer(part)
         assert part.labels is not None
-        found = _score(model, asked, batch_size)
+        found = _score(model, asked, len(asked) if model.answer_logits is not None else batch_size, counts=counts)
         begin = 0
         for label, count in zip(part.labels, counts, strict=True):
             losses = found.losses[begin : begin + count]
@@ -94,19 +95,21 @@ def _check(model: Model, data: Dataset) -> None:
     check_samples(data)
 
 
-def _score(model: Model, data: Dataset, batch_size: int, progress: Progress | None = None) -> _Scores:
+def _score(
+    model: Model, data: Dataset, batch_size: int, progress: Progress | None = None, counts: Sequence[int] = ()
+) -> _Scores:
     objective = choose_objective(data, [model])
     parts = []
     for start in range(0, len(data), batch_size):
         samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
         encoded = objective.encode(model, with_prompts(samples))
         with torch.inference_mode():
-            logits, labels = next_tokens(model, model.module, batch_for(model, encoded))
+            logits, labels = next_tokens(model, model.module, batch_for(model, encoded), counts)
             wanted = labels != UNLABELLED
             right = (logits.argmax(-1) == labels) & wanted
-            counts = [each.sum(1).cpu().numpy() for each in (wanted, right)]
+            sums = [each.sum(1).cpu().numpy() for each in (wanted, right)]
             losses = sample_losses(logits, labels).cpu().numpy()
-        parts.append([losses, *counts, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)])
+        parts.append([losses, *sums, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)])
         if progress is not None:
             progress(len(samples))
     return _Scores(*(np.concatenate(values) for values in zip(*parts, strict=True)))

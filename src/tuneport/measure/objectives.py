@@ -138,9 +138,9 @@ class TokenLoss:
     def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
         return token_cross_entropy(*next_tokens(self.model, module, batch))
 
-    def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        """The sums of the samples (N,), in float64 on the CPU."""
-        return sample_losses(*next_tokens(self.model, module, batch)).cpu()
+    def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()) -> Tensor:
+        """The sums of the samples (N,), in float64 on the CPU; `counts` as for `next_tokens`."""
+        return sample_losses(*next_tokens(self.model, module, batch, counts)).cpu()
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -155,13 +155,20 @@ def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.double().sum(1)
 
 
-def next_tokens(model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def next_tokens(
+    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     """Scores (N, K, vocabulary) and their labels (N, K), from the first position on that has a label.
 
     For a causal model the scores are shifted by one position. Of a long question with a short answer few are left: the
-    scores of a token are as many as the vocabulary.
+    scores of a token are as many as the vocabulary. With `counts`, the first `counts[0]` rows are answers to one
+    question, and so on: what they share is read once if the model can.
     """
     inputs, labels = batch
+    if counts and model.answer_logits is not None:
+        found = model.answer_logits(module, inputs, labels, counts)
+        if found is not None:
+            return found
     assert model.token_logits is not None
     first = first_answer(model, labels)
     logits = model.token_logits(module, inputs, labels, first)

@@ -81,6 +81,8 @@ class Model:
         reader: the tokenizer of a text model.
         token_logits: scores of the next tokens, of a batch, its labels and the first position of interest, if the model
             generates text.
+        answer_logits: the same for rows that are several answers to each question, with their numbers; None if it
+            cannot read what they share once.
         generates: "causal" or "seq2seq", if it generates text.
         prompted: whether it reads samples inside the task's prompt.
         vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.
@@ -113,6 +115,7 @@ class Model:
     layout: Callable[[Batch], TokenLayout] | None = None
     reader: Reader | None = None
     token_logits: Callable[[nn.Module, Batch, Tensor, int], Tensor] | None = None
+    answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
     generates: str | None = None
     prompted: bool = False
     vocabulary_head: tuple[LooseTensor, ...] = ()
@@ -233,7 +236,7 @@ class Model:
 
             return run and guarded
 
-        runs = ("features", "logits", "token_logits", "embed_texts", "encode")
+        runs = ("features", "logits", "token_logits", "answer_logits", "embed_texts", "encode")
         return replace(self, **{name: guard(getattr(self, name)) for name in runs})
 
     def with_module(self, module: nn.Module) -> Model:

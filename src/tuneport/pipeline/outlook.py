@@ -96,11 +96,13 @@ def answers_of(job: Job, strength: float | ScaleRule, tested: int) -> Sides[int]
     """The samples that each model answers in forward passes of their own, by its name.
 
     The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them; a
-    language model, once for each answer to choose from. A head is fitted on as many for the measurement, for every
-    candidate and for the output. The fine-tune, the target and the port answer the test split.
+    language model that cannot keep a question in its cache, once for each answer to choose from. A head is fitted on as
+    many for the measurement, for every candidate and for the output. The fine-tune, the target and the port answer the
+    test split.
     """
     count, fits = len(job.samples), 1 if job.fits_head else 0
-    candidates = len(scales_of(job)) * max(answers_per_sample(job), 1) if isinstance(strength, str) else 0
+    rows = 1 if job.target.answer_logits is not None else max(answers_per_sample(job), 1)
+    candidates = len(scales_of(job)) * rows if isinstance(strength, str) else 0
     target = count * (candidates * (1 + fits) + 2 * fits) + 2 * tested
     return Sides(sanity.answers(job) + (tested if is_whole(job) else 0), target)
 

@@ -45,7 +45,7 @@ from .heads import fitted
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 # of language models: between real ones a quarter can be too much, and none has gained beyond 1
 TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)
-MOST_ANSWERS = 8  # that a sample is judged by: each of them is a pass
+MOST_ANSWERS = 8  # that a sample is judged by: each of them takes time
 UNLIKELY = -1e6  # the score of an answer that other samples have, and of a token after the end of a text
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
@@ -282,7 +282,8 @@ def questions_of(job: Job, samples: Samples) -> list[Question]:
     most = answers_per_sample(job)
     if not most or not isinstance(samples, Drawn):
         return [Question(batch.target if isinstance(batch, PairedBatch) else batch) for batch in samples]
-    found, data, size = [], fewer_choices(samples.chosen, most), max(samples.size // most, 1)
+    rows = 1 if job.target.answer_logits is not None else most  # of a sample that are read as a whole
+    found, data, size = [], fewer_choices(samples.chosen, most), max(samples.size // rows, 1)
     for start in range(0, len(data), size):
         part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)
@@ -302,7 +303,7 @@ def answers_of(job: Job, module: nn.Module, questions: Sequence[Question]) -> li
     with frozen(module), torch.no_grad():
         for batch, counts, right in questions:
             if isinstance(loss, TokenLoss) and right is not None:
-                losses = pad_sequence(loss.each(module, batch).split(list(counts)), True, -UNLIKELY)
+                losses = pad_sequence(loss.each(module, batch, counts).split(list(counts)), True, -UNLIKELY)
                 found.append((-losses, right))
             elif isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and job.target.regresses):
                 found.append((loss.each(module, batch), None))

@@ -24,6 +24,7 @@ from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
 from ..base import MIXTURE, Batch, Model, outside_of
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
+from .huggingface_answers import accepts, answer_logits
 from .huggingface_heads import head_fields
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
@@ -86,7 +87,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         if text_kind == SEQ2SEQ:
             scores: Tensor = part(**batch, labels=labels).logits
             return scores
-        wanted = {"logits_to_keep": labels.shape[1] - first} if first and _keeps_logits(part) else {}
+        wanted = {"logits_to_keep": labels.shape[1] - first} if first and "logits_to_keep" in accepts(part) else {}
         scores = part(**batch, **wanted).logits
         return scores if wanted else scores[:, first:]
 
@@ -106,6 +107,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         features=features,
         logits=(lambda m, b: m(**b).logits) if classifies else None,
         token_logits=token_logits if writes else None,
+        answer_logits=answer_logits if writes and text_kind == DECODER else None,
         generates=("causal" if text_kind == DECODER else "seq2seq") if writes else None,
         prompted=text_kind != ENCODER,
         vocabulary_head=_vocabulary_head(module, within) if writes else (),
@@ -114,12 +116,6 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         width=int(config.hidden_size),
         outside=_outside(model, layers, loose),
     )
-
-
-def _keeps_logits(module: Any) -> bool:
-    """Whether a model, or that in an adapter, can compute the scores of its last positions alone."""
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return "logits_to_keep" in inspect.signature(inner.forward).parameters
 
 
 def _outside(model: Model, layers: Sequence[Layer], loose: Sequence[LooseTensor]) -> dict[str, str]:
