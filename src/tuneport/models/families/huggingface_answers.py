@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data.dataset import UNLABELLED
 from ..base import Batch
+from ..tokenizer import IGNORED
 
 NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of attention: other caches have no places
@@ -35,7 +35,7 @@ def answer_logits(module: Any, batch: Batch, labels: Tensor, counts: Sequence[in
     sizes = torch.tensor(counts, device=device)
     question = torch.repeat_interleave(torch.arange(len(counts), device=device), sizes)
     begin = sizes.cumsum(0) - sizes
-    same = (ids == ids[begin][question]) & mask & mask[begin][question] & (labels == UNLABELLED)
+    same = (ids == ids[begin][question]) & mask & mask[begin][question] & (labels == IGNORED)
     leading = same.long().cumprod(1).sum(1)
     # the last shared token is read with each answer, since its scores are those of the answer's first token
     shared = torch.full_like(sizes, labels.shape[1]).scatter_reduce(0, question, leading, "amin") - 1
@@ -66,4 +66,4 @@ def answer_logits(module: Any, batch: Batch, labels: Tensor, counts: Sequence[in
         past_key_values=cache,
         use_cache=True,
     ).logits
-    return scores[:, :-1], labels.gather(1, taken).masked_fill(~inside, UNLABELLED)[:, 1:]
+    return scores[:, :-1], labels.gather(1, taken).masked_fill(~inside, IGNORED)[:, 1:]
