@@ -207,7 +207,8 @@ def _of_spans(models: Sides[Model]) -> Matching:
             surprise = F.cross_entropy(
                 widened(logits).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
             )
-            spans = encoded.spans[-1][:, -labels.shape[1] :].to(labels.device)
+            spans = encoded.spans[-1].to(labels.device)
+            spans = spans[:, spans.shape[1] - labels.shape[1] :]
             return surprise.view(labels.shape), spans.masked_fill(~known[..., None], PADDING)
 
         return answer
