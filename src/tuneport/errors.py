@@ -105,14 +105,15 @@ def lacks_memory(error: BaseException) -> bool:
     >>> lacks_memory(RuntimeError("CUDA error: out of memory")), lacks_memory(ValueError("no such thing"))
     (True, False)
     """
-    return isinstance(error, RuntimeError) and "out of memory" in str(error)
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
 
 
 @contextmanager
 def reraised(what: str, kind: type[TuneportError] = CheckpointError) -> Iterator[None]:
     """Context in which any error of another library becomes one line: `what` failed, and why.
 
-    A panic of a library in Rust is no Exception. A lack of memory on a device is no fault of a model.
+    A panic of a library in Rust is no Exception. A lack of memory on a device
+    is no fault of a model, and is raised as it is.
     """
     try:
         yield

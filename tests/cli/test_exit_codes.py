@@ -80,7 +80,8 @@ class TestExitCodes:
 
     def test_a_device_without_memory(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The error comes out of a model, which is not to blame."""
-        text = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has 1 MiB free. Process 7 has 8 GiB in use."
+        short = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has 9.00 GiB of which 1.00 MiB is free"
+        text = f"{short}. Including non-PyTorch memory, this process has 26.28 GiB memory in use."
 
         def full(*_: Any, **__: Any) -> None:
             raise torch.OutOfMemoryError(text)
@@ -89,9 +90,8 @@ class TestExitCodes:
         done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert done.code == 1
         assert done.err.splitlines()[-1] == (
-            "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has 1 MiB free. Pass a "
-            "--memory-budget, a smaller --batch-size or --max-tokens, or --dtype bfloat16, as far as the command has "
-            "them."
+            f"OutOfMemoryError: {short}. Pass a --memory-budget, a smaller --batch-size or --max-tokens, or --dtype "
+            "bfloat16, as far as the command has them."
         )
         assert "Traceback" not in done.err
         assert list(place.iterdir()) == []

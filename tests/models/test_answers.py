@@ -82,7 +82,26 @@ def test_what_answers_share_is_read_once() -> None:
     assert seen == [3 * 11, 6 * 4], "the questions but for their last token; it and up to three tokens of an answer"
 
 
-@pytest.mark.parametrize("fault", ["nothing shared", "padded on the left", "other inputs", "no cache"])
+def test_padding_has_no_positions_beyond_those_of_the_model() -> None:
+    """The longest question has a short answer, and another question a long one."""
+    batch, labels = questions()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=labels.shape[1])
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    rows, longer = torch.tensor([0, 0, 3, 3]), torch.full((4, labels.shape[1]), UNLABELLED)
+    ids, mask = batch["input_ids"][rows], batch["attention_mask"][rows]
+    ids[2:, 5:], mask[2:] = torch.arange(2 * (ids.shape[1] - 5)).view(2, -1) % 63 + 1, 1
+    ids[1, 12] = ids[0, 12] % 63 + 1
+    longer[:2, 12:13], longer[2:, 5:] = ids[:2, 12:13], ids[2:, 5:]
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        whole = losses(module(**batch).logits[:, :-1], longer[:, 1:])
+        found = answer_logits(module, batch, longer, (2, 2))
+    assert found is not None
+    torch.testing.assert_close(losses(*found), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["nothing shared", "padded on the left", "other inputs", "no cache", "stretched"])
 def test_rows_and_models_that_it_cannot_read(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, (batch, labels) = model("llama"), questions()
     if fault == "nothing shared":
@@ -91,6 +110,8 @@ def test_rows_and_models_that_it_cannot_read(fault: str, monkeypatch: pytest.Mon
         batch["attention_mask"] = batch["attention_mask"].flip(1)
     elif fault == "other inputs":
         batch["token_type_ids"] = torch.zeros_like(labels)
+    elif fault == "stretched":
+        module.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     else:
         monkeypatch.setattr("tuneport.models.families.huggingface_answers.NEEDED", {"cache"})
     with torch.no_grad():

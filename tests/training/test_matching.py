@@ -127,7 +127,7 @@ class TestTokens:
     def test_one_tokenizer_compares_distributions(self, writers: Drawn) -> None:
         found = matching_of(writers)
         assert found.name == "tokens"
-        (one, labels), (two, _) = answers(writers)
+        (one, labels, _), (two, _, _) = answers(writers)
         known = labels != -100
         wanted, seen = (softmax(scores[known].double().numpy(), axis=-1) for scores in (one, two))
         expected = rel_entr(wanted, seen).sum(-1).mean()
@@ -217,3 +217,15 @@ class TestTokens:
         for other in (spans(0.0, 3.0), spans(1.0, 2.0)):  # it ends elsewhere, or it begins elsewhere
             with pytest.raises(DataError, match="share no place in these texts where a token ends: give longer texts"):
                 matching._stretches(one, (torch.tensor([[1.0]]), other))
+
+
+def test_tokens_are_compared_at_the_same_positions() -> None:
+    """The student's answer begins one position after the teacher's, and ends one before."""
+    generator = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(1, count, 5, generator=generator) for count in (4, 2))
+    teacher = one, torch.tensor([[3, 1, 2, 4]]), 6
+    student = two, torch.tensor([[1, 3]]), 7
+    common = matching._common(teacher, student)
+    assert torch.equal(common.source, one[0, 1:2])
+    assert torch.equal(common.target, two[0, :1])
+    assert len(matching._common(teacher, (two, torch.tensor([[1, 3]]), 12)).source) == 0, "they do not meet"

@@ -114,7 +114,7 @@ def main() -> None:
         if DEBUG:
             raise
         if lacks_memory(error):
-            said = brief(error).partition(" Process ")[0].rstrip(".")
-            fail("OutOfMemoryError", f"{said}. {LESS_MEMORY}")
+            said, mark, _ = brief(error).partition(" is free")
+            fail("OutOfMemoryError", f"{said}{mark}. {LESS_MEMORY}")
         advice = " (unexpected: run tuneport --debug ... for the traceback and report it)"
         fail(type(error).__name__, f"{error}{'' if isinstance(error, TuneportError) else advice}")

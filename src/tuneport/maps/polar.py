@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import TuneportError
+from ..errors import TuneportError, lacks_memory
 from .certificate import Polar, certify, gaussian
 from .halley import LIFT, QDWH, Nulls, iterate, largest_values, small_eigh
 from .symmetric import orthonormal
@@ -98,9 +98,9 @@ def together_bytes(device: torch.device, budget: int | None = None) -> int:
 def _iterate(C: Tensor, cut: float, nulls: Nulls | None, fill: bool = False) -> list[Polar | None]:
     try:
         return few_together(C, cut) if nulls is None else iterate(C, cut, nulls=nulls, fill=fill)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # small eigenvectors on an accelerator may fail
+    except RuntimeError as error:  # small eigenvectors on an accelerator may fail
+        if lacks_memory(error):
+            raise
         return [None] * len(C)
 
 

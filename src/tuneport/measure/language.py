@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.choices import each_answer
+from ..data.choices import candidates_of, each_answer
 from ..data.dataset import UNLABELLED, Dataset, with_prompts
 from ..errors import DataError, TuneportError
 from ..models.base import Model
 from ..types import Progress
 from .accuracy import Evaluation, Protocol, check_samples
-from .objectives import batch_for, choose_objective, next_tokens, sample_losses
+from .objectives import batch_for, choose_objective, next_tokens, questions_at_once, sample_losses
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     """
     _check(model, data)
     parts, predicted = [], []
-    for start in range(0, len(data), batch_size):
-        part = data.subset(np.arange(start, min(start + batch_size, len(data))))
+    size = questions_at_once(model, batch_size, max(map(len, candidates_of(data)), default=1))
+    for start in range(0, len(data), size):
+        part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)
         assert part.labels is not None
         found = _score(model, asked, len(asked) if model.answer_logits is not None else batch_size, counts=counts)

@@ -27,6 +27,8 @@ from ..models.tokenizer import Encoded, Reader
 from ..types import Loss
 from .tokens import scores_on
 
+ANSWERS_AT_ONCE = 4  # rows of answers for each sample of the batch size, if a model reads a question once
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -171,10 +173,22 @@ def next_tokens(
             return found
     assert model.token_logits is not None
     first = first_answer(model, labels)
-    logits = model.token_logits(module, inputs, labels, first)
+    size = -(-len(labels) // ANSWERS_AT_ONCE) if counts else len(labels)
+    if size == len(labels):
+        logits = model.token_logits(module, inputs, labels, first)
+    else:
+        parts = [{key: value[at : at + size] for key, value in inputs.items()} for at in range(0, len(labels), size)]
+        named = labels.split(size)
+        logits = torch.cat([model.token_logits(module, *both, first) for both in zip(parts, named, strict=True)])
     if model.generates == "causal":
         return logits[:, :-1], labels[:, first + 1 :]
     return logits[:, first:], labels[:, first:]
+
+
+def questions_at_once(model: Model, batch_size: int, answers: int) -> int:
+    """How many questions with so many answers each are one batch; the answers of a question read once are short."""
+    rows = batch_size * (ANSWERS_AT_ONCE if model.answer_logits is not None else 1)
+    return max(rows // answers, 1)
 
 
 def first_answer(model: Model, labels: Tensor) -> int:

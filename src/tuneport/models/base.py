@@ -81,8 +81,8 @@ class Model:
         reader: the tokenizer of a text model.
         token_logits: scores of the next tokens, of a batch, its labels and the first position of interest, if the model
             generates text.
-        answer_logits: the same for rows that are several answers to each question, with their numbers; None if it
-            cannot read what they share once.
+        answer_logits: the same for rows that are several answers to each question, with the number of answers to each;
+            returns None if the shared tokens cannot be read once.
         generates: "causal" or "seq2seq", if it generates text.
         prompted: whether it reads samples inside the task's prompt.
         vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.

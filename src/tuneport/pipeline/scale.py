@@ -32,7 +32,7 @@ from ..data.dataset import UNLABELLED, with_prompts
 from ..io.tensors import describe
 from ..job import Drawn, Job, Samples
 from ..measure.batches import PairedBatch
-from ..measure.objectives import HeadLoss, TokenLoss, batch_for
+from ..measure.objectives import HeadLoss, TokenLoss, batch_for, questions_at_once
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..task_vectors.lora_write import AdapterForm
@@ -282,8 +282,7 @@ def questions_of(job: Job, samples: Samples) -> list[Question]:
     most = answers_per_sample(job)
     if not most or not isinstance(samples, Drawn):
         return [Question(batch.target if isinstance(batch, PairedBatch) else batch) for batch in samples]
-    rows = 1 if job.target.answer_logits is not None else most  # of a sample that are read as a whole
-    found, data, size = [], fewer_choices(samples.chosen, most), max(samples.size // rows, 1)
+    found, data, size = [], fewer_choices(samples.chosen, most), questions_at_once(job.target, samples.size, most)
     for start in range(0, len(data), size):
         part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)

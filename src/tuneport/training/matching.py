@@ -26,6 +26,7 @@ from ..models.tokenizer import PADDING, Encoded
 from ..types import Sides
 
 Ask = Callable[[nn.Module, Encoded], Any]
+Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, K) from this position on
 
 BATCH = 128  # samples of an update
 TEXTS = 32  # of a pass: texts of a similar length, padded little
@@ -169,31 +170,38 @@ def _of_tokens(models: Sides[Model]) -> Matching:
     """Distributions over one vocabulary, at each token to predict."""
 
     def ask(model: Model) -> Ask:
-        return lambda module, encoded: next_tokens(model, module, batch_for(model, encoded))
+        def answer(module: nn.Module, encoded: Encoded) -> Tokens:
+            inputs, named = batch_for(model, encoded)
+            scores, labels = next_tokens(model, module, (inputs, named))
+            return scores, labels, named.shape[1] - labels.shape[1]
+
+        return answer
 
     return Matching("tokens", Sides(*map(ask, models)), _token_loss, _same_token, 16, 4, own_loss=_text_loss)
 
 
-def _common(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
-    """The scores (M, vocabulary) of both where they predict the same token."""
-    length = min(teacher[1].shape[1], student[1].shape[1])
-    (one, labels), (two, others) = ((scores[:, :length], named[:, :length]) for scores, named in (teacher, student))
+def _common(teacher: Tokens, student: Tokens) -> Sides[Tensor]:
+    """The scores (M, vocabulary) of both where they predict the same token at the same position."""
+    start = max(teacher[2], student[2])
+    one, labels, two, others = (part[:, start - side[2] :] for side in (teacher, student) for part in side[:2])
+    length = min(labels.shape[1], others.shape[1])
+    one, labels, two, others = (part[:, :length] for part in (one, labels, two, others))
     wanted = (labels == others) & (labels != UNLABELLED)
     size = min(one.shape[-1], two.shape[-1])  # some vocabularies are padded
     return Sides(widened(one[wanted][:, :size]), widened(two[wanted][:, :size]))
 
 
-def _token_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+def _token_loss(teacher: Tokens, student: Tokens) -> Tensor:
     wanted, found = (scores.log_softmax(-1) for scores in _common(teacher, student))
     return F.kl_div(found, wanted, log_target=True, reduction="sum") / max(len(wanted), 1)
 
 
-def _text_loss(student: tuple[Tensor, Tensor]) -> Tensor:
-    scores, labels = student
+def _text_loss(student: Tokens) -> Tensor:
+    scores, labels, _ = student
     return F.cross_entropy(widened(scores).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED)
 
 
-def _same_token(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
+def _same_token(teacher: Tokens, student: Tokens) -> Tensor:
     return _same_class(*_common(teacher, student))
 
 

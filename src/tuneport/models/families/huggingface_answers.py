@@ -12,8 +12,9 @@ from torch import Tensor
 from ..base import Batch
 from ..tokenizer import IGNORED
 
-NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
 KEPT = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of attention: other caches have no places
+STRETCHED = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the length of what is read
 
 
 def accepts(module: Any) -> set[str]:
@@ -25,11 +26,12 @@ def accepts(module: Any) -> set[str]:
 def answer_logits(module: Any, batch: Batch, labels: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     """Scores (N, K, vocabulary) of the next tokens and their labels (N, K), for rows that differ in their answers.
 
-    The first `counts[0]` rows are answers to one question, and so on. The result is None if the answers share no
-    tokens, or if the model has no cache that can be used.
+    The first `counts[0]` rows are answers to one question, and so on. The result is None if the answers to a question
+    share no tokens, or if the model has no cache that can be used.
     """
     known = accepts(module)
-    if set(batch) != {"input_ids", "attention_mask"} or not known >= NEEDED or labels.is_meta:
+    stretched = any(kind in str(getattr(module.config, "rope_parameters", "")) for kind in STRETCHED)
+    if set(batch) != {"input_ids", "attention_mask"} or not known >= NEEDED or labels.is_meta or stretched:
         return None
     ids, mask, device = batch["input_ids"], batch["attention_mask"].bool(), labels.device
     sizes = torch.tensor(counts, device=device)
@@ -58,12 +60,12 @@ def answer_logits(module: Any, batch: Batch, labels: Tensor, counts: Sequence[in
     ends = mask.sum(1)
     places = shared[question][:, None] + torch.arange(int((ends - shared[question]).max()), device=device)
     inside = places < ends[:, None]
-    taken = places.clamp(max=labels.shape[1] - 1)
+    places = places.clamp(max=labels.shape[1] - 1)
     scores: Tensor = module(
-        input_ids=ids.gather(1, taken),
+        input_ids=ids.gather(1, places),
         attention_mask=torch.cat([seen[question], inside], dim=1).long(),
         position_ids=places,
         past_key_values=cache,
         use_cache=True,
     ).logits
-    return scores[:, :-1], labels.gather(1, taken).masked_fill(~inside, IGNORED)[:, 1:]
+    return scores[:, :-1], labels.gather(1, places).masked_fill(~inside, IGNORED)[:, 1:]
