@@ -127,14 +127,14 @@ class TestTokens:
     def test_one_tokenizer_compares_distributions(self, writers: Drawn) -> None:
         found = matching_of(writers)
         assert found.name == "tokens"
-        (one, labels, _), (two, _, _) = answers(writers)
+        (one, labels, first), (two, _, _) = answers(writers)
         known = labels != -100
         wanted, seen = (softmax(scores[known].double().numpy(), axis=-1) for scores in (one, two))
         expected = rel_entr(wanted, seen).sum(-1).mean()
         # float32 probabilities of some hundred tokens against float64
-        assert float(found.loss((one, labels), (two, labels))) == pytest.approx(expected, rel=1e-4)
-        assert float(found.loss((one, labels), (one, labels))) == 0.0
-        assert float(found.agreement((one, labels), (one, labels))) == 1.0
+        assert float(found.loss((one, labels, first), (two, labels, first))) == pytest.approx(expected, rel=1e-4)
+        assert float(found.loss((one, labels, first), (one, labels, first))) == 0.0
+        assert float(found.agreement((one, labels, first), (one, labels, first))) == 1.0
 
     def test_two_tokenizers_compare_the_surprise_of_stretches(self, tmp_path: Path) -> None:
         source = write(tmp_path / "source", make("gpt2", vocab_size=300), gpt_tokenizer(300))
