@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from tuneport.measure.objectives import (
     choose_objective,
     load_loss,
     next_tokens,
+    questions_at_once,
     token_cross_entropy,
 )
 from tuneport.models.base import Model
@@ -147,6 +149,24 @@ def test_a_model_that_cannot_leave_scores_out_has_the_same_loss(models: dict[str
     module.__class__ = Plain
     plain = value("causal", model.with_module(module), samples)
     assert plain == pytest.approx(value("causal", model, samples), rel=1e-5)
+
+
+def test_answers_that_are_not_read_at_once_take_whole_passes_of_the_batch_size(models: dict[str, Model]) -> None:
+    assert questions_at_once(models["llama"], 8, 4) == 8, "32 rows, a quarter of them in a whole pass"
+    assert questions_at_once(replace(models["llama"], answer_logits=None), 8, 4) == 2
+    assert questions_at_once(models["llama"], 2, 100) == 1
+    model = replace(models["llama"], answer_logits=lambda *_: None)
+    batch = batch_for(model, OBJECTIVES["causal"].encode(model, data(SENTENCES[:8])))
+    rows: list[int] = []
+    handle = model.module.get_input_embeddings().register_forward_hook(lambda _m, _a, out: rows.append(len(out)))
+    try:
+        with torch.no_grad():
+            parted, whole = (next_tokens(model, model.module, batch, counts) for counts in ((4, 4), ()))
+    finally:
+        handle.remove()
+    assert rows == [2, 2, 2, 2, 8]
+    assert torch.equal(parted[1], whole[1])
+    torch.testing.assert_close(parted[0], whole[0], rtol=1e-5, atol=1e-5)
 
 
 def test_labels_that_are_all_left_out_have_no_loss(models: dict[str, Model]) -> None:

@@ -167,19 +167,17 @@ def next_tokens(
     question, and so on: what they share is read once if the model can.
     """
     inputs, labels = batch
+    assert model.token_logits is not None
+    size = len(labels)
     if counts and model.answer_logits is not None:
         found = model.answer_logits(module, inputs, labels, counts)
         if found is not None:
             return found
-    assert model.token_logits is not None
+        size = -(-size // ANSWERS_AT_ONCE)  # whole passes of the batch size
     first = first_answer(model, labels)
-    size = -(-len(labels) // ANSWERS_AT_ONCE) if counts else len(labels)
-    if size == len(labels):
-        logits = model.token_logits(module, inputs, labels, first)
-    else:
-        parts = [{key: value[at : at + size] for key, value in inputs.items()} for at in range(0, len(labels), size)]
-        named = labels.split(size)
-        logits = torch.cat([model.token_logits(module, *both, first) for both in zip(parts, named, strict=True)])
+    parts = [{key: value[at : at + size] for key, value in inputs.items()} for at in range(0, len(labels), size)]
+    each = [model.token_logits(module, *part, first) for part in zip(parts, labels.split(size), strict=True)]
+    logits = each[0] if len(each) == 1 else torch.cat(each)
     if model.generates == "causal":
         return logits[:, :-1], labels[:, first + 1 :]
     return logits[:, first:], labels[:, first:]
