@@ -125,6 +125,14 @@ class TestCompare:
         )
         assert "no fine-tune was given" in done.out
 
+    def test_dtype(self, run: Run, zoo: Zoo) -> None:
+        source, tuned, target = zoo.trio("clip_vision")
+        given = ("compare", source, target, "--data", zoo.data, "--finetuned", tuned, "--samples", 16, "--json")
+        exact, rounded = (run(*given, *more).json for more in ((), ("--dtype", "bfloat16")))
+        assert exact["summary"] != rounded["summary"]
+        assert rounded["summary"]["input"]["cka"] == pytest.approx(exact["summary"]["input"]["cka"], abs=0.02)
+        assert run(*given, "--dtype", "int8").code == 1
+
     def test_a_transfer_with_verdict_and_accuracy(self, run: Run, zoo: Zoo, place: Path) -> None:
         out = place / "checked"
         record = run("transfer", "--scale=1", *options(zoo, out=out), "--compare", "--evaluate", "--json").json

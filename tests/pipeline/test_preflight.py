@@ -16,8 +16,11 @@ from builders.folders import Zoo, load
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.job import Drawn, Given
+from tuneport.measure import likeness
+from tuneport.measure.capture import measure_pairs
 from tuneport.measure.likeness import COMPARED
 from tuneport.methods import METHODS
+from tuneport.pipeline import statistics as measuring
 from tuneport.pipeline.preflight import (
     FOLDS,
     LIKELY,
@@ -34,6 +37,7 @@ from tuneport.pipeline.preflight import (
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import SCALES, Score, choose_scale
 from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.runtime import passes
 
 
 @pytest.fixture
@@ -195,6 +199,36 @@ class TestPair:
         assert found.trial is None
         assert found.verdict.verdict == UNCERTAIN
         assert len(similarity_rows(found.similarity)) == len(found.similarity) > 3 * 10
+
+    @pytest.mark.parametrize("free", [0, 200_000])  # one weight, or some of them
+    def test_layers_whose_sums_do_not_fit_are_measured_in_groups(
+        self, job: Any, free: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[int] = []
+
+        def recorded(*args: Any, **options: Any) -> Any:
+            seen.append(len(args[2]))
+            return measure_pairs(*args, **options)
+
+        for module in (likeness, measuring):
+            monkeypatch.setattr(module, "measure_pairs", recorded)
+        whole = compare(job)
+        layers = len(job.plan.pairs)
+        assert set(seen) == {layers}
+        seen.clear()
+        monkeypatch.setattr(passes, "free_memory", lambda: free)
+        parts = compare(job)
+        assert max(seen) < layers
+        assert parts.similarity == whole.similarity
+        assert replace(parts.trial, seconds=0.0) == replace(whole.trial, seconds=0.0)
+        assert parts.verdict.verdict == whole.verdict.verdict
+
+    def test_a_memory_budget_divides_the_layers_too(self, job: Any) -> None:
+        models = sum(part.nbytes for model in job.models for part in model.module.parameters())
+        sizes = [len(passes.jobs_that_fit(replace(job, memory_budget=models + more), COMPARED, lambda *_: 1000))
+                 for more in (0, 10_000, 10**9)]  # fmt: skip
+        assert sizes[0] == len(passes.by_weight(job.plan.pairs))
+        assert sizes[0] > sizes[1] > sizes[2] == 1
 
     def test_two_live_modules(self, zoo: Zoo) -> None:
         source, target = (load(zoo["vit-base"]) for _ in range(2))

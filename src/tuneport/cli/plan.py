@@ -171,6 +171,7 @@ def compare(
     columns: options.Columns = None,
     max_length: options.MaxLength = None,
     batch_size: options.BatchSize = 32,
+    dtype: options.DtypeName = "float32",
     device: options.Device = "auto",
     layers: options.Layers = False,
     accept_unlikely: options.AcceptUnlikely = False,

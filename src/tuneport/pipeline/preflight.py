@@ -24,9 +24,13 @@ from ..errors import DataError
 from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.chance import LEVEL, direction, tail
-from ..measure.likeness import LayerSimilarity, compare_layers
-from ..methods import Method, get_method
+from ..measure.likeness import COMPARED, LayerSimilarity, compare_layers
+from ..measure.signals import INPUT, INPUT_GRADIENT, WEIGHT_GRADIENT
+from ..methods import Method, Transfer, get_method
+from ..pairing import LayerPair
 from ..report.summary import number_text
+from ..runtime.passes import jobs_that_fit
+from ..task_vectors.vector import TaskVector
 from ..training.distill import STEPS
 from ..training.matching import BATCH
 from ..types import Progress, ScaleRule
@@ -139,24 +143,26 @@ def compare(
     held_out, *_ = _folds(job)
     job = measurable(job)
     assert job.losses is not None
-    similarity = compare_layers(
-        job.source.module,
-        job.target.module,
-        job.plan.pairs,
-        job.samples.take(slice(held_out.stop, None)),
-        held_out=job.samples.take(held_out),
-        source_loss=job.losses.source,
-        target_loss=job.losses.target,
-        completion=job.completion,
-        match=job.match,
-        progress=progress,
-    )
+    similarity: list[LayerSimilarity] = []
+    for group in jobs_that_fit(job, COMPARED, _similarity_bytes):
+        similarity += compare_layers(
+            job.source.module,
+            job.target.module,
+            group.plan.pairs,
+            job.samples.take(slice(held_out.stop, None)),
+            held_out=job.samples.take(held_out),
+            source_loss=job.losses.source,
+            target_loss=job.losses.target,
+            completion=job.completion,
+            match=job.match,
+            progress=progress,
+        )
     tried = try_transfer(job, method, scale=scale, progress=progress) if trial else None
     verdict = judge(tried, similarity)
     if tried is not None and job.heads is not None:
         words = route_words(tried.samples, tried.seconds / tried.samples)
         verdict = replace(verdict, reasons=(*verdict.reasons, words))
-    return Preflight(similarity, tried, verdict)
+    return Preflight(tuple(similarity), tried, verdict)
 
 
 def route_words(samples: int, seconds: float) -> str:
@@ -191,18 +197,15 @@ def try_transfer(
     assert job.losses is not None
     tokens = judged_by_loss(job)
     candidates = scales_of(job) if isinstance(strength, str) else (0.0, strength)
-    started = time.perf_counter()
-    sums = measure_in_parts(job, [fold.stop for fold in folds], views=method.rehearses, progress=progress)
-    seconds = round(time.perf_counter() - started, 3)
+    moved = _Moved(job, method, folds, progress)
     answers: list[dict[float, list[Answers]]] = []
-    for number, fold in enumerate(folds):
+    for fold, vector in zip(folds, moved.vectors(), strict=True):
         samples = job.samples.take(fold)
         single = job.heads is None and not (tokens or answers_per_sample(job))  # a loss of one sample is its own
         questions = questions_of(job, replace(samples, size=1 if single else samples.size))
-        rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
         others = job.samples.take(np.delete(np.arange(len(job.samples)), fold))
         answers.append({})
-        with scaled_as_written(job, method.transfer(problem_of(job, rest)).task_vector) as scaled:
+        with scaled_as_written(job, vector) as scaled:
             for candidate in candidates:
                 scaled.set(candidate)
                 with fitted(job, scaled.module, others):
@@ -212,8 +215,58 @@ def try_transfer(
         [score for found, at in zip(answers, taken, strict=True) for score in _scores(found[at])]
         for taken in ([0.0] * len(folds), scales)
     )
-    found = _compared(before, after, tokens)
-    return replace(found, scales=scales, rule=strength if isinstance(strength, str) else None, seconds=seconds)
+    found, rule = _compared(before, after, tokens), strength if isinstance(strength, str) else None
+    return replace(found, scales=scales, rule=rule, seconds=round(moved.seconds, 3))
+
+
+@dataclass
+class _Moved:
+    """What a method moves for each fold, by maps from the other folds; `seconds` are those of measuring."""
+
+    job: Job
+    method: Method
+    folds: Sequence[slice]
+    progress: Progress | None
+    seconds: float = 0.0
+
+    def vectors(self) -> Iterator[TaskVector]:
+        """The task vector of each fold; if its layers do not fit into memory together, group by group."""
+        groups = [self.job]
+        if self.method.by_layer:
+            groups = jobs_that_fit(self.job, self.job.signals, _trial_bytes)
+        *first, last = groups
+        kept = [list(self._transfers(group)) for group in first]
+        for number, moved in enumerate(self._transfers(last)):
+            yield Transfer.join([*(done[number] for done in kept), moved]).task_vector
+
+    def _transfers(self, job: Job) -> Iterator[Transfer]:
+        started = time.perf_counter()
+        cuts = [fold.stop for fold in self.folds]
+        sums = measure_in_parts(job, cuts, views=self.method.rehearses, progress=self.progress)
+        self.seconds += time.perf_counter() - started
+        for number in range(len(sums)):
+            rest = reduce(add, (part for index, part in enumerate(sums) if index != number), Statistics())
+            yield self.method.transfer(problem_of(job, rest))
+
+
+def _similarity_bytes(pair: LayerPair, signal: str) -> int:
+    """The sums for CKA within and between both sides, the sum for the map, and the map."""
+    n, m = _widths(pair, signal)
+    return 8 * (3 * n * m + n * n + m * m)
+
+
+def _trial_bytes(pair: LayerPair, signal: str) -> int:
+    """The sums of all folds, that of all but one, and the map."""
+    n, m = _widths(pair, signal)
+    return 8 * (FOLDS + 2) * n * m
+
+
+def _widths(pair: LayerPair, signal: str) -> tuple[int, int]:
+    if signal == WEIGHT_GRADIENT:
+        return pair.target.out_features, pair.target.in_features
+    if signal in (INPUT, INPUT_GRADIENT):
+        return pair.source.in_features, pair.target.in_features
+    return pair.source.out_features, pair.target.out_features
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:

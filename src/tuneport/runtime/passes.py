@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from ..io.sizes import free_memory
 from ..job import Job
 from ..models.offload import Placement
 from ..pairing import LayerPair, blocks_of
@@ -51,7 +54,29 @@ def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
     return [replace(job, plan=plan) for plan in plans]
 
 
-def grouped(pairs: Iterable[LayerPair], size: Callable[[Sequence[LayerPair]], int], most: int) -> list[list[LayerPair]]:
+def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, str], int]) -> list[Job]:
+    """Jobs of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
+
+    The other half is for signals and for work on the sums.
+    """
+    wanted = frozenset(signals)
+
+    def total(pairs: Iterable[LayerPair]) -> int:
+        return sum(size(pair, signal) for pair in pairs for signal in pair.wanted(wanted))
+
+    device, left = job.runs_on, free_memory()
+    if job.memory_budget is not None:
+        left = job.memory_budget - sum(part.nbytes for model in job.models for part in model.module.parameters())
+    elif device.type == "cuda":
+        left = torch.cuda.mem_get_info(device)[0]
+    if total(job.plan.pairs) <= left / 2:
+        return [job]
+    return _jobs(job, grouped(job.plan.pairs, total, left / 2))
+
+
+def grouped(
+    pairs: Iterable[LayerPair], size: Callable[[Sequence[LayerPair]], int], most: float
+) -> list[list[LayerPair]]:
     """Pairs in groups of at most this size: as many blocks as fit, or weights of a block that does not fit."""
     groups: list[list[LayerPair]] = []
     for block in blocks_of(pairs):
