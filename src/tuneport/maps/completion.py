@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .certificate import Factors, Polar
 from .halley import largest_values
-from .polar import near_eigh, null_of, polar, thin_factors
+from .polar import null_of, polar, thin_factors
 
 BLIND = 1e-8  # singular values of the projected identity up to this count as zero
 CLEAR = 1e-4  # the least square of one that 1 minus its complement resolves: the map error is eps / CLEAR
@@ -95,7 +95,7 @@ def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
     """
     n, m = len(U), len(V)
     W = V[:n] - U @ (U.T @ V[:n])
-    values, Q = near_eigh(W.T @ W)
+    values, Q = torch.linalg.eigh(W.T @ W)
     rest = (1.0 - values).clamp_min(0.0)
     clear = rest > CLEAR
     s = rest[clear].sqrt()

@@ -23,12 +23,11 @@ SMALL = 64  # up to this width an SVD is the fastest route
 NEAR = 128  # up to this width the CPU is faster than an accelerator
 ALONE = 1024  # up to this width a single matrix is decomposed, also on an accelerator
 FEW = 12  # the block of subspace iteration is 1/FEW of the width; at most half of it may lie above the cut
-NARROW, WIDER = 48, 6  # the same for the two blocks that an accelerator tries, but at least
-LEAST = 64, 512  # so many columns, the second at most a third of the width
+NARROW, WIDER = 48, 6  # the same for the two blocks that an accelerator tries
 TURNS = 12  # of subspace iteration
 ROUNDED = 64  # times eps: the residual of eigenvectors on accelerators, several times that on a CPU
 WIDE = 512  # from this width on, subspace iteration is tried first
-LARGE = 2048  # from this width on, an accelerator tries full rank first
+LARGE = 2048  # from this width on, full rank or few directions are tried first
 TOGETHER = 48  # the matrices of one batch take 1/TOGETHER of the memory, the work on them twelve times that
 
 
@@ -74,10 +73,8 @@ def polar_together(
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device, budget) // (8 * rows * columns), 1)
     attempts: tuple[Nulls | None, ...] = ("both",)
-    if rows >= WIDE and cut >= SPAN:  # the cut of half-precision signals leaves few directions
-        attempts = (None, "both")
-    elif rows >= LARGE:
-        attempts = ("none", "both")
+    if rows >= LARGE:  # the cut of half-precision signals leaves few directions
+        attempts = ("none" if cut < SPAN else None, "both")
     for nulls in attempts:
         waiting = [index for index in range(len(matrices)) if index not in results]
         parts = -(-len(waiting) // each)
@@ -157,8 +154,8 @@ def few_together(C: Tensor, cut: float) -> list[Polar | None]:
     n, eps = C.shape[-2], torch.finfo(C.dtype).eps
     results: list[Polar | None] = [None] * len(C)
     indices, block, needed = torch.arange(len(C)), C.new_zeros(len(C), n, 0), 0
-    narrow, wide = max(n // NARROW, LEAST[0]), max(n // WIDER, min(n // 3, LEAST[1]))
-    for width, turns in ((narrow, 6), (wide, 10), (wide, None)):
+    for part, turns in ((NARROW, 6), (WIDER, 10), (WIDER, None)):
+        width = n // part
         if block.shape[-1] != width:
             block = gaussian(n, width, C.device).expand(len(C), -1, -1)
         for _ in range(needed if turns is None else turns):
@@ -183,9 +180,9 @@ def few_together(C: Tensor, cut: float) -> list[Polar | None]:
                 results[indices[place]] = Polar(
                     U, V, C.new_zeros(n, 0), rank, float(core.sum()), None, "few", certify(C[place], U, V, core)
                 )
-            elif width == narrow or (2 * rank <= width and decay < 1 and further <= TURNS):
+            elif part == NARROW or (2 * rank <= width and decay < 1 and further <= TURNS):
                 waiting.append(place)
-                needed = max(needed, 0 if width == narrow else int(further))
+                needed = max(needed, 0 if part == NARROW else int(further))
         if not waiting:
             break
         C, block, indices = C[waiting], block[waiting], indices[waiting]
@@ -287,13 +284,6 @@ def null_of(basis: Tensor) -> Tensor:
     """An orthonormal basis of the complement of orthonormal columns."""
     Q: Tensor = torch.linalg.qr(basis, mode="complete").Q
     return Q[:, basis.shape[1] :]
-
-
-def near_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a symmetric matrix; small ones leave an accelerator for the faster CPU."""
-    home = matrix.cpu() if len(matrix) <= NEAR else matrix
-    values, vectors = _decompose(torch.linalg.eigh, home)
-    return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def _decompose(decompose: Callable[..., Sequence[Tensor]], matrix: Tensor, **options: bool) -> Sequence[Tensor]:
