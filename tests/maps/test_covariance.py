@@ -89,24 +89,6 @@ def test_half_precision_products_need_less_memory() -> None:
     assert work_bytes(10**6, (3000, 4000), torch.bfloat16, cpu) == 4 * (16384 * 7000 + products.BLOCK_ON_CPU + 4000)
 
 
-@pytest.mark.parametrize("block", [products.TENSOR_BLOCK, 300])  # at once, and one column at a time
-@pytest.mark.parametrize("tokens", [0, 1, 2047, 2048, 4097, 5001])
-def test_products_of_pieces_on_tensor_cores_make_up_the_whole(
-    tokens: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU, with plain products in place of those of tensor cores."""
-    for name in ("mm", "bmm"):
-        monkeypatch.setattr(torch, name, lambda x, y, out_dtype: x.to(out_dtype) @ y.to(out_dtype))
-    monkeypatch.setattr(products, "_on_tensor_cores", lambda *_: True)
-    monkeypatch.setattr(products, "TENSOR_BLOCK", block)
-    x, y = (3 + randn(tokens, width, seed=width).bfloat16() for width in (20, 30))
-    total = torch.zeros(20, 30, dtype=torch.float64)
-    add_product(total, x, y)
-    wanted = exact(x, y)
-    # float32 sums of positive products of 2,048 tokens
-    assert float((total - wanted).norm()) <= 2048 * 2**-24 * float(wanted.norm())
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", HALVES)

@@ -18,7 +18,6 @@ PIECE_ON_CPU = 512  # so that they stay in the caches
 HALF_PIECE_ON_CPU = 4096
 ROWS_ON_CPU = 256
 BLOCK = 2**24  # numbers of a float32 product that are added to the sum at once
-TENSOR_BLOCK = 2**26  # of the products of all pieces
 BLOCK_ON_CPU = 2**21
 _FINE = 1e-6  # eps of signals that a model rounds at every step, not once
 _ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
@@ -224,10 +223,8 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
     blocks of the product, so that no second matrix of the sum's size is needed.
     """
     halves = are_half(source.dtype, target.dtype)
-    if halves and _on_tensor_cores(source, target):
-        _add_on_tensor_cores(total, source, target)
-        return
-    size = PIECE
+    tensor_cores = halves and _on_tensor_cores(source, target)
+    size = TENSOR_PIECE if tensor_cores else PIECE
     if total.device.type == "cpu":
         size = HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
     pieces = -(-len(source) // size) or 1
@@ -236,25 +233,13 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
         if not halves:
             total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
             continue
-        x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+        if not tensor_cores:
+            x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
         for start in range(0, x.shape[1], rows):
-            total[start : start + rows] += x[:, start : start + rows].T @ y
-
-
-def _add_on_tensor_cores(total: Tensor, source: Tensor, target: Tensor) -> None:
-    """Add X_A^T X_B: float32 products of pieces of equal size, many at once, are summed in float64."""
-    if not len(source):
-        return
-    pieces = -(-len(source) // TENSOR_PIECE)
-    whole = len(source) - len(source) % pieces
-    x, y = (side[:whole].unflatten(0, (pieces, -1)) for side in (source, target))  # (pieces, rows, width)
-    columns = max(TENSOR_BLOCK // (pieces * target.shape[1]), 1)
-    for start in range(0, source.shape[1], columns):
-        part = slice(start, start + columns)
-        product = torch.bmm(x[..., part].mT, y, out_dtype=torch.float32)
-        total[part] += product.sum(0, dtype=torch.float64)
-        if whole < len(source):
-            total[part] += torch.mm(source[whole:, part].T, target[whole:], out_dtype=torch.float32)
+            columns = x[:, start : start + rows].T
+            total[start : start + rows] += (
+                torch.mm(columns, y, out_dtype=torch.float32) if tensor_cores else torch.mm(columns, y)
+            )
 
 
 def _on_tensor_cores(x: Tensor, y: Tensor) -> bool:
@@ -269,11 +254,9 @@ def _block(device: torch.device) -> int:
 def energy(signal: Tensor) -> Tensor:
     """|X|^2, summed in float64; the rows of half-precision signals in float32."""
     if are_half(signal.dtype):
-        if signal.device.type == "cpu":
-            rows = torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in signal.split(ROWS_ON_CPU)])
-        else:
-            rows = torch.linalg.vector_norm(signal, dim=1, dtype=torch.float32)
-        return rows.double().square().sum()
+        size = ROWS_ON_CPU if signal.device.type == "cpu" else PIECE
+        rows = [torch.linalg.vector_norm(part.float(), dim=1) for part in signal.split(size)]
+        return torch.cat(rows).double().square().sum()
     norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
     return norm.square()
 
@@ -285,12 +268,10 @@ def are_half(*dtypes: torch.dtype) -> bool:
 
 def work_bytes(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
     """The memory that `add_product` needs for `rows` tokens, in addition to the signals and the sum."""
-    pieces, rows = -(-rows // TENSOR_PIECE) or 1, min(rows, PIECE)
+    rows = min(rows, PIECE)
     if not are_half(dtype):
         return 8 * rows * sum(shape)
-    plain = 4 * (rows * sum(shape) + min(shape[0] * shape[1], _block(device) + shape[1]))
-    products = min(pieces * shape[0] * shape[1], TENSOR_BLOCK + pieces * shape[1])
-    return plain if device.type == "cpu" else max(plain, 4 * products + 8 * products // pieces)
+    return 4 * (rows * sum(shape) + min(shape[0] * shape[1], _block(device) + shape[1]))
 
 
 def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> float:
