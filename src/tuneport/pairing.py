@@ -62,6 +62,14 @@ class LayerPair:
         fixed |= {"output", "output_gradient"} if self.output_map is not None else set()
         return frozenset(signals) - fixed
 
+    def widths(self, signal: str) -> tuple[int, int]:
+        """The widths of a signal in source and target, or the target's gradient of the weight, which has one side."""
+        if signal == "weight_gradient":
+            return self.target.out_features, self.target.in_features
+        if signal in ("input", "input_gradient"):
+            return self.source.in_features, self.target.in_features
+        return self.source.out_features, self.target.out_features
+
 
 @dataclass(frozen=True)
 class LoosePair:

@@ -14,6 +14,7 @@ from builders.texts import SENTENCES, Size, gpt_tokenizer, make, t5_tokenizer, w
 from builders.twins import finetuned
 from tuneport.io.sizes import format_bytes
 from tuneport.models.open import describe_module
+from tuneport.runtime import passes
 
 
 class TestPlan:
@@ -100,6 +101,21 @@ class TestPlan:
         assert "text models of any size. Needs --memory-budget." in text
         done = run("plan", "--source", zoo["vit-base"], "--target", zoo["vit-target"], "--shapes-only")
         assert done.code == 1
+
+
+def test_statistics_that_do_not_fit_are_measured_in_several_runs(
+    run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "runs over the calibration data: the statistics are too large for the free memory"
+    plan = ("plan", *options(zoo))
+    assert words not in run(*plan).out
+    assert "groups" not in run(*plan, "--json").json["expected"]
+    monkeypatch.setattr(passes, "free_memory", lambda: 0)
+    assert words in run(*plan).out
+    assert len(run(*plan, "--json").json["expected"]["groups"]) > 1
+    done = run("transfer", *options(zoo, out=place / "out"))
+    assert done.code == 0
+    assert words in done.err
 
 
 class TestCompare:

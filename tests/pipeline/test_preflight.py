@@ -226,7 +226,7 @@ class TestPair:
     def test_a_memory_budget_divides_the_layers_too(self, job: Any) -> None:
         models = sum(part.nbytes for model in job.models for part in model.module.parameters())
         sizes = [len(passes.jobs_that_fit(replace(job, memory_budget=models + more), COMPARED, lambda *_: 1000))
-                 for more in (0, 10_000, 10**9)]  # fmt: skip
+                 for more in (0, 40_000, 10**9)]  # fmt: skip
         assert sizes[0] == len(passes.by_weight(job.plan.pairs))
         assert sizes[0] > sizes[1] > sizes[2] == 1
 

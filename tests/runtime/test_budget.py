@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
 from tuneport.job import Given, Job
+from tuneport.methods import METHODS
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.statistics import measure_job
 from tuneport.pipeline.transfer import run
-from tuneport.runtime.budget import plan_passes
+from tuneport.runtime import passes
+from tuneport.runtime.budget import COPIES, passes_of, plan_passes
 from tuneport.runtime.forecast import LiveBytes
 
 
@@ -57,6 +59,41 @@ def test_groups_give_the_same_bits(scale, method: str) -> None:
     assert divided.scale == whole.scale
     assert divided.record["samples"] == whole.record["samples"]
     assert divided.record["passes"]["forward"] == len(groups) * whole.record["passes"]["forward"]
+
+
+@pytest.mark.parametrize("scale", [1.0, "auto"])
+def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(job(), scale=scale)
+    assert passes_of(job(), "bico") is None
+    monkeypatch.setattr(passes, "free_memory", lambda: 500_000)
+    divided = run(job(), scale=scale)
+    groups = passes_of(job(), "bico").groups
+    size, signals = passes.sum_bytes(job(), COPIES), METHODS["bico"].signals
+    sizes = [sum(size(pair, signal) for pair in group for signal in pair.wanted(signals)) for group in groups]
+    assert len(groups) > 1
+    assert max(sizes) <= 2**17  # the power of two below half of it
+    assert divided.record["passes"]["forward"] == len(groups) * whole.record["passes"]["forward"]
+    for name in whole.task_vector:
+        assert torch.equal(divided.task_vector.dense(name), whole.task_vector.dense(name))
+    assert divided.scale == whole.scale
+    monkeypatch.setattr(passes, "free_memory", lambda: 520_000)  # a little more: the same groups
+    assert [len(group) for group in passes_of(job(), "bico").groups] == list(map(len, groups))
+
+
+def test_what_cannot_be_divided_is_measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "free_memory", lambda: 0)
+    assert passes_of(job(), "bico") is not None
+    assert passes_of(replace(job(), samples=Given(iter([]))), "bico") is None  # batches that can be read once
+    assert passes_of(job(), "naive") is None
+
+
+def test_a_limit_of_tokens_makes_sums_smaller() -> None:
+    pair = job().plan.pairs[0]
+    dense, kept = (passes.sum_bytes(job(max_tokens=limit), 1)(pair, "input") for limit in (None, 4))
+    n, m = pair.widths("input")
+    assert (dense, kept) == (8 * n * m, 4 * 4 * (n + m))
+    assert pair.widths("output_gradient") == (pair.source.out_features, pair.target.out_features)
+    assert pair.widths("weight_gradient") == (pair.target.out_features, pair.target.in_features)
 
 
 @pytest.mark.parametrize("method", ["bico", "theseus"])

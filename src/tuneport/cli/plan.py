@@ -119,8 +119,11 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
     )
     if "groups" in cost:
         runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
-        say(f"within the memory budget: {runs} over the calibration data, peak {format_bytes(cost['peak_bytes'])}")
-        if cost["fetched_bytes"]:
+        if "peak_bytes" in cost:
+            say(f"within the memory budget: {runs} over the calibration data, peak {format_bytes(cost['peak_bytes'])}")
+        else:
+            say(f"{runs} over the calibration data: the statistics are too large for the free memory")
+        if cost.get("fetched_bytes"):
             say(
                 f"the models are larger: {format_bytes(cost['home_bytes'])} stay in {cost['home']}, and "
                 f"{format_bytes(cost['fetched_bytes'])} of weights come from there, block by block"

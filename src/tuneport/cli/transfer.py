@@ -179,15 +179,16 @@ def _check_job(job: Job, method: str, kind: OutputKind, form: AdapterForm, test:
 
 @contextmanager
 def _measuring(job: Job, method: str, steps: int) -> Iterator[dict[str, Any]]:
-    """The passes that a job's budget needs, and a progress bar over them and the steps after them."""
+    """The passes that a job needs, and a progress bar over them and the steps after them."""
     from ..io.sizes import format_bytes
-    from ..runtime.budget import plan_passes
+    from ..runtime.budget import passes_of
 
-    passes, runs = None, 1
-    if job.memory_budget is not None:
-        passes = plan_passes(job, job.memory_budget, method=method)
-        runs = len(passes.groups)
-        words = f"{runs} runs" if runs > 1 else "one run"
+    passes = passes_of(job, method)
+    runs = 1 if passes is None else len(passes.groups)
+    words = f"{runs} runs" if runs > 1 else "one run"
+    if passes is not None and job.memory_budget is None:
+        note(f"{words} over the calibration data: the statistics are too large for the free memory")
+    elif passes is not None:
         note(f"expected peak {format_bytes(passes.peak_bytes)}, in {words} over the calibration data")
         if passes.fetched_bytes:
             note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")

@@ -20,7 +20,7 @@ from ..methods import Method, get_method, name_of
 from ..models.open import outline_model, pick_dtype
 from ..pairing import Kept, Plan
 from ..report.record import Cost
-from ..runtime.budget import plan_passes
+from ..runtime.budget import passes_of, plan_passes
 from ..runtime.cost import FORWARD, BatchCost, Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
@@ -53,11 +53,12 @@ def expected(
     answers = answers_of(job, strength, tested)
     more = _more(job, answers, cost, once, isinstance(strength, str))
     rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
-    passes = plan_passes(job, job.memory_budget, method=method) if job.memory_budget is not None else None
+    passes = passes_of(job, method)
     within: dict[str, Any] = {}
     if passes is not None:
-        groups = [len(group) for group in passes.groups]
-        within = {**_bytes(passes), "groups": groups, "home": "files" if job.target.offloaded else "RAM"}
+        within = {"groups": [len(group) for group in passes.groups]}
+    if passes is not None and job.memory_budget is not None:
+        within |= {**_bytes(passes), "home": "files" if job.target.offloaded else "RAM"}
     kept = method.kept(job.plan)
     moved = _moved(job.plan, method, kept) | set(job.added.vector if job.added is not None else ())
     return {

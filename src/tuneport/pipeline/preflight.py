@@ -25,11 +25,10 @@ from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.chance import LEVEL, direction, tail
 from ..measure.likeness import COMPARED, LayerSimilarity, compare_layers
-from ..measure.signals import INPUT, INPUT_GRADIENT, WEIGHT_GRADIENT
 from ..methods import Method, Transfer, get_method
 from ..pairing import LayerPair
 from ..report.summary import number_text
-from ..runtime.passes import jobs_that_fit
+from ..runtime.passes import jobs_that_fit, sum_bytes
 from ..task_vectors.vector import TaskVector
 from ..training.distill import STEPS
 from ..training.matching import BATCH
@@ -233,7 +232,7 @@ class _Moved:
         """The task vector of each fold; if its layers do not fit into memory together, group by group."""
         groups = [self.job]
         if self.method.by_layer:
-            groups = jobs_that_fit(self.job, self.job.signals, _trial_bytes)
+            groups = jobs_that_fit(self.job, self.job.signals, sum_bytes(self.job, FOLDS + 2))
         *first, last = groups
         kept = [list(self._transfers(group)) for group in first]
         for number, moved in enumerate(self._transfers(last)):
@@ -251,22 +250,8 @@ class _Moved:
 
 def _similarity_bytes(pair: LayerPair, signal: str) -> int:
     """The sums for CKA within and between both sides, the sum for the map, and the map."""
-    n, m = _widths(pair, signal)
+    n, m = pair.widths(signal)
     return 8 * (3 * n * m + n * n + m * m)
-
-
-def _trial_bytes(pair: LayerPair, signal: str) -> int:
-    """The sums of all folds, that of all but one, and the map."""
-    n, m = _widths(pair, signal)
-    return 8 * (FOLDS + 2) * n * m
-
-
-def _widths(pair: LayerPair, signal: str) -> tuple[int, int]:
-    if signal == WEIGHT_GRADIENT:
-        return pair.target.out_features, pair.target.in_features
-    if signal in (INPUT, INPUT_GRADIENT):
-        return pair.source.in_features, pair.target.in_features
-    return pair.source.out_features, pair.target.out_features
 
 
 def judge(trial: Trial | None, similarity: Iterable[LayerSimilarity] = ()) -> Verdict:

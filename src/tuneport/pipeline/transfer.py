@@ -23,7 +23,7 @@ from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import ModelLike
 from ..pairing import Plan
 from ..report.record import to_json
-from ..runtime.budget import plan_passes
+from ..runtime.budget import passes_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
@@ -94,7 +94,7 @@ def run(
         scale: the strength, or the rule that chooses it; see `scale_for`.
         progress: called with the number of samples that were measured since the last call.
         work: keeps what is measured, and gives back what an earlier run under the same conditions has measured.
-        passes: which layers are measured together; planned here if the job has a memory budget.
+        passes: which layers are measured together; unless given, what the memory of the machine or of the job needs.
         note: called, before anything is measured, with what the fine-tuned source does on the samples.
         step: called with the name of each step as it begins.
     """
@@ -108,8 +108,8 @@ def run(
             "several processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
         )
     started = time.perf_counter()
-    if passes is None and job.memory_budget is not None:
-        passes = plan_passes(job, job.memory_budget, method=method)
+    if passes is None:
+        passes = passes_of(job, method)
     seen = look(job)
     if note is not None and seen.sentence:
         note(seen.sentence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import torch
 
 from ..io.sizes import free_memory
 from ..job import Job
+from ..maps.covariance import CrossCovariance
 from ..models.offload import Placement
 from ..pairing import LayerPair, blocks_of
 from ..types import Sides
@@ -54,10 +56,22 @@ def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
     return [replace(job, plan=plan) for plan in plans]
 
 
+def passes_that_fit(job: Job, copies: int) -> Passes | None:
+    """The groups of layers that a job without a memory budget is measured in; None for one group.
+
+    `copies` is the number of sums that are held of each signal. Groups need samples that can be read again.
+    """
+    jobs = jobs_that_fit(job, job.signals, sum_bytes(job, copies))
+    if len(jobs) == 1 or job.samples.typical() is None:
+        return None
+    return Passes(tuple(each.plan.pairs for each in jobs), 0, ())
+
+
 def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, str], int]) -> list[Job]:
     """Jobs of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
 
-    The other half is for signals and for work on the sums.
+    The other half is for signals and for work on the sums. The limit is a power of two, so that what is measured again
+    after a kill is divided as before.
     """
     wanted = frozenset(signals)
 
@@ -69,9 +83,25 @@ def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, s
         left = job.memory_budget - sum(part.nbytes for model in job.models for part in model.module.parameters())
     elif device.type == "cuda":
         left = torch.cuda.mem_get_info(device)[0]
-    if total(job.plan.pairs) <= left / 2:
+    if total(job.plan.pairs) <= left / 4:
         return [job]
-    return _jobs(job, grouped(job.plan.pairs, total, left / 2))
+    most = 2 ** int(math.log2(left / 2)) if left > 2 else 0
+    groups = grouped(job.plan.pairs, total, most)
+    return _jobs(job, groups) if len(groups) > 1 else [job]
+
+
+def sum_bytes(job: Job, copies: int) -> Callable[[LayerPair, str], int]:
+    """The bytes of so many sums of a signal at a pair: matrices, or tokens where a limit keeps those."""
+
+    def size(pair: LayerPair, signal: str) -> int:
+        n, m = pair.widths(signal)
+        if job.max_tokens is not None:
+            tokens = 4 * job.max_tokens * (n + m)
+            if CrossCovariance.keeps_tokens(tokens, (n, m)):
+                return copies * tokens
+        return copies * 8 * n * m
+
+    return size
 
 
 def grouped(
