@@ -232,7 +232,7 @@ class _Moved:
         """The task vector of each fold; if its layers do not fit into memory together, group by group."""
         groups = [self.job]
         if self.method.by_layer:
-            groups = jobs_that_fit(self.job, self.job.signals, sum_bytes(self.job, FOLDS + 2))
+            groups = jobs_that_fit(self.job, self.job.signals, sum_bytes(self.job, FOLDS + 1))
         *first, last = groups
         kept = [list(self._transfers(group)) for group in first]
         for number, moved in enumerate(self._transfers(last)):

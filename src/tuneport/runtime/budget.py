@@ -25,7 +25,7 @@ from .passes import Passes, by_weight, grouped, passes_that_fit
 SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forecast
 
 
-COPIES = 4  # sums of a signal that are held while a scale is chosen: of both halves, of all samples, and the map
+COPIES = 3  # sums of a signal that are held while a scale is chosen: of both halves, and of all samples
 
 
 def passes_of(job: Job, method: str | Method) -> Passes | None:

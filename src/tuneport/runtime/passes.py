@@ -70,7 +70,7 @@ def passes_that_fit(job: Job, copies: int) -> Passes | None:
 def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, str], int]) -> list[Job]:
     """Jobs of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
 
-    The other half is for signals and for work on the sums. The limit is a power of two, so that what is measured again
+    The other half is for signals, maps and the work on them. The limit is a power of two, so that what is measured again
     after a kill is divided as before.
     """
     wanted = frozenset(signals)
