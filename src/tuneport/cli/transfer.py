@@ -130,7 +130,7 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
         if asked.compare:
             written = replace(job, form=form if kind == "adapter" else None)
             verdict = compare_models(written, method, strength).record()
-        with _measuring(job, method, steps or 0) as callbacks:
+        with _measuring(job, method, strength, steps or 0) as callbacks:
             record = port(
                 job,
                 asked.out,
@@ -178,12 +178,13 @@ def _check_job(job: Job, method: str, kind: OutputKind, form: AdapterForm, test:
 
 
 @contextmanager
-def _measuring(job: Job, method: str, steps: int) -> Iterator[dict[str, Any]]:
+def _measuring(job: Job, method: str, scale: float | ScaleRule | None, steps: int) -> Iterator[dict[str, Any]]:
     """The passes that a job needs, and a progress bar over them and the steps after them."""
     from ..io.sizes import format_bytes
+    from ..pipeline.transfer import scale_for
     from ..runtime.budget import passes_of
 
-    passes = passes_of(job, method)
+    passes = passes_of(job, method, scale_for(job, scale))
     runs = 1 if passes is None else len(passes.groups)
     words = f"{runs} runs" if runs > 1 else "one run"
     if passes is not None and job.memory_budget is None:

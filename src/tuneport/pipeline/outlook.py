@@ -53,7 +53,7 @@ def expected(
     answers = answers_of(job, strength, tested)
     more = _more(job, answers, cost, once, isinstance(strength, str))
     rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
-    passes = passes_of(job, method)
+    passes = passes_of(job, method, strength)
     within: dict[str, Any] = {}
     if passes is not None:
         within = {"groups": [len(group) for group in passes.groups]}

@@ -109,7 +109,7 @@ def run(
         )
     started = time.perf_counter()
     if passes is None:
-        passes = passes_of(job, method)
+        passes = passes_of(job, method, scale)
     seen = look(job)
     if note is not None and seen.sentence:
         note(seen.sentence)

@@ -17,7 +17,7 @@ from ..measure.signals import NEEDS_BACKWARD
 from ..methods import Method, get_method, name_of
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair
-from ..types import Sides
+from ..types import ScaleRule, Sides
 from .distributed import ranks
 from .forecast import Forecast, NeedsValuesError
 from .passes import Passes, by_weight, grouped, passes_that_fit
@@ -28,12 +28,12 @@ SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forec
 COPIES = 3  # sums of a signal that are held while a scale is chosen: of both halves, and of all samples
 
 
-def passes_of(job: Job, method: str | Method) -> Passes | None:
+def passes_of(job: Job, method: str | Method, scale: float | ScaleRule) -> Passes | None:
     """The passes within a job's memory budget; without one, those whose sums fit into memory, None for one pass."""
     if job.memory_budget is not None:
         return plan_passes(job, job.memory_budget, method=method)
-    method = get_method(method)
-    return passes_that_fit(job.for_(method), COPIES) if method.by_layer and ranks().size == 1 else None
+    method, copies = get_method(method), COPIES if isinstance(scale, str) else 1
+    return passes_that_fit(job.for_(method), copies) if method.by_layer and ranks().size == 1 else None
 
 
 def plan_passes(

@@ -70,8 +70,8 @@ def passes_that_fit(job: Job, copies: int) -> Passes | None:
 def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, str], int]) -> list[Job]:
     """Jobs of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
 
-    The other half is for signals, maps and the work on them. The limit is a power of two, so that what is measured again
-    after a kill is divided as before.
+    The other half is for signals, maps and the work on them. The limit is a power of two, so that a run that continues
+    after a kill divides the layers as before.
     """
     wanted = frozenset(signals)
 
@@ -82,7 +82,8 @@ def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, s
     if job.memory_budget is not None:
         left = job.memory_budget - sum(part.nbytes for model in job.models for part in model.module.parameters())
     elif device.type == "cuda":
-        left = torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        left = torch.cuda.mem_get_info(device)[0] + cached
     if total(job.plan.pairs) <= left / 4:
         return [job]
     most = 2 ** int(math.log2(left / 2)) if left > 2 else 0
@@ -91,14 +92,14 @@ def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, s
 
 
 def sum_bytes(job: Job, copies: int) -> Callable[[LayerPair, str], int]:
-    """The bytes of so many sums of a signal at a pair: matrices, or tokens where a limit keeps those."""
+    """The bytes of so many sums of a signal at a pair: matrices, or the few tokens of a limit, which they share."""
 
     def size(pair: LayerPair, signal: str) -> int:
         n, m = pair.widths(signal)
         if job.max_tokens is not None:
             tokens = 4 * job.max_tokens * (n + m)
             if CrossCovariance.keeps_tokens(tokens, (n, m)):
-                return copies * tokens
+                return tokens
         return copies * 8 * n * m
 
     return size
