@@ -122,7 +122,7 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
         if "peak_bytes" in cost:
             say(f"within the memory budget: {runs} over the calibration data, peak {format_bytes(cost['peak_bytes'])}")
         else:
-            say(f"{runs} over the calibration data: the statistics are too large for the free memory")
+            say(f"{runs} over the calibration data: all statistics at once would take too much of the free memory")
         if cost.get("fetched_bytes"):
             say(
                 f"the models are larger: {format_bytes(cost['home_bytes'])} stay in {cost['home']}, and "

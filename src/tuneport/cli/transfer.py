@@ -188,7 +188,7 @@ def _measuring(job: Job, method: str, scale: float | ScaleRule | None, steps: in
     runs = 1 if passes is None else len(passes.groups)
     words = f"{runs} runs" if runs > 1 else "one run"
     if passes is not None and job.memory_budget is None:
-        note(f"{words} over the calibration data: the statistics are too large for the free memory")
+        note(f"{words} over the calibration data: all statistics at once would take too much of the free memory")
     elif passes is not None:
         note(f"expected peak {format_bytes(passes.peak_bytes)}, in {words} over the calibration data")
         if passes.fetched_bytes:

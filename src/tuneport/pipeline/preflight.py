@@ -196,9 +196,9 @@ def try_transfer(
     assert job.losses is not None
     tokens = judged_by_loss(job)
     candidates = scales_of(job) if isinstance(strength, str) else (0.0, strength)
-    moved = _Moved(job, method, folds, progress)
+    fits = _CrossFit(job, method, folds, progress)
     answers: list[dict[float, list[Answers]]] = []
-    for fold, vector in zip(folds, moved.vectors(), strict=True):
+    for fold, vector in zip(folds, fits.vectors(), strict=True):
         samples = job.samples.take(fold)
         single = job.heads is None and not (tokens or answers_per_sample(job))  # a loss of one sample is its own
         questions = questions_of(job, replace(samples, size=1 if single else samples.size))
@@ -215,11 +215,11 @@ def try_transfer(
         for taken in ([0.0] * len(folds), scales)
     )
     found, rule = _compared(before, after, tokens), strength if isinstance(strength, str) else None
-    return replace(found, scales=scales, rule=rule, seconds=round(moved.seconds, 3))
+    return replace(found, scales=scales, rule=rule, seconds=round(fits.seconds, 3))
 
 
 @dataclass
-class _Moved:
+class _CrossFit:
     """What a method moves for each fold, by maps from the other folds; `seconds` are those of measuring."""
 
     job: Job
