@@ -70,8 +70,8 @@ def passes_that_fit(job: Job, copies: int) -> Passes | None:
 def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, str], int]) -> list[Job]:
     """Jobs of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
 
-    The other half is for signals, maps and the work on them. The limit is a power of two, so that a run that continues
-    after a kill divides the layers as before.
+    The other half is for signals, maps and the work on them. The limit is a power of two: a run that continues after
+    a kill divides the layers as before, unless the free memory has crossed it. Then it measures anew.
     """
     wanted = frozenset(signals)
 
