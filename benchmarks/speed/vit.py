@@ -5,7 +5,7 @@
 
 `small` is ViT-S/16 to ViT-B/16, `large` ViT-B/16 to ViT-L/14, `tiny` a trial; random weights, random images, the task
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
-short warm-up: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
+warm-up with one batch: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
 gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
 With --max-tokens, `limited` is tuneport from fewer tokens: other maps, so a row by itself. With --dtype, `half` is
 tuneport with both models in it, `half-bare` the bare passes of these, and `half-reference` the reference on these. Peak
@@ -139,7 +139,7 @@ class Setting:
         from tuneport.maps.polar import polar_together
         from tuneport.pipeline.statistics import measure_job
 
-        few = [tuple(part[:2] for part in self.batches[0])]
+        first = self.batches[:1]
         widths = [(side.config.hidden_size, side.config.intermediate_size) for side in (self.source, self.target)]
         for n, m in zip(*widths, strict=True):
             C = torch.randn(n, m, device=self.device, dtype=torch.float64)
@@ -153,9 +153,9 @@ class Setting:
                 decay = 0.5 ** torch.arange(n, device=self.device, dtype=torch.float64)[:, None]
                 polar_together([C.flip(0) * decay] * 4, 2e-3, fill=True)  # few directions, as in half precision
         if contender.endswith("reference"):
-            self.bare(few, frozen=True)
+            self.bare(first, frozen=True)
         else:
-            measure_job(self.job(few))
+            measure_job(self.job(first))
 
     def run(self, contender: str) -> dict[str, Any]:
         if contender.startswith("half"):

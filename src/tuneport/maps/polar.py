@@ -72,9 +72,9 @@ def polar_together(
         return [polar(C, cut) for C in matrices]
     results: dict[int, Polar] = {}
     each = max(together_bytes(matrices[0].device, budget) // (8 * rows * columns), 1)
-    attempts: tuple[Nulls | None, ...] = ("both",)
-    if rows >= LARGE:  # the cut of half-precision signals leaves few directions
-        attempts = ("none" if cut < SPAN else None, "both")
+    attempts: tuple[Nulls | None, ...] = ("both" if cut < SPAN else "any",)  # half precision leaves many null ones
+    if rows >= LARGE:  # and few others
+        attempts = ("none" if cut < SPAN else None, *attempts)
     for nulls in attempts:
         waiting = [index for index in range(len(matrices)) if index not in results]
         parts = -(-len(waiting) // each)
