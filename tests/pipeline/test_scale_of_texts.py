@@ -23,7 +23,15 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.outlook import expected
 from tuneport.pipeline.preflight import judge, try_transfer
 from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import MOST_ANSWERS, TOKEN_SCALES, answers_of, choose_scale, questions_of, score_of_classes
+from tuneport.pipeline.scale import (
+    MOST_ANSWERS,
+    TOKEN_SCALES,
+    Score,
+    answers_of,
+    choose_scale,
+    questions_of,
+    score_of_classes,
+)
 from tuneport.pipeline.transfer import run, transfer
 from tuneport.types import ScaleRule
 
@@ -141,6 +149,20 @@ def test_a_model_that_is_often_right_and_sometimes_far_off_is_kept(rule: ScaleRu
         scores = {scale: replace(score, by_likelihood=judged) for scale, score in found.items()}
         choice = choose_scale(scores.__getitem__, samples=40, held_out=True, candidates=(0.0, 0.25), rule=rule)
         assert choice.scale == wanted
+
+
+@pytest.mark.parametrize("rule", ["auto", "safe"])
+def test_answers_need_evidence_to_leave_the_target(rule: ScaleRule) -> None:
+    """The same mean gain, in each sample or by chance: 0.2 of a standard error, and eight of them."""
+    noise = torch.tensor([5.0, -5.0] * 50).double()
+    for spread, wanted in ((1.0, 0.0), (0.025, 0.05)):
+        losses = {0.0: torch.full((100,), 2.0).double(), 0.05: 1.9 + spread * noise}
+        for judged in (True, False):
+            scores = {
+                scale: Score(float(each.mean()), 0.4, 1.0, each, by_likelihood=judged) for scale, each in losses.items()
+            }
+            choice = choose_scale(scores.__getitem__, samples=100, held_out=True, candidates=(0.05,), rule=rule)
+            assert choice.scale == (wanted if judged else 0.05)
 
 
 def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:

@@ -7,10 +7,12 @@ with 20 samples, while the losses of one sample at two scales differ little. Whe
 choose from, their likelihoods are its class scores: the loss of the right answer alone also falls where a change
 teaches the form of the answers and loses which one is right. A language model that was not trained for the task may
 prefer some answers by far and still be often right, which no sharpness shows: there, a scale with fewer right answers
-than at zero is not chosen.
+than at zero is not chosen, and only evidence leads away from zero: a change whose loss was lower by less than two
+standard errors did harm.
 
-The rule `auto` takes the least loss, and needs evidence only beyond 1. `safe` needs evidence for every step above the
-smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with the square.
+The rule `auto` takes the least loss, and otherwise needs evidence only beyond 1. `safe` needs evidence for every step
+above the smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with
+the square.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ UNLIKELY = -1e6  # the score of an answer that other samples have, and of a toke
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
 RULES: dict[ScaleRule, tuple[float, float]] = {"auto": (0.0, 2.0), "safe": (2.0, 3.0)}
+FROM_ZERO = 2.0  # the same for any scale above zero, where a language model has answers to choose from
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,8 @@ def _upwards(scores: Mapping[float, Score], smallest: float, rule: ScaleRule) ->
     best = 0.0
     for scale, found in scores.items():
         errors = 0.0 if scale <= smallest else RULES[rule][scale > 1]
+        if found.by_likelihood and best == 0.0:
+            errors = max(errors, FROM_ZERO)
         asked = errors * _error(found, scores[best]) if errors else 0.0
         lost = found.by_likelihood and (found.accuracy or 0.0) < (scores[0.0].accuracy or 0.0)
         if math.isfinite(found.loss) and found.loss + asked < scores[best].loss and not lost:
