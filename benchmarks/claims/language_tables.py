@@ -28,8 +28,10 @@ ABOUT = (
     "source. Several draws: mean ± standard deviation. Chats have no views, so `bico+` is `bico` on trec6. Perplexity "
     "does not compare between tokenizers; bits per character do. At 40fc3d2, scales were judged by the loss of the "
     "right answers alone, and a quarter was the smallest but zero: on trec6, what `auto` and `safe` chose then is the "
-    "row `bico@0.25`. Since then, samples with answers to choose from are judged by that choice. The held-out loss of "
-    "a distillation is that of the texts; at 40fc3d2 it was the divergence from the teacher."
+    "row `bico@0.25`. Since then, samples with answers to choose from are judged by that choice. Up to a6e24b4, "
+    "`auto` needed no evidence to leave zero; after that, where there are answers to choose from, two standard errors. "
+    "The held-out loss of a distillation is that of the texts; at 40fc3d2 it was the divergence from the "
+    "teacher."
 )
 
 
