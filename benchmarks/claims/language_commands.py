@@ -6,6 +6,11 @@ It prints each command and runs it, and leaves out what is there: the models, th
     python -m benchmarks.claims.language_commands --shared SHARED --work WORK
     python -m benchmarks.claims.language_commands --shared SHARED --work WORK --show \
         --pairs qwen-coder-0.5b:qwen-coder-1.5b --task trec6 --samples 100
+
+A run for a CPU has few steps, samples and tokens, and leaves out `compare`, which would take hours for wide layers:
+
+    python -m benchmarks.claims.language_commands --shared SHARED --work WORK --pairs qwen-coder-0.5b:qwen-coder-1.5b \
+        --steps 20 --samples 8 --max-tokens 400 --test 20 --without compare
 """
 
 from __future__ import annotations
@@ -34,6 +39,9 @@ class Session:
     pair: str
     task: str = "trec6"
     samples: int = 100
+    max_tokens: int | None = None
+    steps: int = ALL_DATA["steps"]  # of the source's LoRA
+    test: int = 300
 
     @property
     def models(self) -> tuple[Path, Path]:
@@ -43,7 +51,7 @@ class Session:
     @property
     def lora(self) -> Path:
         """Where `language_models` keeps the LoRA of the source."""
-        return self.work / f"{self.models[0].name}-{self.task}-{ALL_DATA['steps']}x{ALL_DATA['batch']}"
+        return self.work / f"{self.models[0].name}-{self.task}-{self.steps}x{ALL_DATA['batch']}"
 
     @property
     def chats(self) -> Path:
@@ -62,9 +70,11 @@ class Session:
             "python", "-m", "benchmarks.claims.language_models", "--models", str(source.parent), "--data",
             str(self.shared / "data/text"), "--work", str(self.work), "--rows", str(self.work / "rows.jsonl"),
             "--pairs", self.pair, "--tasks", self.task, "--draws", "0", "--parts", "fine-tuned source",
+            "--steps", str(self.steps), "--test", str(self.test),
         ]  # fmt: skip
         data = ["--finetuned", str(self.lora), "--data", str(self.chats), "--samples", str(self.samples)]
-        sides = ["--source", str(source), "--target", str(target), *data]
+        few = [] if self.max_tokens is None else ["--max-tokens", str(self.max_tokens)]
+        sides = ["--source", str(source), "--target", str(target), *data, *few]
         yield None, ["tuneport", "plan", *sides]
         yield None, ["tuneport", "compare", str(source), str(target), *data]
         more = ["--as", "adapter", "--rank", "16", "--evaluate", "--out", str(self.out)]
@@ -87,10 +97,10 @@ class Session:
     def question(self) -> str:
         return f"{INSTRUCTIONS[self.task][0]}\n\nWhat is the capital of Peru ?"
 
-    def write_chats(self, tested: int = 300) -> None:
+    def write_chats(self) -> None:
         """Write the task as a user has it: one chat a line, with its label and split."""
         lines = []
-        for split, data in read_task(self.task, self.shared / "data/text", tested).items():
+        for split, data in read_task(self.task, self.shared / "data/text", self.test).items():
             assert data.labels is not None
             for chat, label in zip(data.inputs, data.labels, strict=True):
                 row = {"messages": chat, "label": data.classes[label], "split": split}
@@ -105,14 +115,21 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="SOURCE:TARGET")
     parser.add_argument("--task", default="trec6", choices=tuple(INSTRUCTIONS))
     parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--max-tokens", type=int, help="of all samples together, in the maps")
+    parser.add_argument("--steps", type=int, default=ALL_DATA["steps"], help="of the source's LoRA")
+    parser.add_argument("--test", type=int, default=300, help="test samples")
+    parser.add_argument("--without", nargs="+", default=[], choices=("plan", "compare"))
     parser.add_argument("--show", action="store_true", help="print the commands and do nothing else")
     options = parser.parse_args()
     for pair in options.pairs:
-        session = Session(options.shared, options.work, pair, options.task, options.samples)
+        sizes = (options.samples, options.max_tokens, options.steps, options.test)
+        session = Session(options.shared, options.work, pair, options.task, *sizes)
         if not options.show:
             options.work.mkdir(parents=True, exist_ok=True)
             session.write_chats()
         for made, words in session.commands():
+            if words[1] in options.without:
+                continue
             print(f"$ {shlex.join(words)}", flush=True)
             if not options.show and not (made is not None and made.exists()):
                 start = {"python": [sys.executable], "tuneport": [sys.executable, "-m", "tuneport"]}[words[0]]

@@ -27,7 +27,7 @@ WORDS = language_tasks.INSTRUCTIONS["trec6"][1]
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     """Models, a LoRA and questions where the commands look for them."""
     place = tmp_path_factory.mktemp("commands")
-    found = Session(place, place, "smollm2-135m:gemma3-270m", samples=8)
+    found = Session(place, place, "smollm2-135m:gemma3-270m", samples=8, test=2)
     tokenizers = chat_tokenizer("chatml"), chat_tokenizer(None)  # the real Gemma has no template either
     more = {"vocab_size": len(tokenizers[0]), "max_position_embeddings": 512}
     source = make("llama", SMALL, **more)
@@ -43,7 +43,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         file.write("\n".join(map(json.dumps, rows)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_tasks, "VALIDATION", 1)
-        found.write_chats(tested=2)
+        found.write_chats()
     return found
 
 
@@ -69,7 +69,8 @@ def test_the_commands_lead_from_the_models_to_a_chat(
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_program_takes_the_commands_of_every_pair(pair: str) -> None:
     program = typer.main.get_command(app)
-    found = [words for _, words in Session(Path("s"), Path("w"), pair).commands() if words[0] == "tuneport"]
+    session = Session(Path("s"), Path("w"), pair, max_tokens=400)
+    found = [words for _, words in session.commands() if words[0] == "tuneport"]
     assert [words[1] for words in found] == ["plan", "compare", "transfer"]
     for words in found:
         program.commands[words[1]].make_context(words[1], words[2:])  # raises if an option is unknown or missing
