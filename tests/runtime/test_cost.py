@@ -54,8 +54,8 @@ def test_the_count_equals_that_of_torch(zoo: Zoo, family: str, method: str, monk
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         statistics = measure_job(job)
     assert found["forward"] + found["backward"] + found["statistics"] == counter.get_total_flops()
-    distinct = {id(sums): sums.matrix.shape for sums in statistics.covariances.values()}
-    assert cost["statistics_bytes"] == sum(8 * rows * columns for rows, columns in distinct.values())
+    distinct = {id(sums): sums for sums in statistics.covariances.values()}
+    assert cost["statistics_bytes"] == sum(sums.nbytes for sums in distinct.values())
     with FlopCounterMode(display=False) as counter:
         METHODS[method].transfer(problem_of(job, statistics))
     assert found["total"] == sum(value for key, value in found.items() if key != "total")
@@ -221,6 +221,15 @@ def test_layers_that_read_different_tensors_do_not_share_a_sum(zoo: Zoo) -> None
     job = prepare(*zoo.trio("siglip_vision"), zoo.data, samples=SAMPLES)
     sums = {id(found): found.matrix.shape for found in measure_job(job).covariances.values()}
     assert cost_of(job)["statistics_bytes"] == sum(8 * rows * columns for rows, columns in sums.values())
+
+
+@pytest.mark.parametrize("limit", [1, 4, None])
+def test_few_tokens_are_kept_and_take_less_memory(zoo: Zoo, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneport.maps.covariance._drop_zeros", lambda source, target: (source, target))
+    job = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES, max_tokens=limit)
+    sums = {id(found): found for found in measure_job(job).covariances.values()}.values()
+    assert any(found.rows is not None for found in sums) == (limit is not None)
+    assert cost_of(job)["statistics_bytes"] == sum(found.nbytes for found in sums)
 
 
 def test_a_transfer_from_python_records_its_cost(zoo: Zoo, tmp_path: Any) -> None:

@@ -90,7 +90,10 @@ def cost_of(job: Job, samples: int | None = None, once: BatchCost | None = None)
         "parameters": {"source": sizes[0], "target": sizes[1]},
         "tokens": {"source": tokens[0], "target": tokens[1]},
         "paper": _paper(job, sizes, tokens),
-        "statistics_bytes": sum(8 * rows * columns for _, _, rows, columns in _sums(job, once)),
+        "statistics_bytes": sum(
+            tokens * (rows + columns) * _itemsize(job) if kept else 8 * rows * columns
+            for _, rows, columns, tokens, kept in _sums_after(job, samples, once)
+        ),
         "counted": None if counted is None else counted.record(),
     }
 
@@ -102,20 +105,14 @@ def flops_of(job: Job, samples: int, once: BatchCost | None = None) -> Flops | N
     if once is None:
         return None if job.signals else Flops(transport=transport)
     scale = samples / once.samples
-    itemsize = next(job.target.module.parameters()).dtype.itemsize
     statistics = dense = thin = 0
-    for pair, signal, rows, columns in _sums(job, once):
-        tokens = round(once.matched[pair.target.name, signal] * scale)
+    for signal, rows, columns, tokens, kept in _sums_after(job, samples, once):
         short, long = sorted((rows, columns))
-        if signal == WEIGHT_GRADIENT:  # no map is solved from it, and no limit on tokens applies
-            statistics += 2 * tokens * short * long
-            continue
-        tokens = min(tokens, job.max_tokens or tokens)
-        kept = CrossCovariance.keeps_tokens(tokens * (short + long) * itemsize, (short, long))
         if kept and CrossCovariance.is_thin(tokens, (short, long)):
             thin += thin_flops(short, long, tokens)
-        else:
-            statistics += 2 * tokens * short * long
+            continue
+        statistics += 2 * tokens * short * long
+        if signal != WEIGHT_GRADIENT:  # no map is solved from it
             dense += SVD * short**2 * long
     return Flops(round(sum(once.forward) * scale), round(once.backward * scale), statistics, dense, thin, transport)
 
@@ -136,6 +133,25 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> PaperCost:
     alignment = maps * L * (M * d_A * d_B + d_A**2 * d_B) + L * (d_A**2 * d_B + d_A * d_B**2)
     tuning = FINE_TUNING_STEPS * ((FORWARD + BACKWARD) * tokens[1] + UPDATE) * sizes[1]
     return {"passes": passes, "alignment": alignment, "total": passes + alignment, "fine_tuning": tuning}
+
+
+def _sums_after(job: Job, samples: int, once: BatchCost | None) -> Iterator[tuple[str, int, int, int, bool]]:
+    """Every sum after all samples: signal, widths, tokens that enter it, and whether these are kept unsummed."""
+    for pair, signal, rows, columns in _sums(job, once):
+        if once is None:
+            yield signal, rows, columns, 0, False
+            continue
+        tokens = round(once.matched[pair.target.name, signal] * samples / once.samples)
+        if signal == WEIGHT_GRADIENT:  # no limit on tokens applies, and none are kept
+            yield signal, rows, columns, tokens, False
+            continue
+        tokens = min(tokens, job.max_tokens or tokens)
+        size = tokens * (rows + columns) * _itemsize(job)
+        yield signal, rows, columns, tokens, CrossCovariance.keeps_tokens(size, (rows, columns))
+
+
+def _itemsize(job: Job) -> int:
+    return next(job.target.module.parameters()).dtype.itemsize
 
 
 def _sums(job: Job, once: BatchCost | None) -> Iterator[tuple[LayerPair, str, int, int]]:
