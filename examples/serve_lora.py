@@ -27,7 +27,8 @@ class Chat:
 
     def __init__(self, adapter: str, device: str) -> None:
         self.name = adapter
-        self.model = AutoPeftModelForCausalLM.from_pretrained(adapter, torch_dtype="auto").to(device).eval()
+        dtype = torch.float32 if device == "cpu" else "auto"  # many CPUs take minutes for a word in half precision
+        self.model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype).to(device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model.peft_config["default"].base_model_name_or_path)
         self.lock = threading.Lock()
 
