@@ -30,8 +30,7 @@ ABOUT = (
     "right answers alone, and a quarter was the smallest but zero: on trec6, what `auto` and `safe` chose then is the "
     "row `bico@0.25`. Since then, samples with answers to choose from are judged by that choice. Up to a6e24b4, "
     "`auto` needed no evidence to leave zero; after that, where there are answers to choose from, two standard errors. "
-    "The held-out loss of a distillation is that of the texts; at 40fc3d2 it was the divergence from the "
-    "teacher."
+    "The held-out loss of a distillation is that of the texts; at 40fc3d2 it was the divergence from the teacher."
 )
 
 

@@ -5,8 +5,9 @@
 
 `small` is ViT-S/16 to ViT-B/16, `large` ViT-B/16 to ViT-L/14, `tiny` a trial; random weights, random images, the task
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
-warm-up with one batch: `bare` (forward and backward passes of both models as in training), `frozen` (the same without
-gradients of the weights: all that is needed), `tuneport` (measure, solve, transport), and `reference` (reference.py).
+warm-up with one batch (on a CPU only of the passes): `bare` (forward and backward passes of both models as in
+training), `frozen` (the same without gradients of the weights: all that is needed), `tuneport` (measure, solve,
+transport), and `reference` (reference.py).
 With --max-tokens, `limited` is tuneport from fewer tokens: other maps, so a row by itself. With --dtype, `half` is
 tuneport with both models in it, `half-bare` the bare passes of these, and `half-reference` the reference on these. Peak
 memory is what a contender needs beyond the models and the task vector. On a CPU that others use too, look at the CPU

@@ -82,6 +82,6 @@ def certify(C: Tensor, U: Tensor, V: Tensor, values: Tensor) -> Certificate:
 
 
 def gaussian(rows: int, columns: int, device: torch.device) -> Tensor:
-    """A seeded random matrix, the same on every device; drawn in float32, which is several times as fast."""
+    """A seeded random matrix, the same on every device; drawn in float32, which is faster."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, columns, generator=generator).to(device, torch.float64)

@@ -138,16 +138,12 @@ def _paper(job: Job, sizes: list[int], tokens: list[int]) -> PaperCost:
 def _sums_after(job: Job, samples: int, once: BatchCost | None) -> Iterator[tuple[str, int, int, int, bool]]:
     """Every sum after all samples: signal, widths, tokens that enter it, and whether these are kept unsummed."""
     for pair, signal, rows, columns in _sums(job, once):
-        if once is None:
-            yield signal, rows, columns, 0, False
-            continue
-        tokens = round(once.matched[pair.target.name, signal] * samples / once.samples)
-        if signal == WEIGHT_GRADIENT:  # no limit on tokens applies, and none are kept
-            yield signal, rows, columns, tokens, False
-            continue
-        tokens = min(tokens, job.max_tokens or tokens)
-        size = tokens * (rows + columns) * _itemsize(job)
-        yield signal, rows, columns, tokens, CrossCovariance.keeps_tokens(size, (rows, columns))
+        tokens = 0 if once is None else round(once.matched[pair.target.name, signal] * samples / once.samples)
+        kept = False
+        if once is not None and signal != WEIGHT_GRADIENT:  # whose tokens are neither limited nor kept
+            tokens = min(tokens, job.max_tokens or tokens)
+            kept = CrossCovariance.keeps_tokens(tokens * (rows + columns) * _itemsize(job), (rows, columns))
+        yield signal, rows, columns, tokens, kept
 
 
 def _itemsize(job: Job) -> int:
