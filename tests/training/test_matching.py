@@ -78,6 +78,21 @@ class TestClasses:
         with raises("1 of 4 classes of the teacher are unknown", "owl"):
             matching_of(drawn(source, target, data, Sides(heads[0], unknown)))
 
+    def test_other_names_are_refused_and_only_numbers_are_positions(self, zoo: Zoo) -> None:
+        data = replace(read_plain(zoo.data, "train").subset(range(6)), labels=None)
+        samples = drawn(zoo["vit-base"], zoo["vit-target"], data)
+        named, other, numbers, turned = (
+            Head("classifier", classes)
+            for classes in (("cat", "dog", "owl"), ("ship", "car", "train"), ("0", "1", "2"), ("2", "0", "1"))
+        )
+        for heads in (Sides(named, other), Sides(named, turned), Sides(turned, named)):
+            with raises("3 of 3 classes of the teacher are unknown", "Give it a head with the teacher's classes"):
+                matching_of(replace(samples, heads=heads))
+        plain = answers(replace(samples, heads=Sides(named, named)))
+        for heads in (Sides(named, numbers), Sides(numbers, named)):
+            found = answers(replace(samples, heads=heads))
+            assert all(torch.equal(one, two) for one, two in zip(plain, found, strict=True))
+
     def test_independent_classes_are_compared_one_by_one(self, zoo: Zoo) -> None:
         data = read_plain(zoo.data, "train").subset(range(6))
         samples = drawn(zoo["vit-base"], zoo["vit-target"], data)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.dataset import UNLABELLED
+from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
 from ..job import Drawn
 from ..measure.objectives import batch_for, next_tokens
@@ -70,15 +70,16 @@ def matching_of(samples: Drawn) -> Matching:
 
 
 def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
-    """Class probabilities; classes are matched by name, or by position if both have as many and share no name."""
+    """Class probabilities; classes are matched by name, or by position where one side has numbers in place of names."""
     teacher, student = heads.source.classes, heads.target.classes
-    unknown = [name for name in teacher if name not in student]
-    if unknown and (len(unknown) < len(teacher) or len(teacher) != len(student)):
+    unknown, numbers = [name for name in teacher if name not in student], list(range(len(student)))
+    numbered = len(teacher) == len(student) == len(unknown) and numbers in (as_numbers(teacher), as_numbers(student))
+    if unknown and not numbered:
         raise DataError(
             f"{len(unknown)} of {len(teacher)} classes of the teacher are unknown to {models.target.name}: "
-            f"{first_of(unknown)}. Give it a head with the teacher's classes."
+            f"{first_of(unknown)}. It has {first_of(student)}. Give it a head with the teacher's classes."
         )
-    places = list(range(len(student))) if unknown else [student.index(name) for name in teacher]
+    places = numbers if unknown else [student.index(name) for name in teacher]
 
     def ask(model: Model, head: Head, order: list[int] | slice) -> Ask:
         def answer(module: nn.Module, encoded: Encoded) -> Any:
