@@ -20,6 +20,10 @@ class TuneportError(Exception):
         super().__init__(shortened(message, LONGEST))
 
 
+class OptionError(TuneportError):
+    """An option has a value that is not allowed; the command line exits with code 2."""
+
+
 class CheckpointError(TuneportError):
     """A checkpoint is missing, malformed, or does not fit its partner."""
 

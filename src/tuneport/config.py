@@ -1,0 +1,605 @@
+"""The options of every command, each declared once: default, help, group and bounds.
+
+The command line, the checks, the run record, the command that repeats a run and the reference page are made from these
+fields. `Inputs` of a command say what it works on; its `Config` says how. Nothing here needs a heavy library.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from typing_extensions import Self
+
+from .errors import DataError, OptionError, TuneportError, unknown_name
+from .types import OutputKind, ScaleRule
+
+INPUTS = "Options"
+USUAL = "Usual options"
+SAMPLES = "Samples"
+TASK = "Task and layers"
+MACHINE = "Machine"
+OUTPUT = "Output"
+
+Function = Callable[..., Any]
+KEY = "option"  # of the metadata of a field
+
+
+@dataclass(frozen=True)
+class Text:
+    """How a value is written on the command line: `parse` reads it, `words` writes it, one word per value."""
+
+    parse: Callable[[Any], Any]
+    words: Callable[[Any], list[str]]
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option besides its name, type and default.
+
+    Args:
+        help: one sentence.
+        group: the panel of the help.
+        least, most: bounds of a number.
+        choices: the allowed words; unless given, those of a Literal type.
+        flags: names on the command line, if they are not made from the name of the field.
+        metavar: what stands for the value in the help.
+        text: how the value is written, unless its type says it.
+        argument: given by its place, without a flag.
+        listed: shown by --help; the reference page has all options.
+        python: holds Python objects, which no command line can name.
+        control: says how to run; it does not change the result.
+    """
+
+    help: str
+    group: str = USUAL
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    text: Text | None = None
+    argument: bool = False
+    listed: bool = True
+    python: bool = False
+    control: bool = False
+
+
+def option(default: Any = MISSING, *, help: str, **about: Any) -> Any:
+    """Declare a field of a config; without a default it is required."""
+    return field(default=default, metadata={KEY: Option(help, **about)})
+
+
+def parse_bytes(size: int | str) -> int:
+    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units.
+
+    >>> parse_bytes("8GiB")
+    8589934592
+    """
+    units = {"": 1, "B": 1} | {f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}
+    units |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    count = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
+    if count < 1:
+        raise TuneportError(f"`memory_budget` must be a size such as 8GiB or 500MB, got {size!r}.")
+    return count
+
+
+def parse_columns(given: str) -> dict[str, str]:
+    """Parse the columns of a table by tuneport's names.
+
+    >>> parse_columns("text=sentence,label=y")
+    {'text': 'sentence', 'label': 'y'}
+    """
+    pairs = [part.partition("=") for part in given.split(",")]
+    if not all(name and own for name, _, own in pairs):
+        raise TuneportError(f"`columns` is {given!r}; expected NAME=COLUMN, such as text=sentence,label=y.")
+    return {name.strip(): own.strip() for name, _, own in pairs}
+
+
+def parse_roles(given: Sequence[str]) -> dict[str, str | None]:
+    """Parse SOURCE=TARGET pairs of roles; `none` leaves a role out.
+
+    >>> parse_roles(["up=fc1", "gate=none"])
+    {'up': 'fc1', 'gate': None}
+    """
+    pairs = [text.partition("=") for text in given]
+    if wrong := [role for role, mark, _ in pairs if not mark]:
+        raise TuneportError(f"`roles` takes SOURCE=TARGET, such as up=fc1, got {wrong[0]!r}.")
+    return {role: None if other == "none" else other for role, _, other in pairs}
+
+
+def parse_scale(scale: float | str) -> float | ScaleRule:
+    """Parse a finite number, or the name of a rule that chooses one."""
+    if scale in get_args(ScaleRule):
+        return cast(ScaleRule, scale)
+    try:
+        number = float(scale)
+    except ValueError:
+        raise TuneportError(f"`scale` must be a number, auto or safe, got {scale!r}.") from None
+    if not math.isfinite(number):
+        raise TuneportError(f"`scale` must be a finite number, auto or safe, got {scale}.")
+    return number
+
+
+def parse_numbers(given: str) -> tuple[float, ...]:
+    """Parse numbers separated by commas."""
+    try:
+        return tuple(float(word) for word in given.split(","))
+    except ValueError:
+        raise TuneportError(f"expected numbers separated by commas, got {given!r}.") from None
+
+
+BYTES = Text(parse_bytes, lambda size: [str(size)])
+COLUMNS = Text(parse_columns, lambda named: [",".join(f"{name}={own}" for name, own in named.items())])
+ROLES = Text(parse_roles, lambda roles: [f"{role}={other or 'none'}" for role, other in roles.items()], repeated=True)
+SCALE = Text(parse_scale, lambda scale: [scale if isinstance(scale, str) else f"{scale!r}"])
+NUMBERS = Text(parse_numbers, lambda numbers: [",".join(map(repr, numbers))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Fields with options: what `Inputs` and `Config` share."""
+
+    @classmethod
+    def options(cls) -> Iterator[tuple[Field[Any], Option]]:
+        """The fields, each with its option."""
+        return ((item, item.metadata[KEY]) for item in fields(cls))
+
+    @classmethod
+    def value_types(cls) -> dict[str, Any]:
+        """The type of each field, without None."""
+        return {name: _without_none(kind) for name, kind in get_type_hints(cls).items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The values as the run record has them; `python` names the Python objects that were given."""
+        values: dict[str, Any] = {}
+        own = []
+        for item, about in self.options():
+            value = getattr(self, item.name)
+            if not about.python and not callable(value) and not _holds_callables(value):
+                values[item.name.rstrip("_")] = _plain(value)
+            elif value != item.default:
+                own.append(item.name)
+        return {**values, "python": own}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Make an object from what `to_json` has written; entries of other classes are ignored.
+
+        Raises:
+            TuneportError: if a value was a Python object.
+        """
+        known = {item.name.rstrip("_"): item.name for item, _ in cls.options()}
+        if lost := [name for name in values.get("python", ()) if name in known]:
+            raise TuneportError(f"`{lost[0]}` is a Python object, which no command line can name.")
+        found = {known[name]: value for name, value in values.items() if name in known}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
+    def to_args(self) -> list[str]:
+        """The words of a command line that asks for these values; defaults are left out.
+
+        Raises:
+            TuneportError: if a value is a Python object.
+        """
+        words: list[str] = []
+        for item, about in self.options():
+            value = getattr(self, item.name)
+            if value == item.default or (value is None and item.default is MISSING):
+                continue
+            if about.python or callable(value) or _holds_callables(value):
+                raise TuneportError(f"`{item.name}` is a Python object, which no command line can name.")
+            words += _words(item, about, value)
+        return words
+
+    def check(self) -> None:
+        """Check each value against its bounds and choices.
+
+        Raises:
+            OptionError: for the first value that is not allowed.
+        """
+        types = self.value_types()
+        for item, about in self.options():
+            value = getattr(self, item.name)
+            if value is None or about.python:
+                continue
+            choices = about.choices or (get_args(types[item.name]) if get_origin(types[item.name]) is Literal else ())
+            if choices and isinstance(value, str) and value not in choices:
+                raise OptionError(unknown_name(item.name.rstrip("_"), value, choices))
+            if about.least is not None and isinstance(value, (int, float)) and value < about.least:
+                raise OptionError(f"`{item.name}` must be at least {about.least:g}, got {value}.")
+            if about.most is not None and isinstance(value, (int, float)) and value > about.most:
+                raise OptionError(f"`{item.name}` must be at most {about.most:g}, got {value}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Declared):
+    """How a command works. Every command has one, and every public function takes its fields as keywords."""
+
+    command: ClassVar[str] = ""
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """Make a checked config; values that have a text form may be given as text.
+
+        Raises:
+            TuneportError: for an unknown name or a value that is not allowed.
+        """
+        known = {item.name: about for item, about in cls.options()}
+        for name in given:
+            if name not in known:
+                raise TuneportError(unknown_name("option", name, known))
+        for name, value in given.items():
+            form = known[name].text
+            texts = isinstance(value, str) or (form is not None and form.repeated and isinstance(value, (list, tuple)))
+            if form is not None and texts:
+                given[name] = form.parse(value)
+        config = cls(**given)
+        config.check()
+        return config
+
+
+def flags_of(item: Field[Any], about: Option) -> tuple[str, ...]:
+    """The names of an option on the command line, the long one first."""
+    return about.flags or (f"--{item.name.rstrip('_').replace('_', '-')}",)
+
+
+def repeat_command(command: str, *parts: Declared) -> str:
+    """The command line that asks for these inputs and options.
+
+    Raises:
+        TuneportError: if a value is a Python object.
+    """
+    return shlex.join(["tuneport", command, *(word for part in parts for word in part.to_args())])
+
+
+def _words(item: Field[Any], about: Option, value: Any) -> list[str]:
+    """The words that give an option this value."""
+    flag = flags_of(item, about)[0]
+    if isinstance(value, bool):
+        on, _, off = flag.partition("/")
+        return [on if value else off] if value or off else []
+    if about.text is not None:
+        texts = about.text.words(value)
+    elif isinstance(value, (list, tuple)):
+        texts = [str(each) for each in value]
+    else:
+        texts = [str(value)]
+    return texts if about.argument else [word for text in texts for word in (flag, text)]
+
+
+def _without_none(kind: Any) -> Any:
+    """The type without None."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    left = tuple(part for part in get_args(kind) if part is not type(None))
+    return left[0] if len(left) == 1 else Union[left]  # noqa: UP007
+
+
+def _holds_callables(value: Any) -> bool:
+    return isinstance(value, tuple) and any(map(callable, value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+# Options that several commands share
+
+DATA = partial(option, None, help="Samples: folder, table, .npz, TASK:PATH.", group=INPUTS)
+OUT = partial(option, help="Where the result goes.", group=INPUTS)
+COUNT = partial(option, None, help="Number of samples (default: 100).", metavar="N")
+SAMPLER = partial(option, "random", help="How they are drawn: random or class_balanced.", group=SAMPLES, metavar="NAME")
+SEED = partial(option, 0, help="Seed of the draw.", group=SAMPLES, least=0, most=2**63 - 1)
+NAMED = partial(
+    option, None, help="Other column names: text=sentence,label=y.", group=SAMPLES, text=COLUMNS, metavar="LIST"
+)
+MAX_LENGTH = partial(option, None, help="Maximum tokens per text (default: 512).", group=SAMPLES, least=2)
+HEAD = partial(option, None, help="Zero-shot head: a name in heads/, or a file.", group=TASK, metavar="NAME")
+EXCLUDE = partial(option, (), help="Name pattern of tensors to leave alone; repeatable.", group=TASK, metavar="GLOB")
+AS = {"help": "Write a model, an adapter or a task-vector.", "metavar": "FORMAT"}
+RANK = partial(option, None, help="Adapter: cut updates to this rank.", least=1)
+ENERGY = partial(option, None, help="Adapter: keep this share of each |tau|².", group=OUTPUT, listed=False)
+UNIFORM_RANK = partial(option, False, help="Adapter: pad all layers to one rank.", group=OUTPUT, listed=False)
+ADAPTER_DTYPE = partial(
+    option, "float32", help="Adapter: stored as float32, bfloat16 or float16.", group=OUTPUT, listed=False
+)
+OVERWRITE = partial(option, False, help="Replace an existing output.", control=True)
+RESUME = partial(option, False, help="Continue a killed run of the same command.", group=MACHINE, control=True)
+SAVE_EVERY = partial(
+    option, 60.0, help="Seconds between two saves, for --resume.", group=MACHINE, least=0, listed=False, control=True
+)
+DEVICE = partial(option, "auto", help="cpu, cuda, cuda:1, ...", group=MACHINE, metavar="NAME")
+DTYPE = partial(option, "float32", help="What models run in: bfloat16, ...", group=MACHINE, metavar="NAME")
+REMOTE_CODE = partial(option, False, help="Allow custom code from the checkpoint.", group=MACHINE, control=True)
+
+
+# The commands
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferInputs(Declared):
+    """What a transfer reads and writes."""
+
+    source: str = option(help="The old base model.", group=INPUTS)
+    finetuned: tuple[str, ...] = option(help="Fine-tuned source: model or adapter.", group=INPUTS)
+    target: str = option(help="The new base model.", group=INPUTS)
+    data: str | None = DATA()
+    out: str = OUT()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs(Declared):
+    """What a plan reads."""
+
+    source: str = option(help="The old base model.", group=INPUTS)
+    target: str = option(help="The new base model.", group=INPUTS)
+    finetuned: tuple[str, ...] = option((), help="Fine-tuned source: model or adapter.", group=INPUTS)
+    data: str | None = DATA()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig(Config):
+    """Options that decide what a transfer moves: those of `transfer` and `plan`."""
+
+    method: str | Any = option("bico", help="See 'tuneport methods'.", metavar="NAME")
+    samples: int | None = COUNT()
+    scale: float | ScaleRule | None = option(
+        None, help="Strength: a number, auto or safe (default: by the data).", text=SCALE, metavar="X"
+    )
+    shots: int | None = option(None, help="Samples per class, instead of --samples.", group=SAMPLES)
+    sampler: str = SAMPLER()
+    seed: int = SEED()
+    columns: Mapping[str, str] | None = NAMED()
+    labels: Literal["data", "source"] | None = option(
+        None, help="Whose labels: data or source.", group=SAMPLES, metavar="NAME"
+    )
+    max_length: int | None = MAX_LENGTH()
+    max_tokens: int | None = option(None, help="Maximum tokens that the maps are made from.", group=SAMPLES, least=1)
+    head: str | None = HEAD()
+    head_fit: Literal["auto", "none", "projection"] = option(
+        "auto", help="auto (fit a head on the target), none or projection.", group=TASK, metavar="NAME"
+    )
+    loss: str | Function | tuple[Function, Function] | None = option(
+        None, help="classification, contrastive, causal, seq2seq, MODULE:FUNCTION.", group=TASK, metavar="NAME"
+    )
+    exclude: Sequence[str] = EXCLUDE()
+    roles: Mapping[str, str | None] | None = option(
+        None, help="SOURCE=TARGET of roles whose names differ; repeatable.", group=TASK, text=ROLES, metavar="A=B"
+    )
+    device: str = DEVICE()
+    dtype: str = DTYPE()
+    batch_size: int = option(32, help="Samples per pass through the models.", group=MACHINE, least=1)
+    memory_budget: int | None = option(
+        None, help="Memory of the device to use, such as 8GiB.", group=MACHINE, text=BYTES, least=1, metavar="SIZE"
+    )
+    trust_remote_code: bool = REMOTE_CODE()
+    accept_unlikely: bool = option(
+        False, help="Continue if the fine-tune does not seem to match.", group=MACHINE, listed=False
+    )
+    match: Any = option(None, help="Pairs the tokens of own batches.", group=TASK, python=True)
+    pairs: Any = option(None, help="The pairing, in place of roles and depth.", group=TASK, python=True)
+    depth_rule: Any = option(None, help="Which source block a target block takes.", group=TASK, python=True)
+
+    def check(self) -> None:
+        super().check()
+        if self.labels == "source" and (self.shots is not None or self.sampler == "class_balanced"):
+            need = "`shots` needs" if self.shots is not None else f"sampler '{self.sampler}' needs"
+            raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(MeasureConfig):
+    """Options of a transfer. Command line, run record and docs are made from these fields."""
+
+    command: ClassVar[str] = "transfer"
+
+    as_: OutputKind = option("model", **AS)
+    rank: int | None = RANK()
+    energy: float | None = ENERGY()
+    uniform_rank: bool = UNIFORM_RANK()
+    adapter_dtype: str = ADAPTER_DTYPE()
+    evaluate: bool | None = option(
+        None, help="Score the test split (default: 500).", group=SAMPLES, flags=("--evaluate/--no-evaluate",)
+    )
+    distill: int | None = option(
+        None, help="Then train this many steps: the source teaches.", least=1, listed=False, metavar="STEPS"
+    )
+    overwrite: bool = OVERWRITE()
+    resume: bool = RESUME()
+    save_every: float = SAVE_EVERY()
+    fail_on_harm: bool = option(
+        False, help="Exit with code 3 if the test split shows harm.", group=MACHINE, control=True
+    )
+
+    def check(self) -> None:
+        super().check()
+        check_adapter_options(self)
+        if self.distill is not None and self.as_ == "adapter" and self.rank is None:
+            raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(MeasureConfig):
+    """Options of a plan: those that decide what a transfer moves, and what to show."""
+
+    command: ClassVar[str] = "plan"
+
+    layers: bool = option(False, help="Show every layer.", control=True)
+    shapes_only: bool = option(False, help="Read config.json only; needs --memory-budget.", control=True)
+    length: int = option(256, help="With --shapes-only: tokens per text.", least=1, listed=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillInputs(Declared):
+    """What a distillation reads and writes."""
+
+    finetuned: str = option(help="The teacher: a model, or an adapter with --source.", group=INPUTS)
+    target: str = option(help="The student: any model that reads the same samples.", group=INPUTS)
+    data: str = option(help="Samples; labels are not used.", group=INPUTS)
+    out: str = OUT()
+    source: str | None = option(None, help="The base of an adapter or a task vector.", group=INPUTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(Config):
+    """Options of a distillation."""
+
+    command: ClassVar[str] = "distill"
+
+    samples: int | None = COUNT()
+    steps: int = option(300, help="Updates of the student.", least=1)
+    lora: int | None = option(None, help="Train a LoRA of this rank; write an adapter.", least=1, metavar="RANK")
+    learning_rate: float | None = option(None, help="Highest rate (default: by the student's width).")
+    batch_size: int | None = option(None, help="Samples of an update.", least=2)
+    overwrite: bool = OVERWRITE()
+    sampler: str = SAMPLER()
+    seed: int = SEED()
+    head: str | None = HEAD()
+    device: str = DEVICE()
+    dtype: str = DTYPE()
+    resume: bool = RESUME()
+    save_every: float = SAVE_EVERY()
+    trust_remote_code: bool = REMOTE_CODE()
+
+    def check(self) -> None:
+        super().check()
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
+            raise TuneportError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateInputs(Declared):
+    """What an evaluation reads."""
+
+    model: tuple[str, ...] = option(help="A model, or an adapter or task vector of one; or several.", argument=True)
+    data: str = option(help="Labelled data; the test split is scored.", group=INPUTS)
+    base: str | None = option(None, help="The base of an adapter (default: the one it names).", group=INPUTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(Config):
+    """Options of an evaluation."""
+
+    command: ClassVar[str] = "evaluate"
+
+    protocol: Literal["zero-shot", "linear-probe", "perplexity", "likelihood"] | None = option(
+        None, help="How to score (default: by model and data).", metavar="NAME"
+    )
+    by_class: bool = option(False, help="Also show the accuracy of each class.", control=True)
+    head: str | None = HEAD()
+    samples: int | None = option(None, help="Linear probe: training samples (default: all).", group=SAMPLES)
+    seed: int = SEED()
+    columns: Mapping[str, str] | None = NAMED()
+    max_length: int | None = MAX_LENGTH()
+    batch_size: int | None = option(None, help="Samples per pass (default: 128; texts 16).", group=MACHINE, least=1)
+    device: str = DEVICE()
+    trust_remote_code: bool = REMOTE_CODE()
+
+    def check(self) -> None:
+        super().check()
+        if self.samples is not None and self.protocol != "linear-probe":
+            words = f"{self.protocol} scores" if self.protocol else "the others score"
+            raise TuneportError(f'`samples` goes with `protocol="linear-probe"`; {words} the whole test split.')
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractInputs(Declared):
+    """What an extraction reads and writes."""
+
+    base: str = option(help="The base model: folder or weight file.", argument=True)
+    finetuned: str = option(help="The fine-tuned model or adapter.", argument=True)
+    out: str = option(help="The task-vector file to write (.safetensors).", group=INPUTS, flags=("--out", "-o"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractConfig(Config):
+    """Options of an extraction."""
+
+    command: ClassVar[str] = "extract"
+
+    exclude: Sequence[str] = EXCLUDE(group=USUAL)
+    overwrite: bool = OVERWRITE()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyInputs(Declared):
+    """What `apply` reads and writes."""
+
+    vector: str = option(help="A task-vector file.", argument=True, metavar="TAU")
+    base: str = option(help="The model it belongs to.", argument=True)
+    out: str = option(help="The folder to write.", group=INPUTS, flags=("--out", "-o"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyConfig(Config):
+    """Options of `apply`."""
+
+    command: ClassVar[str] = "apply"
+
+    scale: float = option(1.0, help="Strength of the change.")
+    overwrite: bool = OVERWRITE()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeInputs(Declared):
+    """What a merge reads and writes."""
+
+    finetuned: tuple[str, ...] = option(help="Task vectors, adapters or fine-tuned models of one base.", argument=True)
+    out: str = option(help="The file or folder to write.", group=INPUTS, flags=("--out", "-o"))
+    base: str | None = option(None, help="Their base (default: the one that they name).", group=INPUTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig(Config):
+    """Options of a merge."""
+
+    command: ClassVar[str] = "merge"
+
+    weights: Sequence[float] | None = option(
+        None, help="A factor for each, separated by commas (default: 1).", text=NUMBERS, metavar="NUMBERS"
+    )
+    rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", help="How changes are combined.", metavar="RULE")
+    density: float = option(0.2, help="Share of entries that ties and dare keep.")
+    seed: int = option(0, help="Seed of the entries that dare keeps.", least=0, most=2**31 - 1)
+    as_: OutputKind = option("task-vector", **AS)
+    rank: int | None = RANK()
+    energy: float | None = ENERGY()
+    uniform_rank: bool = UNIFORM_RANK()
+    adapter_dtype: str = ADAPTER_DTYPE()
+    overwrite: bool = OVERWRITE()
+
+    def check(self) -> None:
+        super().check()
+        check_adapter_options(self)
+
+
+def check_adapter_options(config: TransferConfig | MergeConfig) -> None:
+    """Refuse options of an adapter where none is written."""
+    shape = (config.rank, config.energy, config.uniform_rank, config.adapter_dtype)
+    if config.as_ != "adapter" and shape != (None, None, False, "float32"):
+        raise TuneportError(
+            '`rank`, `energy`, `uniform_rank` and `adapter_dtype` shape an adapter; they go with `as_="adapter"`.'
+        )
+
+
+def reference(*classes: type[Declared]) -> str:
+    """A Markdown table of all options of these classes, for the reference page."""
+    lines = ["| option | default | what it does |", "|---|---|---|"]
+    for cls in classes:
+        for item, about in cls.options():
+            name = item.name if about.python else f"`{', '.join(flags_of(item, about))}`"
+            name = f"`{item.name.upper()}`" if about.argument else name
+            shown = "required" if item.default is MISSING else "" if item.default in (None, ()) else f"`{item.default}`"
+            more = " (Python only)" if about.python else ""
+            lines.append(f"| {name} | {shown} | {about.help}{more} |".replace("|tau|", "\\|tau\\|"))
+    return "\n".join(lines)
