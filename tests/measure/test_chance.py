@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tuneport.measure.chance import direction, share_interval, shift, tail
+from tuneport.measure.chance import direction, ratio, share_interval, shift, standard_error, tail
 
 
 def _tail(count: int, least: int, share: float) -> float:
@@ -32,7 +32,26 @@ def test_a_direction_is_clear_where_both_tails_together_are_rare(better: int, wo
 
 
 def test_shifts() -> None:
-    assert [shift(np.array(values)) for values in ([-1.0], [1.0, 1.1, 0.9], [0.0, 0.0], [-1.0, 1.0])] == [0, 1, 0, 0]
+    for values, sign in (([-1.0], 0), ([1.0, 1.1, 0.9], 1), ([0.0, 0.0], 0), ([-1.0, 1.0], 0)):
+        sizes = np.ones(len(values), dtype=np.int64)
+        assert shift((np.array(values), sizes), (np.zeros(len(values)), sizes)) == sign
+
+
+def test_ratios_compare_where_a_model_reads_less_of_a_text() -> None:
+    """Of a text that is cut there are fewer bits and fewer characters: the ratio is the same."""
+    sizes, bits = np.array([4, 8, 6, 10]), np.array([8.0, 17.0, 11.0, 20.0])
+    assert shift((bits, sizes), (bits / 2, sizes // 2)) == 0
+    assert shift((bits, sizes), (bits / 4, sizes // 2)) == 1
+
+
+def test_the_standard_error_of_a_ratio_is_that_of_many_draws() -> None:
+    random, count, draws = np.random.default_rng(0), 400, 2000
+    sizes = random.integers(1, 9, (draws, count))
+    sums = 3.0 * sizes + random.normal(size=(draws, count)) * sizes
+    found = [ratio(*pair) for pair in zip(sums, sizes, strict=True)]
+    errors = [standard_error(parts) for _, parts in found]
+    assert np.mean(errors) == pytest.approx(np.std([value for value, _ in found]), rel=0.06)  # 4 / sqrt(2 * draws)
+    assert standard_error(found[0][1][:1]) is None
 
 
 def test_tails() -> None:

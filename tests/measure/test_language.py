@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from builders.chats import CHATS, chat_tokenizer
 from builders.samples import jsonl, raises
-from builders.texts import SENTENCES, gpt_tokenizer, make, roberta_tokenizer, write
+from builders.texts import SENTENCES, gpt_tokenizer, make, roberta_tokenizer, t5_tokenizer, write
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.language import likelihood, perplexity
@@ -36,31 +36,39 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return open_model(write(tmp_path_factory.mktemp(request.param), module, tokenizer))
 
 
-def nats(model: Model, text: str, start: str = "") -> tuple[float, int, int]:
-    """The loss of a text after `start`, its tokens, and the characters that they spell, by plain transformers."""
+def nats(model: Model, text: str, start: str = "") -> tuple[float, float, int, int]:
+    """The loss of a text after `start`, also without special tokens, its tokens and characters, by transformers."""
     assert model.folder is not None
     tokenizer = AutoTokenizer.from_pretrained(model.folder)
     plain = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
     found = tokenizer(start + text, return_tensors="pt", return_offsets_mapping=True)
     with torch.no_grad():
         shares = plain(input_ids=found["input_ids"]).logits.double().log_softmax(-1)[0]
-    loss, tokens, first = 0.0, 0, None
+    loss, own, tokens, first = 0.0, 0.0, 0, None
     for place in range(1, found["input_ids"].shape[1]):
         begin, end = found["offset_mapping"][0, place].tolist()
         if start and end <= len(start):
             continue
-        loss -= float(shares[place - 1, found["input_ids"][0, place]])
+        share = float(shares[place - 1, found["input_ids"][0, place]])
+        loss -= share
+        own -= share if end > begin else 0.0
         tokens += 1
         first = begin if first is None and end > begin else first
-    return loss, tokens, len((start + text)[max(first or 0, len(start)) :].strip())
+    return loss, own, tokens, len((start + text)[max(first or 0, len(start)) :].strip())
 
 
 def test_bits_per_character_are_those_of_a_loop_in_transformers(model: Model) -> None:
+    """With their standard error, that of a ratio of two sums over texts of different lengths."""
     found = perplexity(model, texts(TEXTS), batch_size=5)
-    losses, tokens, characters = (sum(column) for column in zip(*(nats(model, text) for text in TEXTS), strict=True))
-    assert found.bits_per_character == pytest.approx(losses / math.log(2) / characters, abs=1e-6)
-    assert (found.tokens, found.cut) == (tokens, 0)
-    assert found.perplexity == pytest.approx(math.exp(losses / tokens), rel=1e-6)
+    losses, own, tokens, characters = map(np.array, zip(*(nats(model, text) for text in TEXTS), strict=True))
+    bits = own / math.log(2)
+    each = bits.sum() / characters.sum()
+    assert found.bits_per_character == pytest.approx(each, abs=1e-6)
+    assert (found.tokens, found.cut) == (tokens.sum(), 0)
+    assert found.perplexity == pytest.approx(math.exp(losses.sum() / tokens.sum()), rel=1e-6)
+    spread = np.std(bits - each * characters, ddof=1)  # the mean is zero
+    assert found.error == pytest.approx(spread * math.sqrt(len(TEXTS)) / characters.sum(), rel=1e-4)
+    assert perplexity(model, texts(TEXTS[:1])).error is None
 
 
 def test_bits_of_a_model_that_knows_nothing(model: Model) -> None:
@@ -75,18 +83,20 @@ def test_bits_of_a_model_that_knows_nothing(model: Model) -> None:
     finally:
         with torch.no_grad():
             head.copy_(before)
-    ids = model.reader.tokenizer("the cat sat")["input_ids"]
-    first = model.reader.tokenizer.decode(ids[:1], skip_special_tokens=True)  # is never predicted
-    spelled = "the cat sat".removeprefix(first).strip()
-    assert found.bits_per_character == pytest.approx((len(ids) - 1) * math.log2(len(head)) / len(spelled))
+    read = model.reader.tokenizer
+    ids = read("the cat sat")["input_ids"]
+    first = read.decode(ids[:1], skip_special_tokens=True)  # is never predicted
+    spelled, marks = "the cat sat".removeprefix(first).strip(), set(read.all_special_ids)
+    own = sum(number not in marks for number in ids[1:])
+    assert found.bits_per_character == pytest.approx(own * math.log2(len(head)) / len(spelled))
 
 
 def test_a_target_alone_is_counted(model: Model) -> None:
     found = perplexity(model, texts(["the cat sat on the"], targets=["mat"]))
-    loss, tokens, characters = nats(model, " mat", start="the cat sat on the")
+    _, own, tokens, characters = nats(model, " mat", start="the cat sat on the")
     assert characters == 3
     assert found.tokens == tokens
-    assert found.bits_per_character == pytest.approx(loss / math.log(2) / 3, abs=1e-6)
+    assert found.bits_per_character == pytest.approx(own / math.log(2) / 3, abs=1e-6)
 
 
 def test_texts_that_are_cut_are_counted(model: Model) -> None:
@@ -94,19 +104,35 @@ def test_texts_that_are_cut_are_counted(model: Model) -> None:
     assert (found.cut, found.tokens) == (4, 4 * 9)
 
 
-def test_chats_count_the_answers(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer("chatml")
+@pytest.mark.parametrize("template", ["chatml", "gemma", None])
+def test_bits_of_an_answer_do_not_depend_on_how_its_turn_ends(template: str | None, tmp_path: Path) -> None:
+    """The end of a turn is a token to predict, and no character of the answer."""
+    tokenizer = chat_tokenizer(template)
     module = make("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     opened = open_model(write(tmp_path, module, tokenizer))
     with torch.no_grad():
         opened.module.get_output_embeddings().weight.zero_()
     found = perplexity(opened, texts(list(CHATS)))
-    marked = chat_tokenizer("chatml", marked=True)
-    masks = marked.apply_chat_template(CHATS, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
     answers = [m["content"] for chat in CHATS for m in chat if m["role"] == "assistant"]
-    assert found.tokens == sum(map(sum, masks))
-    wanted = found.tokens * math.log2(len(tokenizer)) / sum(map(len, answers))
-    assert found.bits_per_character == pytest.approx(wanted)
+    own = [len(tokenizer(answer)["input_ids"]) for answer in answers]
+    assert found.bits_per_character == pytest.approx(sum(own) * math.log2(len(tokenizer)) / sum(map(len, answers)))
+    if template is None:
+        assert found.tokens == sum(own)
+        return
+    marked = chat_tokenizer(template, marked=True)
+    masks = marked.apply_chat_template(CHATS, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    assert found.tokens == sum(map(sum, masks)) > sum(own)
+
+
+def test_the_end_of_what_a_decoder_writes_is_no_character(tmp_path: Path) -> None:
+    tokenizer = t5_tokenizer()
+    opened = open_model(write(tmp_path, make("t5", vocab_size=len(tokenizer)), tokenizer))
+    with torch.no_grad():
+        opened.module.get_output_embeddings().weight.zero_()
+    found = perplexity(opened, texts(["the cat sat"], targets=["on the mat"]))
+    tokens = tokenizer("on the mat")["input_ids"]
+    assert (tokens[-1], found.tokens) == (tokenizer.eos_token_id, len(tokens))
+    assert found.bits_per_character == pytest.approx((len(tokens) - 1) * math.log2(len(tokenizer)) / len("on the mat"))
 
 
 WORDS = ("cat", "small dog", "river")
@@ -140,7 +166,7 @@ def test_multiple_choices_of_a_table(model: Model, tmp_path: Path) -> None:
     data = read_plain(path, "test", columns={"text": "question", "label": "answer"})
     assert likelihood(model, data).accuracy == 100.0
     found = likelihood(model, data.subset([0, 1]))
-    loss, tokens = np.sum([nats(model, f" {choices[i][right[i]]}", start=SENTENCES[i])[:2] for i in (0, 1)], axis=0)
+    loss, _, tokens, _ = np.sum([nats(model, f" {choices[i][right[i]]}", start=SENTENCES[i]) for i in (0, 1)], axis=0)
     assert found.perplexity == pytest.approx(math.exp(loss / tokens), rel=1e-6)
     named = {"text": list(WORDS), "label": ["1", "2", "3"]}
     arc = jsonl(tmp_path / "arc.jsonl", [{"text": SENTENCES[0], "choices": named, "label": str(right[0] + 1)}])

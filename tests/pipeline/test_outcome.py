@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
+from builders.chats import MARKS, chat_tokenizer
+from builders.texts import make, write
 from tuneport.data.dataset import Dataset
 from tuneport.measure.accuracy import Evaluation
+from tuneport.measure.language import perplexity
+from tuneport.models.open import open_model
 from tuneport.pipeline.evaluation import Evaluated, Role, Scored
 from tuneport.pipeline.outcome import outcome_of
 
@@ -97,3 +104,37 @@ def test_rows_have_intervals_and_samples_that_turned() -> None:
     turned = record["turned"]
     assert (turned["right_count"], turned["wrong_count"], len(turned["right"])) == (0, 10, 0)
     assert turned["wrong"][0] == {"index": 60, "label": "a", "before": "a", "after": "b", "text": "text"}
+
+
+def spoken(folder: Path, template: str | None, word: float, mark: float) -> Evaluation:
+    """A model that gives each token of an answer so many bits, and so many to each token that ends the turn."""
+    tokenizer = chat_tokenizer(template)
+    module = make("gpt2", vocab_size=len(tokenizer), max_position_embeddings=512, n_positions=512)
+    ends = [tokenizer.convert_tokens_to_ids(each) for each in MARKS] + tokenizer("\n")["input_ids"]
+    words = sorted({number for _, answer in ANSWERS for number in tokenizer(answer)["input_ids"]})
+    shares = torch.full((len(tokenizer),), 2.0**-40)
+    shares[ends], shares[words] = 2.0**-mark, 2.0**-word
+    shares[0] = 1 - shares[1:].sum()  # no token of a chat
+    with torch.no_grad():  # hidden states are the first unit vector, so that scores are the first column
+        module.transformer.ln_f.weight.zero_()
+        module.transformer.ln_f.bias.copy_(torch.eye(len(module.transformer.ln_f.bias))[0])
+        module.transformer.wte.weight[:, 0] = shares.log()
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ANSWERS]
+    return perplexity(open_model(write(folder, module, tokenizer)), Dataset(chats, None, ()))
+
+
+ANSWERS = [("which animal?", "cat"), ("which colour?", "blue"), ("which season?", "winter"), ("what falls?", "rain")]
+
+
+def test_a_model_is_not_kept_or_dropped_for_how_its_turns_end(tmp_path: Path) -> None:
+    """The old model knows the words best, and has a template whose marks it does not expect."""
+    models = {
+        "finetuned": spoken(tmp_path / "old", "chatml", word=5, mark=30),
+        "target": spoken(tmp_path / "target", None, word=9, mark=9),
+        "port": spoken(tmp_path / "port", None, word=7, mark=7),
+    }
+    rows = {role: Scored(role, role, each.bits_per_character, each) for role, each in models.items()}  # type: ignore
+    test = Dataset([answer for _, answer in ANSWERS], None, (), name="words")
+    found = Evaluated(test, np.arange(4), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
+    assert outcome_of(found, scale=1.0).recommendation.startswith("Keep the old model while you can")
+    assert [rows[role].value / rows["port"].value for role in ("finetuned", "target")] == pytest.approx([5 / 7, 9 / 7])

@@ -29,8 +29,8 @@ class Evaluation:
     For language models it is that of next tokens (perplexity) or of answers (likelihood). Perplexities compare only
     under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
     Of each sample, `predicted` is its class or answer, `labels` the right one, both by their number in `classes` (none
-    where each sample has choices of its own), and `bits` those of its text; `error` is the standard error of the bits
-    per character.
+    where each sample has choices of its own), `bits` those of its own characters, and `characters` their number;
+    `error` is the standard error of the bits per character.
     """
 
     accuracy: float
@@ -44,6 +44,7 @@ class Evaluation:
     labels: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     classes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     bits: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    characters: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     error: float | None = field(default=None, compare=False, repr=False)
 
     def plain(self) -> dict[str, Any]:

@@ -48,13 +48,32 @@ def direction(better: int, worse: int) -> int:
     return 1 if better > worse else -1
 
 
-def shift(changes: NDArray[np.float64]) -> int:
-    """Return the sign of the mean of some changes if it is two standard errors from zero, else 0.
+def ratio(sums: NDArray[np.float64], sizes: NDArray[np.int64]) -> tuple[float, NDArray[np.float64]]:
+    """Return the ratio of two sums over samples, and the part of each sample in its deviation.
 
-    >>> shift(np.array([-1.0, -1.2, -0.9, -1.1])), shift(np.array([-1.0, 1.2, -0.9, 1.1]))
-    (-1, 0)
+    >>> ratio(np.array([2.0, 4.0]), np.array([1, 3]))
+    (1.5, array([ 0.125, -0.125]))
     """
-    if len(changes) < 2:
-        return 0
-    mean, error = float(changes.mean()), float(changes.std(ddof=1)) / math.sqrt(len(changes))
-    return int(np.sign(mean)) if abs(mean) > 2 * error else 0
+    whole = int(sizes.sum())
+    found = float(sums.sum() / whole)
+    return found, (sums - found * sizes) / whole
+
+
+def standard_error(parts: NDArray[np.float64]) -> float | None:
+    """Return the standard error of a ratio, or of the difference of two, by the parts of its samples; of one, None."""
+    count = len(parts)
+    return math.sqrt(float(np.square(parts).sum()) * count / (count - 1)) if count > 1 else None
+
+
+def shift(
+    first: tuple[NDArray[np.float64], NDArray[np.int64]], second: tuple[NDArray[np.float64], NDArray[np.int64]]
+) -> int:
+    """Return the sign of the difference of two ratios over the same samples, or 0 within two standard errors.
+
+    >>> sizes = np.array([1, 1, 1, 1])
+    >>> shift((np.array([-1.0, -1.2, -0.9, -1.1]), sizes), (np.zeros(4), sizes))
+    -1
+    """
+    (one, parts), (two, others) = ratio(*first), ratio(*second)
+    error = standard_error(parts - others)
+    return int(np.sign(one - two)) if error is not None and abs(one - two) > 2 * error else 0

@@ -5,25 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..data.choices import candidates_of, each_answer
 from ..data.dataset import UNLABELLED, Dataset, with_prompts
 from ..errors import DataError, TuneportError
 from ..models.base import Model
+from ..models.tokenizer import Encoded
 from ..types import Progress
 from .accuracy import Evaluation, Protocol, check_samples
+from .chance import ratio, standard_error
 from .objectives import batch_for, choose_objective, next_tokens, questions_at_once, sample_losses
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """Of each sample: its loss in nats, the tokens to predict, those that are the likeliest, characters, and cuts."""
+    """Of each sample: its loss in nats, also of its own characters alone, and counts of what there is to predict."""
 
     losses: NDArray[np.float64]
+    own: NDArray[np.float64]  # without the tokens that spell no character: the end of a turn, special tokens
     tokens: NDArray[np.int64]
     right: NDArray[np.int64]
     characters: NDArray[np.int64]
@@ -31,21 +36,22 @@ class _Scores:
 
     def evaluation(self, accuracy: float, samples: int, protocol: str) -> Evaluation:
         """Perplexity and bits per character over all samples."""
-        bits, tokens, characters = self.losses / math.log(2), int(self.tokens.sum()), int(self.characters.sum())
-        each = float(bits.sum() / characters) if characters else None
+        bits, tokens = self.own / math.log(2), int(self.tokens.sum())
         rate, cut = float(np.exp(self.losses.sum() / tokens)), int(self.cut.sum())
-        error = None
-        if each is not None and len(bits) > 1:  # of a ratio of two sums
-            spread = np.square(bits - each * self.characters).sum() * len(bits) / (len(bits) - 1)
-            error = float(np.sqrt(spread) / characters)
-        return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, bits=bits, error=error)
+        each, error = None, None
+        if self.characters.sum():
+            each, parts = ratio(bits, self.characters)
+            error = standard_error(parts)
+        by_sample: dict[str, Any] = {"bits": bits, "characters": self.characters}
+        return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, **by_sample, error=error)
 
 
 def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
     """The loss of the texts, of their targets, or of the answers in chats, per token and per character.
 
-    Perplexity is the exponential of the mean loss of a token. Bits per character divide the sum of all losses by the
-    length of what is predicted, so that models with different tokenizers compare.
+    Perplexity is the exponential of the mean loss of a token. Bits per character divide the losses of the tokens that
+    spell the texts by the length of the texts, so that models with different tokenizers and chat templates compare:
+    special tokens and the end of a turn do not count.
     """
     _check(model, data)
     found = _score(model, data, batch_size, progress)
@@ -109,8 +115,19 @@ def _score(
             wanted = labels != UNLABELLED
             right = (logits.argmax(-1) == labels) & wanted
             sums = [each.sum(1).cpu().numpy() for each in (wanted, right)]
-            losses = sample_losses(logits, labels).cpu().numpy()
-        parts.append([losses, *sums, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)])
+            losses = [sample_losses(logits, each).cpu().numpy() for each in (labels, _own(model, encoded, labels))]
+        parts.append([*losses, *sums, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)])
         if progress is not None:
             progress(len(samples))
     return _Scores(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+
+
+def _own(model: Model, encoded: Encoded, labels: Tensor) -> Tensor:
+    """Return the labels (N, K) of `next_tokens` without those that spell no character of a text."""
+    assert encoded.labels is not None
+    assert encoded.inside is not None
+    first = int(model.generates == "causal")  # its first token is not predicted
+    given, inside = (each[:, first:].to(labels.device) for each in (encoded.labels, encoded.inside))
+    wanted, own = labels != UNLABELLED, labels.clone()
+    own[wanted] = labels[wanted].masked_fill(~inside[given != UNLABELLED], UNLABELLED)  # in one order, row by row
+    return own

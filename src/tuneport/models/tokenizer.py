@@ -34,8 +34,8 @@ class Encoded:
     """A batch of texts: the module's inputs, the labels of its tokens if any, and the spans of each stream.
 
     Of each sample, `cut` says whether its text was longer than the limit, and `characters` is the length of the text
-    that its labels spell, without the marks of a chat template. `inside` (N, T) are the tokens of its text, without
-    special tokens and padding.
+    that its labels spell, without the marks of a chat template. `inside` (N, T) are the tokens of its text, or of the
+    target that a decoder writes, without special tokens, the marks of a template and padding.
     """
 
     inputs: dict[str, Tensor]
@@ -181,13 +181,15 @@ class Reader:
         _check_targets([_joined(text) for text in texts], targets)
         found, wanted = self.texts(texts), self.texts(targets)
         ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
-        labels = ids.masked_fill(mask == 0, IGNORED)
+        labels, inside = ids.masked_fill(mask == 0, IGNORED), wanted.inside
+        assert inside is not None
         if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams must differ in length to be distinguished
             labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)
             spans = torch.nn.functional.pad(spans, (0, 0, 0, 1), value=PADDING)
+            inside = torch.nn.functional.pad(inside, (0, 1), value=False)
         characters = tuple(len(target.strip()) for target in targets)
         cut = tuple(map(max, found.cut, wanted.cut))
-        return Encoded(found.inputs, labels, (*found.spans, spans), cut, characters)
+        return Encoded(found.inputs, labels, (*found.spans, spans), cut, characters, inside)
 
     def _tokenize(self, texts: Sequence[Text], special: bool = True) -> _Tokens:
         firsts = [text if isinstance(text, str) else text[0] for text in texts]

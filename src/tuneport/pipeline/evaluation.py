@@ -134,9 +134,7 @@ class Evaluated:
         if first.right is not None and second.right is not None:
             return direction(int((second.right & ~first.right).sum()), int((first.right & ~second.right).sum()))
         if first.found is not None and second.found is not None:
-            assert first.found.bits is not None
-            assert second.found.bits is not None
-            return shift(first.found.bits - second.found.bits)
+            return shift(_spelled(first.found), _spelled(second.found))
         return int(np.sign(second.value - first.value)) if abs(second.value - first.value) > SMALL else 0
 
     def record(self) -> dict[str, Any]:
@@ -183,6 +181,13 @@ class Evaluated:
         numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
         return {"index": int(self.indices[index]), **words, **shown(self.test.inputs[index])}
+
+
+def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The bits and the characters of each text."""
+    assert found.bits is not None
+    assert found.characters is not None
+    return found.bits, found.characters
 
 
 def evaluate(

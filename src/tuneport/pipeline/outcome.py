@@ -1,7 +1,7 @@
 """What a transfer has come to, in words: gain, harm, or neither, and what to do next.
 
 A change on the test split counts as a gain or as harm where chance makes it in fewer than one of twenty cases: by the
-sign test on the samples that turned right and wrong, or by two standard errors of the bits of a text.
+sign test on the samples that turned right and wrong, or by two standard errors of the bits per character.
 """
 
 from __future__ import annotations
