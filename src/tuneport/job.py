@@ -123,13 +123,8 @@ class Drawn(Samples):
         chosen = self.chosen
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
-        more = replace(
-            chosen,
-            inputs=Views(chosen.inputs, copies, seed, ordered),
-            labels=None if chosen.labels is None else np.tile(chosen.labels, copies),
-            targets=None if chosen.targets is None else list(chosen.targets) * copies,
-            scores=None,
-        )
+        copied = chosen.subset(np.tile(np.arange(len(chosen)), copies))
+        more = replace(copied, inputs=Views(chosen.inputs, copies, seed, ordered), scores=None)
         return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
 
     def typical(self) -> PairedBatch | None:

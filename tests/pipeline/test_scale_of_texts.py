@@ -18,7 +18,10 @@ from torch.nn import functional as F
 from builders.texts import gpt_tokenizer, make, write
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
+from tuneport.data.views import VIEWS
+from tuneport.job import Drawn
 from tuneport.measure.language import likelihood
+from tuneport.measure.objectives import read_answers
 from tuneport.models.open import open_model
 from tuneport.pipeline.outlook import expected
 from tuneport.pipeline.preflight import judge, try_transfer
@@ -163,6 +166,21 @@ def test_answers_need_evidence_to_leave_the_target(rule: ScaleRule) -> None:
             }
             choice = choose_scale(scores.__getitem__, samples=100, held_out=True, candidates=(0.05,), rule=rule)
             assert choice.scale == (wanted if judged else 0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_have_the_answers_of_their_samples(kind: str, trio: list[Path]) -> None:
+    """`bico+` measures views of the questions, each with the same answer as its question."""
+    job = prepare(*trio, data_of(kind), signals="bico+", samples=16)
+    assert isinstance(job.samples, Drawn)
+    views = job.samples.views(job.seed)
+    assert views is not None
+    answers, wanted = read_answers(views.chosen), read_answers(job.samples.chosen)
+    assert answers is not None
+    assert wanted is not None
+    assert list(answers) == list(wanted) * VIEWS
+    found = transfer(*trio, data_of(kind), method="bico+", samples=16, scale=1.0)
+    assert found.record["samples"] == 16
 
 
 def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:
