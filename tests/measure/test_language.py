@@ -99,6 +99,16 @@ def test_a_target_alone_is_counted(model: Model) -> None:
     assert found.bits_per_character == pytest.approx(own / math.log(2) / 3, abs=1e-6)
 
 
+@pytest.mark.parametrize(("text", "target"), [("two and two:", " 4"), ("two and two: ", "4"), ("two and two:", "4")])
+def test_one_blank_stands_between_a_text_and_its_target(model: Model, text: str, target: str) -> None:
+    found = perplexity(model, texts([text], targets=[target]))
+    loss, tokens, _ = nats(model, " 4", start="two and two:")
+    if text.endswith(" "):  # the blank belongs to the text, and carries no loss of its own
+        loss, tokens, _ = nats(model, "4", start=text)
+    assert found.tokens == tokens
+    assert found.perplexity == pytest.approx(math.exp(loss / tokens), rel=1e-6)
+
+
 def test_texts_that_are_cut_are_counted(model: Model) -> None:
     found = perplexity(model.cut_at(10), texts(TEXTS[:4]))
     assert (found.cut, found.tokens) == (4, 4 * 9)

@@ -85,11 +85,15 @@ def _places(text: str, contents: list[str], begin: int, end: int) -> list[Place]
     return found
 
 
+def gap_between(text: str, more: str, blank: str) -> str:
+    """The blank to write between two texts; none where one of them has a blank there, or is empty."""
+    return blank if text and more and not (text[-1].isspace() or more[0].isspace()) else ""
+
+
 def _plain(chat: Chat) -> Rendered:
     text, contents, answers = "", [], []
     for message in chat:
-        if text and message["content"] and not (text[-1].isspace() or message["content"][0].isspace()):
-            text += "\n"
+        text += gap_between(text, message["content"], "\n")
         contents.append((len(text), len(text) + len(message["content"])))
         text += message["content"]
         if message["role"] == "assistant":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DataError, reraised
 from ..types import Chat
-from .chat import Place, marks_answers, render_chat
+from .chat import Place, gap_between, marks_answers, render_chat
 
 IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
@@ -133,10 +133,7 @@ class Reader:
         starts = [_joined(cast(Text, text)) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
-        whole = [
-            f"{start} {end}" if end and start and not start[-1].isspace() else start + end
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        whole = [start + gap_between(start, end, " ") + end for start, end in zip(starts, ends, strict=True)]
         tokens = self._tokenize(whole)
         places = [
             [(0 if targets is None else len(start), len(text))] for start, text in zip(starts, whole, strict=True)
