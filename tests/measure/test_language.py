@@ -167,13 +167,16 @@ def test_multiple_choices_of_a_table(model: Model, tmp_path: Path) -> None:
     """Three ways to write the right choice; each row has choices of its own."""
     choices = [list(WORDS), list(WORDS[::-1]), list(WORDS[1:])]
     right = [best(model, text, tuple(words)) for text, words in zip(SENTENCES, choices, strict=False)]
-    ways = [right[0], "ABC"[right[1]], choices[2][right[2]]]
-    rows = [
-        {"question": text, "choices": words, "answer": way}
-        for text, words, way in zip(SENTENCES, choices, ways, strict=False)
-    ]
-    path = jsonl(tmp_path / "t.jsonl", rows)
-    data = read_plain(path, "test", columns={"text": "question", "label": "answer"})
+    texts_of_right = [words[place] for words, place in zip(choices, right, strict=True)]
+    for ways in (right, list(map(str, right)), ["ABC"[place] for place in right], texts_of_right):
+        rows = [
+            {"question": text, "choices": words, "answer": way}
+            for text, words, way in zip(SENTENCES, choices, ways, strict=False)
+        ]
+        path = jsonl(tmp_path / "t.jsonl", rows)
+        data = read_plain(path, "test", columns={"text": "question", "label": "answer"})
+        assert data.labels is not None
+        assert data.labels.tolist() == right
     assert likelihood(model, data).accuracy == 100.0
     found = likelihood(model, data.subset([0, 1]))
     loss, _, tokens, _ = np.sum([nats(model, f" {choices[i][right[i]]}", start=SENTENCES[i]) for i in (0, 1)], axis=0)
@@ -181,6 +184,37 @@ def test_multiple_choices_of_a_table(model: Model, tmp_path: Path) -> None:
     named = {"text": list(WORDS), "label": ["1", "2", "3"]}
     arc = jsonl(tmp_path / "arc.jsonl", [{"text": SENTENCES[0], "choices": named, "label": str(right[0] + 1)}])
     assert likelihood(model, read_plain(arc, "test")).accuracy == 100.0
+
+
+NUMBERS = ["0", "3", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "right"),
+    [
+        (["1", "2", "3"], [1, 2, 3]),  # each is a place, so all are
+        (["1", "2", "7"], [2, 3, 1]),  # one can only be a text, so all are
+        ([1, 2, 3], [1, 2, 3]),
+    ],
+)
+def test_labels_of_a_file_are_all_places_or_all_texts(labels: list[Any], right: list[int], tmp_path: Path) -> None:
+    """The first rows read the same in both files; what they mean depends on the whole column, in every split."""
+    choices = [NUMBERS, NUMBERS, ["5", "7", "8", "9"] if labels[-1] == "7" else NUMBERS]
+    rows = [
+        {"text": "how many?", "choices": words, "label": label, "split": split}
+        for words, label, split in zip(choices, labels, ("train", "train", "test"), strict=True)
+    ]
+    path = jsonl(tmp_path / "t.jsonl", rows)
+    found = [read_plain(path, split).labels for split in ("train", "test")]
+    assert np.concatenate([each for each in found if each is not None]).tolist() == right
+
+
+def test_labels_of_a_file_in_two_ways_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": "why?", "choices": ["cat", "dog"], "label": label} for label in (0, "dog", 1)]
+    with raises(
+        "label of", "t.jsonl", "is 0 in row 1 and 'dog' in row 2", "all places from 0, all letters or all texts"
+    ):
+        read_plain(jsonl(tmp_path / "t.jsonl", rows), "train")
 
 
 def test_answers_in_chats(tmp_path: Path) -> None:

@@ -16,32 +16,52 @@ from ..errors import DataError, first_of
 from .chat import last_answer
 from .dataset import Dataset, LazySequence
 
+WAYS = 3  # to name the right choice: its place, its letter, its text
+
 
 def read_choices(
     column: Sequence[Any], labels: Sequence[Any], rows: NDArray[np.int64], path: Path
 ) -> tuple[Sequence[list[str]], NDArray[np.int64]]:
     """The choices of some rows and the place of the right one.
 
-    Choices are a list of texts, with their place from 0, their letter or their text as label; or, as in ARC,
-    {"text": [...], "label": [...]} with one of its own labels.
+    Choices are a list of texts, and all labels of the column are their places from 0, their letters or their texts: the
+    first of these that fits every row. Or, as in ARC, choices are {"text": [...], "label": [...]} with one of its own
+    labels.
     """
+    way, seen = set(range(WAYS)), -1
+    for row in range(len(column)):
+        fitting = {number for number, names in enumerate(_ways(column[row])) if str(labels[row]) in names}
+        if not fitting:
+            continue
+        if not way & fitting:
+            raise DataError(
+                f"label of {path} is {labels[seen]!r:.50} in row {seen + 1} and {labels[row]!r:.50} in row {row + 1}; "
+                "expected all places from 0, all letters or all texts of the choices."
+            )
+        if not way <= fitting:
+            way, seen = way & fitting, row
     right = []
     for row in rows:
-        cell, label = column[row], labels[row]
-        texts = _choices(column, row)
-        names = cell.get("label") if isinstance(cell, Mapping) else None
-        if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        cell, label, names = column[row], str(labels[row]), _ways(column[row])
+        if not names:
             raise DataError(
                 f"choices of row {row + 1} of {path} is {cell!r:.50}; expected a list of two texts or more."
             )
-        numbers, letters = list(map(str, range(len(texts)))), list(ascii_uppercase[: len(texts)])
-        ways = [names] if isinstance(names, list) and names else [numbers, letters, list(texts)]
-        places = [way.index(str(label)) for way in ways if str(label) in way]
-        if not places:
-            known = " or ".join(first_of(map(str, way)) for way in ways)
-            raise DataError(f"label of row {row + 1} of {path} is {label!r:.80}; expected {known}.")
-        right.append(places[0])
+        if not any(label in each for each in names):
+            known = " or ".join(first_of(map(str, each)) for each in (names if names[0] is not names[1] else names[:1]))
+            raise DataError(f"label of row {row + 1} of {path} is {labels[row]!r:.80}; expected {known}.")
+        right.append(names[min(way)].index(label))
     return LazySequence(rows, partial(_choices, column)), np.array(right, dtype=np.int64)
+
+
+def _ways(cell: Any) -> list[list[Any]]:
+    """What names the choices of a cell: places, letters and texts, or its own labels each time; [] if it has none."""
+    texts, own = (cell.get("text"), cell.get("label")) if isinstance(cell, Mapping) else (cell, None)
+    if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        return []
+    if isinstance(own, list) and own:
+        return [own] * WAYS
+    return [list(map(str, range(len(texts)))), list(ascii_uppercase[: len(texts)]), list(texts)]
 
 
 def _choices(column: Sequence[Any], row: int) -> Any:
