@@ -166,6 +166,29 @@ def test_towers_of_clip_and_siglip_become_classifiers(zoo: Zoo, name: str) -> No
     assert headed.logits(headed.module, {"pixel_values": pixels_of(2)}).shape == (2, 3)
 
 
+@pytest.mark.usefixtures("half_units")
+@pytest.mark.parametrize("name", ["vit", "clip_vision"])
+def test_a_run_in_bfloat16_leaves_float32_weights_that_load_as_such(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    """transformers loads weights in the dtype of config.json; the target's are float32."""
+    tuned = zoo[f"{name}-tuned"]
+    if name == "clip_vision":
+        config = transformers.AutoConfig.from_pretrained(zoo[f"{name}-base"]).to_dict()
+        module = transformers.CLIPForImageClassification(transformers.CLIPConfig(vision_config=config, **NAMED))
+        tower = load_file(tuned / "model.safetensors")
+        module.load_state_dict({key: tensor for key, tensor in tower.items() if "projection" not in key}, strict=False)
+        module.save_pretrained(tmp_path / "tuned")
+        write_processor(tuned := tmp_path / "tuned", 16)
+    models = zoo[f"{name}-base"], tuned, zoo[f"{name}-target"]
+    options = {"scale": 1, "samples": 12, "accept_unlikely": True}
+    transfer(*models, zoo.data, dtype="bfloat16", **options).save(tmp_path / "out")
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    assert torch.equal(loaded.classifier.weight, head := written["classifier.weight"])
+    assert not torch.equal(head, head.bfloat16().float()), "the head is not rounded to the dtype of the run"
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
 class TestAdapters:
     @pytest.fixture
     def adapter(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> tuple[Path, ...]:

@@ -6,7 +6,9 @@ A family fills in a Model; no other package needs to know which library made it.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -215,9 +217,9 @@ class Model:
         for name, tensor in head.items():
             stored = tensor.to(describe(self.tensors, self.file_names[name]).dtype)  # as it is written
             module = _with_parameter(module, name.split("."), stored)
-        live = {self.file_names[name]: module.get_parameter(name) for name in head}
-        names = {name: name for name in self.tensors if name not in live}
-        return replace(self, module=module, tensors=HeadedTensors(self.tensors, names, live))
+        files = {self.file_names[name]: tensor for name, tensor in head.items()}
+        names = {name: name for name in self.tensors if name not in files}
+        return replace(self, module=module, tensors=HeadedTensors(self.tensors, names, files))
 
     def cut_at(self, max_length: int | None) -> Model:
         """The same model reading texts up to `max_length` tokens, or up to its own limit."""
@@ -348,14 +350,23 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def writer_with_config(module: nn.Module) -> Write:
-    """A writer of weights, and of the module's configuration if it has one of transformers' kind."""
+    """A writer of weights, and of the module's configuration if it has one of transformers' kind.
+
+    Its dtype, which transformers loads the weights in, is that of most weights, whatever the module ran in.
+    """
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return write_checkpoint
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         write_checkpoint(folder, tensors)
-        config.save_pretrained(folder)
+        sizes: Counter[torch.dtype] = Counter()
+        for spec in (describe(tensors, name) for name in tensors):
+            sizes[spec.dtype] += math.prod(spec.shape) if spec.dtype.is_floating_point else 0
+        stored = copy.deepcopy(config)
+        for part in (stored, *(getattr(stored, name) for name in stored.sub_configs)):
+            part.dtype = max(sizes, key=sizes.__getitem__)
+        stored.save_pretrained(folder)
 
     return write
 
