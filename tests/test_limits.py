@@ -10,11 +10,10 @@ from PIL import Image
 from tuneport.bench import recipe
 from tuneport.data import arrow, dataset, formats, images, rows
 from tuneport.data.tasks import files
-from tuneport.io import checkpoint, json_text, pickle_size, weight_file
+from tuneport.io import checkpoint, untrusted, weight_file
 from tuneport.models import families, outline
 from tuneport.models.families import huggingface_vision as vision
 from tuneport.report import provenance
-from tuneport.task_vectors import lora_patterns
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "limits.md"
 
@@ -27,7 +26,7 @@ def mb(size: int) -> str:
     return f"{size / 1e6:g} MB"
 
 
-VALUES = f"{json_text.MOST_VALUES:,} values"
+VALUES = f"{untrusted.MOST_VALUES:,} values"
 LIMITS = {
     "JSONL, JSON, CSV, TSV, also with `.gz`": (
         f"{gib(rows.LARGEST_TABLE)} unpacked",
@@ -46,9 +45,9 @@ LIMITS = {
         f"{weight_file._MOST_DIMENSIONS} dimensions",
     ),
     "a pickle (`.bin`, `.pt`)": (
-        mb(pickle_size.LARGEST_PICKLE),
-        f"{pickle_size.MOST_OPERATIONS:,} operations",
-        f"{pickle_size.MOST_OBJECTS:,} objects",
+        mb(untrusted.LARGEST_PICKLE),
+        f"{untrusted.MOST_OPERATIONS:,} operations",
+        f"{untrusted.MOST_OBJECTS:,} objects",
     ),
     "a configuration": (mb(checkpoint.LARGEST_JSON), VALUES),
     "a configuration without weights (`plan --shapes-only`)": (
@@ -62,8 +61,8 @@ LIMITS = {
         f"{vision.LARGEST_SHARE} times the side",
     ),
     "patterns in an adapter": (
-        f"names of {lora_patterns.LONGEST_NAME} characters",
-        f"{lora_patterns.MOST_STEPS:,} steps",
+        f"names of {untrusted.LONGEST_NAME} characters",
+        f"{untrusted.MOST_STEPS:,} steps",
     ),
     "a recipe": (mb(recipe.LARGEST_RECIPE),),
     "the licence in a model card": (f"{provenance.LARGEST_CARD // 1024} KiB",),

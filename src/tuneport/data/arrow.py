@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, brief
-from ..io.json_text import parse_json
 from ..io.sizes import format_bytes
-from .apart import read_apart
+from ..io.untrusted import parse_json, read_apart
 from .dataset import check_count
 from .rows import LARGEST_TABLE, MOST_COLUMNS
 

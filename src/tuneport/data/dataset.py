@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DataError, brief, first_of
-from ..io.regular import check_regular
+from ..io.untrusted import check_regular
 from ..types import Split
 from .images import check_images, open_array, open_file
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, brief, first_of
-from .json_text import parse_json
 from .output import PathLike, sync
-from .regular import check_regular
 from .sizes import parse_bytes
 from .tensors import LazyTensors, describe
+from .untrusted import check_regular, parse_json
 from .weight_file import WeightFile, open_weights, write_safetensors
 
 LARGEST_JSON = 20 * 10**6  # bytes of a configuration

@@ -19,10 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, brief, first_of, shortened
-from .json_text import parse_json
-from .pickle_size import check_pickle
-from .regular import check_regular
 from .tensors import TensorSpec, describe
+from .untrusted import check_pickle, check_regular, parse_json
 
 # In the order in which safetensors ranks them: its files store the last of them first.
 _DTYPE_NAMES = {

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, DataError, brief, first_of, is_text
 from ..io.checkpoint import open_checkpoint, read_json
-from ..io.json_text import parse_json
-from ..io.regular import check_regular
+from ..io.untrusted import check_regular, parse_json
 from .base import Batch, DatasetLike, Model, widened
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.

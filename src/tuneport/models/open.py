@@ -14,8 +14,8 @@ from torch import nn
 from ..errors import CheckpointError, TuneportError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.hub import local, looks_like_hub_id, nearest_path
-from ..io.regular import check_regular_files
 from ..io.sizes import free_memory
+from ..io.untrusted import check_regular_files
 from ..io.validate import check_unquantised
 from ..task_vectors.lora_format import check_no_parts, is_adapter
 from ..types import Sides

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import LARGEST_INDEX, open_checkpoint, read_json, read_object, write_checkpoint
 from ..io.output import RECORD
+from ..io.untrusted import LONGEST_NAME, MOST_STEPS, pattern_steps
 from ..io.validate import check_finite, check_unquantised
-from .lora_patterns import check_patterns
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -50,6 +50,10 @@ TOKENS = (
 )
 # Initialisations that change the base weights: B A is then not the whole change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# Settings with regular expressions.
+WHOLE = ("target_modules", "exclude_modules")  # one pattern of a whole name, or a list of plain names
+ENDS = ("rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save")  # patterns after any prefix of a name
 
 # Seen in peft 0.21, see its pull request 3774. A LoRA of zeros is not affected.
 TWICE = "peft applies a LoRA on the output projection of torch's attention twice"
@@ -119,10 +123,25 @@ def open_adapter(thing: str | Path | nn.Module) -> Adapter:
     if stated is not None and not isinstance(stated, str):
         given = f"is {type(stated).__name__}; expected the name of a model"
         raise CheckpointError(f"base_model_name_or_path in {CONFIG} of {adapter.name} {given}.")
-    check_patterns(adapter.config, adapter.name)
+    _check_patterns(adapter.config, adapter.name)
     check_unquantised(adapter.tensors, adapter.tensors)
     check_finite(adapter.tensors)
     return adapter
+
+
+def _check_patterns(config: Mapping[str, Any], name: str) -> None:
+    """Refuse an adapter with patterns that could take too long to match."""
+    for key in (*WHOLE, *ENDS):
+        value = config.get(key)
+        values = value if isinstance(value, (dict, list, tuple)) and key in ENDS else [value]
+        patterns = [item for item in values if isinstance(item, str)]
+        total = sum(map(pattern_steps, patterns)) * (LONGEST_NAME if key in ENDS else 1)
+        if total > MOST_STEPS:
+            worst = shortened(repr(max(patterns, key=pattern_steps)))
+            raise CheckpointError(
+                f"{key} of the adapter {name} is refused: matching {worst} could take too long. Write it without "
+                "nested or adjacent repetitions, or as plain names of modules."
+            )
 
 
 def _stored_adapter(folder: Path) -> Adapter:

@@ -11,14 +11,15 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_of, shortened
 from ..io.tensors import LazyMapping, TensorSpec, describe
+from ..io.untrusted import LONGEST_NAME
 from .lora_format import CONFIG, PREFIX, TWICE, Adapter
-from .lora_patterns import patterned
 from .low_rank import Entry, LowRank
 from .vector import TaskVector
 from .wrappers import renaming
@@ -220,8 +221,8 @@ def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
         raise CheckpointError("DoRA on an embedding: merge it into its base")
     A, B = (describe(adapter.tensors, lora.keys[f"{kind}{side}"]).shape for side in "AB")
     try:
-        rank = int(patterned(adapter.config, "rank_pattern", "r", lora.path, 8))
-        alpha = float(patterned(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
+        rank = int(_setting(adapter.config, "rank_pattern", "r", lora.path, 8))
+        alpha = float(_setting(adapter.config, "alpha_pattern", "lora_alpha", lora.path, 8))
     except (TypeError, ValueError, OverflowError, LookupError, re.error) as error:
         raise CheckpointError(f"its rank or alpha in {CONFIG} cannot be read: {error}") from error
     if not math.isfinite(alpha):
@@ -239,6 +240,15 @@ def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
         raise CheckpointError(f"its magnitudes do not fit factors {A} and {B}")
     keys = {side.removeprefix(kind): key for side, key in lora.keys.items()}
     return _Lora(lora.path, keys, scaling, rank, flipped)
+
+
+def _setting(config: Mapping[str, Any], patterns: str, default: str, path: str, otherwise: int) -> Any:
+    """A setting of one module: that of the first pattern that matches the end of its path, as in peft."""
+    table = config.get(patterns) or {}
+    if table and len(path) > LONGEST_NAME:
+        raise CheckpointError(f"its name has {len(path)} characters, more than {LONGEST_NAME}")
+    key = next((key for key in table if re.match(rf"(.*\.)?({key})$", path)), None)
+    return config.get(default, otherwise) if key is None else table[key]
 
 
 def _read(tensors: Mapping[str, Tensor], lora: _Lora, base: Mapping[str, Tensor], name: str) -> Entry:

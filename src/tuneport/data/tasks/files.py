@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import DataError, first_of
 from ...io.sizes import format_bytes
-from ..apart import read_apart
+from ...io.untrusted import read_apart
 from ..dataset import reading
 from ..rows import MOST_COLUMNS
 

@@ -1,4 +1,4 @@
-"""Pickles that unpack to much more than their size are refused before they are loaded; usual ones are not."""
+"""Files that would take unlimited time or memory, or crash a library, are refused; usual ones are not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tuneport.errors import CheckpointError
-from tuneport.io import pickle_size
+from tuneport.errors import CheckpointError, DataError
+from tuneport.io import untrusted
 from tuneport.io.checkpoint import open_checkpoint
-from tuneport.io.pickle_size import check_pickle
+from tuneport.io.untrusted import check_pickle, parse_json, pattern_steps, read_apart
 
 
 def nested(depth: int) -> Any:
@@ -59,7 +59,7 @@ def test_bombs_are_refused_before_they_are_loaded(
 ) -> None:
     content, words = BOMBS[kind]
     if kind == "lists":
-        monkeypatch.setattr(pickle_size, "MOST_OPERATIONS", 1000)
+        monkeypatch.setattr(untrusted, "MOST_OPERATIONS", 1000)
     path = written(tmp_path, content, legacy)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("too late"))  # which would take hours or 2 GB
     with pytest.raises(CheckpointError, match=rf"bomb\.pt is refused: .*{words}"):
@@ -117,3 +117,33 @@ def test_broken_files_are_left_to_their_reader(tmp_path: Path, content: bytes) -
     check_pickle(tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"w\.pt (was not written by torch|cannot be read as|is not)"):
         open_checkpoint(tmp_path / "w.pt")
+
+
+def test_json_is_parsed_unless_it_is_deep_or_has_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_json(b'{"a": [1, 2]}') == {"a": [1, 2]}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)
+    monkeypatch.setattr(untrusted, "MOST_VALUES", 10)
+    with pytest.raises(ValueError, match="it has about 12 values, and at most 10 are read"):
+        parse_json("[" + "0," * 11 + "0]")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("import os; os.abort()", "lib crashed with exit code -6"), ("raise ValueError('torn\\npage')", "page")],
+)
+def test_a_script_of_its_own_process_can_crash(tmp_path: Path, script: str, words: str) -> None:
+    with pytest.raises(DataError, match=rf"cannot read .*x\.bin: {words}\.$"):
+        read_apart(tmp_path / "x.bin", "lib", script)
+    assert (
+        read_apart(tmp_path / "x.bin", "lib", "print(sys.argv[1:])", "a")
+        == f"[{str(tmp_path / 'x.bin')!r}, 'a']\n".encode()
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "steps"),
+    [("(q|v)_proj", 1.0), (".*q_proj", 201.0), ("(a*)*", float("inf")), ("(a|a)b", 2.0), ("(", 1.0)],
+)
+def test_steps_of_patterns(pattern: str, steps: float) -> None:
+    assert pattern_steps(pattern) == steps
