@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from builders import browser
@@ -22,9 +23,10 @@ from tuneport.pipeline.port import port
 from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import transfer
+from tuneport.report.answer import Answer
 from tuneport.report.page import _ENVIRONMENT, report_page
 from tuneport.report.plots import Figure, curves
-from tuneport.report.record import to_json
+from tuneport.report.record import Options, to_json
 from tuneport.report.summary import repeat_command
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
@@ -297,15 +299,54 @@ class TestAnswer:
         assert "cat → owl" in text
 
 
+RECORDED = {  # of each option: a value in a record, and what the command line reads for it
+    "samples": (7, 7),
+    "shots": (3, 3),
+    "sampler": ("class_balanced", "class_balanced"),
+    "seed": (4, 4),
+    "head": ("animals", "animals"),
+    "head_fit": ("none", "none"),
+    "labels": ("source", "source"),
+    "loss": ("causal", "causal"),
+    "completion": ("none", "none"),
+    "norms": ("rotate", "rotate"),
+    "columns": ({"text": "sentence", "label": "y"}, "text=sentence,label=y"),
+    "max_length": (64, 64),
+    "max_tokens": (50, 50),
+    "memory_budget": (2**30, "1073741824"),
+    "batch_size": (8, 8),
+    "exclude": (["*.bias", "head*"], ["*.bias", "head*"]),
+    "roles": ({"up": "fc1", "gate": None}, ["up=fc1", "gate=none"]),
+    "device": ("cuda:1", "cuda:1"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "accept_unlikely": (True, True),
+}
+
+
 class TestRepeat:
     def test_command_names_the_inputs_and_options(self, record: dict[str, Any]) -> None:
         words = shlex.split(repeat_command(record) or "")
         assert words[:2] == ["tuneport", "transfer"]
+        words.remove("--compare")  # the models were compared
         given = dict(zip(words[2::2], words[3::2], strict=True))
         assert given["--source"] == record["source"]["path"]
         assert given["--scale"] == "auto"
         assert given["--samples"] == "24"
         assert "--seed" not in given, "the default"
+
+    @pytest.mark.parametrize("name", [name for name in Options.__annotations__ if name != "python"])
+    def test_command_has_every_option_of_the_record(self, record: Any, name: str) -> None:
+        """What the command line reads out of the command is what was recorded."""
+        value, read = RECORDED[name]
+        words = shlex.split(repeat_command({**record, "options": {**record["options"], name: value}}) or "")
+        assert get_command(app).commands["transfer"].make_context("transfer", words[2:]).params[name] == read
+
+    def test_command_to_evaluate_reads_the_same_columns_and_tokens(self, record: Any) -> None:
+        options = {**record["options"], "columns": {"text": "sentence"}, "max_length": 64}
+        unscored = {key: value for key, value in record.items() if key not in ("outcome", "headline")}
+        found = Answer.of({**unscored, "out": "ported", "as": "model", "options": options}).command
+        assert found is not None
+        assert found.endswith("--max-length 64 --columns text=sentence")
 
     def test_command_with_task_and_custom_loss_writes_the_same_weights(
         self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -238,7 +238,9 @@ def next_commands(
 
     found, out = [], record["out"]
     if data is not None and _can_evaluate(target, data, head, columns):
-        more = [word for name, value in (("--head", head), ("--columns", columns)) if value for word in (name, value)]
+        longest = record.get("options", {}).get("max_length")
+        given = {"--head": head, "--columns": columns, "--max-length": longest}
+        more = [word for name, value in given.items() if value for word in (name, str(value))]
         found.append(["tuneport", "evaluate", out, "--data", data, *more])
     known = target.folder is not None and target.library == "transformers" and Path(target.name).is_dir()
     if record["as"] == "adapter" and known:

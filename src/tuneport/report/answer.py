@@ -11,7 +11,7 @@ from typing import Any
 
 from .plots import Figure, is_finite, tracks
 from .record import Record
-from .summary import SCORE_FORMS, repeat_command
+from .summary import SCORE_FORMS, column_words, repeat_command
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "gain": ("good", "▲"),
@@ -102,8 +102,10 @@ def _measuring(record: Record) -> str | None:
     if not out or not data.get("path") or unlabelled or record.get("as", "model") != "model":
         return None
     place = f"{data['task']}:{data['path']}" if data.get("task") else data["path"]
-    head = record.get("options", {}).get("head")
-    return shlex.join(["tuneport", "evaluate", out, "--data", place, *(["--head", head] if head else [])])
+    options = record.get("options", {})
+    more = [(name, options.get(name.replace("-", "_"))) for name in ("head", "max-length")] + column_words(options)
+    words = [word for name, value in more if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["tuneport", "evaluate", out, "--data", place, *words])
 
 
 def _distilling(record: Record, outcome: str, advice: str) -> str | None:

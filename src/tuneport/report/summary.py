@@ -229,15 +229,27 @@ def repeat_command(record: Record) -> str | None:
     repeated = {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
     given = _distill_options(given, repeated, record) if record.get("command") == "distill" else given | repeated
     pairs = [(key.replace("_", "-"), value) for key, value in given.items() if value is not None]
+    pairs += column_words(options)
     pairs += [("exclude", pattern) for pattern in options.get("exclude", ())]
     pairs += [("roles", f"{role}={other or 'none'}") for role, other in options.get("roles", {}).items()]
     listed = [(name, each) for name, value in pairs for each in (value if isinstance(value, list) else [value])]
     words = [word for name, value in listed for word in (f"--{name}", str(value))]
     words += ["--uniform-rank"] if options.get("uniform_rank") else []
     words += ["--accept-unlikely"] if options.get("accept_unlikely") else []
+    words += ["--compare"] if "verdict" in record else []
     if record.get("command") != "distill":
         words += _evaluate_option(record.get("evaluation"))
     return shlex.join(["tuneport", record.get("command", "transfer"), *words])
+
+
+def column_words(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the option that names the columns of a table, if it was given.
+
+    >>> column_words({"columns": {"text": "sentence", "label": "y"}})
+    [('columns', 'text=sentence,label=y')]
+    """
+    named = ",".join(f"{name}={own}" for name, own in (options.get("columns") or {}).items())
+    return [("columns", named)] if named else []
 
 
 def _evaluate_option(found: Mapping[str, Any] | None) -> list[str]:
@@ -250,7 +262,7 @@ def _evaluate_option(found: Mapping[str, Any] | None) -> list[str]:
 def _distill_options(given: dict[str, Any], repeated: dict[str, Any], record: Record) -> dict[str, Any]:
     """The options of `tuneport distill`, out of those of a transfer."""
     taught, wanted = record["distilled"], ("finetuned", "target", "data", "out", "samples")
-    same = {key: value for key, value in repeated.items() if key in ("sampler", "seed", "head", "dtype")}
+    same = {key: value for key, value in repeated.items() if key in ("sampler", "seed", "head", "device", "dtype")}
     base = {} if given["source"] == given["finetuned"] else {"source": given["source"]}
     more = {key: taught[key] for key in ("steps", "learning_rate", "batch_size", "lora", "blocks")}
     return {**base, **{key: given[key] for key in wanted}, **more, **same}
@@ -265,8 +277,11 @@ REPEATED: dict[str, Any] = {  # the options that a command repeats, with their d
     "loss": None,
     "completion": "svd",
     "norms": "keep",
+    "max_length": None,
     "max_tokens": None,
+    "memory_budget": None,
     "batch_size": 32,
+    "device": None,
     "dtype": "float32",
     "as": "model",
     "rank": None,
