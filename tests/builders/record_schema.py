@@ -136,6 +136,7 @@ class DistilledEntry(TypedDict):
     matching: Literal["classes", "numbers", "similarities", "tokens", "spans"]
     samples: Count
     held_out: Count
+    left_out: Annotated[int, Keywords(minimum=0, description="Samples with no token that both models predict.")]
     steps: Count
     batch_size: Count
     learning_rate: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
+from builders.classifiers import WIDER, bert
 from builders.folders import Zoo
-from builders.texts import SENTENCES, gpt_tokenizer, make, write
+from builders.texts import SENTENCES, SMALL, bert_tokenizer, gpt_tokenizer, make, write
 from tuneport import transfer
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.job import Drawn
 from tuneport.pipeline.change import extract
 from tuneport.pipeline.lesson import prepare_lesson, run_lesson
 from tuneport.pipeline.prepare import SCORED, prepare
@@ -27,8 +31,10 @@ from tuneport.pipeline.transfer import run
 from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import save_task_vector
+from tuneport.training import distill
 from tuneport.training.distill import Lesson, Mark
-from tuneport.training.loop import Schedule
+from tuneport.training.loop import Schedule, run_steps
+from tuneport.training.matching import Matching, matching_of
 from tuneport.training.state import StateFile
 
 
@@ -138,6 +144,86 @@ def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path) -> 
         one, two = (module.eval()(pixel_values=pixels).logits for module in (loaded, found.apply()))
     # the same float32 weights, in two modules
     assert torch.allclose(one, two, atol=1e-5)
+
+
+class TestEverySampleCounts:
+    """A last pass of one sample, and texts without a token to predict."""
+
+    @pytest.mark.parametrize(
+        ("kind", "count"), [("regression", 330), ("regression", 108), ("encoder", 650)], ids=lambda value: str(value)
+    )
+    def test_a_sample_is_not_left_alone_in_a_pass(self, tmp_path: Path, kind: str, count: int) -> None:
+        """One of 33 held-out, of 97 taught or of 65 held-out texts was: its variance, or its neighbours, are none."""
+        folders = []
+        for name, size in (("teacher", SMALL), ("student", WIDER)):
+            regression = {"num_labels": 1, "problem_type": "regression"}
+            module = bert("BertForSequenceClassification", size, **regression) if kind == "regression" else None
+            folders.append(write(tmp_path / name, module or bert("BertModel", size), bert_tokenizer()))
+        words = " ".join(SENTENCES).split()
+        texts = [" ".join(words[start % 60 : start % 60 + 4 + start % 5]) for start in range(count)]
+        data = Dataset(inputs=texts, labels=None, classes=())
+        found = run_lesson(prepare_lesson(*folders, data, Lesson(4), samples=count), tmp_path / "out")["distilled"]
+        assert found["matching"] == {"regression": "numbers", "encoder": "similarities"}[kind]
+        assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
+        assert found["best"] > 0, "four steps lower the loss"
+
+    @pytest.mark.parametrize("rows", [300, 320])
+    def test_texts_without_a_token_to_predict_are_left_out(self, tmp_path: Path, rows: int) -> None:
+        """Four of 16 texts have one token, which GPT-2 does not predict: they would be a pass of their own."""
+        teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=rows), gpt_tokenizer(rows))
+        student = write(tmp_path / "student", make("gpt2", vocab_size=320), gpt_tokenizer(320))
+        texts = [text[:9] for text in SENTENCES[:8]] + [text[:9] for text in SENTENCES[:4]] + list("abcd")
+
+        def taught(name: str, inputs: list[str]) -> dict[str, Any]:
+            data = Dataset(inputs=inputs, labels=None, classes=())
+            prepared = prepare_lesson(teacher, student, data, Lesson(3), samples=len(inputs), sampler="random")
+            run_lesson(prepared, tmp_path / name)
+            return json.loads((tmp_path / name / "tuneport.json").read_text())["distilled"]
+
+        found = taught("out", texts)
+        assert (found["samples"], found["held_out"], found["left_out"]) == (10, 2, 4)
+        assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
+        assert "; 4 samples had nothing to compare" in distilled_words(found)
+        with pytest.raises(DataError, match="can be compared on 4 of 8 samples, and a distillation needs at least 8"):
+            taught("none", texts[-8:])
+
+    def test_every_held_out_sample_has_the_same_weight(self, ported: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three held-out images are one pass, or one of two images and one of the third."""
+
+        def first(pass_size: int) -> dict[str, Any]:
+            def compared(samples: Drawn) -> Matching:
+                found = replace(matching_of(samples), loss=mse_loss, agreement=mse_loss, augmented=False)
+                return replace(found, pass_size=pass_size)
+
+            monkeypatch.setattr(distill, "matching_of", compared)
+            return curve(ported.distill(1))[0]
+
+        together, apart = first(128), first(2)
+        for key in ("held_out_loss", "agreement"):
+            # float32 means in another order
+            assert apart[key] == pytest.approx(together[key], rel=1e-5)
+
+    def test_a_loss_that_is_no_number_is_an_error(self, ported: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+        def compared(samples: Drawn) -> Matching:
+            return replace(matching_of(samples), loss=lambda _, student: student.sum() * torch.nan)
+
+        monkeypatch.setattr(distill, "matching_of", compared)
+        with pytest.raises(TuneportError, match="loss on held-out samples is NaN or infinite after 0 steps: check"):
+            ported.distill(2)
+
+    def test_a_first_loss_that_is_no_number_does_not_blame_the_learning_rate(self) -> None:
+        def run(bad: int) -> None:
+            module, schedule = nn.Linear(2, 1), Schedule(3)
+
+            def loss(step: int, rows: Tensor) -> Tensor:
+                return module(torch.ones(len(rows), 2)).mean() * (torch.nan if step == bad else 1.0)
+
+            list(run_steps("the run", module, schedule.optimizer(module), schedule, 4, loss, stops={3}))
+
+        with pytest.raises(TuneportError, match=r"the loss of the run is NaN or infinite before anything is learnt"):
+            run(0)
+        with pytest.raises(TuneportError, match=r"diverged: the loss is NaN or infinite at step 2 of 3. Lower `learn"):
+            run(1)
 
 
 class TestResume:

@@ -21,7 +21,6 @@ from builders.samples import raises
 from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, write
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
-from tuneport.errors import DataError
 from tuneport.job import Drawn
 from tuneport.measure.objectives import choose_objective
 from tuneport.models.heads import Head, choose_head
@@ -227,11 +226,20 @@ class TestTokens:
             expected = -sum(float(logits[place - 1, read.labels[0, place]]) for place in inside)
             assert float(stretches[0]) == pytest.approx(expected, rel=1e-5)  # float32 passes in other batches
 
-    def test_texts_without_a_common_place_are_an_error(self) -> None:
+    def test_a_text_without_a_common_place_has_no_stretch(self) -> None:
         one = torch.tensor([[1.0]]), spans(0.0, 2.0)
         for other in (spans(0.0, 3.0), spans(1.0, 2.0)):  # it ends elsewhere, or it begins elsewhere
-            with pytest.raises(DataError, match="share no place in these texts where a token ends: give longer texts"):
-                matching._stretches(one, (torch.tensor([[1.0]]), other))
+            assert [len(side) for side in matching._stretches(one, (torch.tensor([[1.0]]), other))] == [0, 0]
+
+    @pytest.mark.parametrize("rows", [300, 320])
+    def test_a_text_of_one_token_has_nothing_to_compare(self, tmp_path: Path, rows: int) -> None:
+        """With two tokenizers and with one; a first token is not predicted."""
+        source = write(tmp_path / "source", make("gpt2", vocab_size=rows), gpt_tokenizer(rows))
+        target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer(320))
+        samples = drawn(source, target, Dataset(inputs=["a", SENTENCES[0], "b"], labels=None, classes=()))
+        comparable = matching_of(samples).comparable
+        assert comparable is not None
+        assert comparable(next(samples.encoded())).tolist() == [False, True, False]
 
 
 def test_tokens_are_compared_at_the_same_positions() -> None:

@@ -104,7 +104,7 @@ def test_passes_of_a_batch_hold_samples_of_similar_length() -> None:
         optimizer = schedule.optimizer(module)
         run = run_steps("a test", module, optimizer, schedule, 10, loss, pass_size=4, lengths=lengths)
         assert [step for step, _ in run] == [1, 2, 3]
-        assert [len(part) for part in parts] == [4, 2] * 3
+        assert [len(part) for part in parts] == [3, 3] * 3
         return [one + two for one, two in zip(parts[::2], parts[1::2], strict=True)]
 
     for ordered, drawn in zip(batches(lengths), batches(None), strict=True):

@@ -54,6 +54,7 @@ def teach(
         "matching": found.matching,
         "samples": found.samples,
         "held_out": found.held_out,
+        "left_out": found.left_out,
         "steps": lesson.steps,
         "batch_size": found.batch_size,
         "learning_rate": found.learning_rate,

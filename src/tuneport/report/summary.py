@@ -98,11 +98,12 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     first, best = found["curve"][0], next(mark for mark in found["curve"] if mark["step"] == found["best"])
     whole = "the last blocks" if found["blocks"] == "last" else "all linear layers"
     what = f"a LoRA of rank {found['lora']}" if found["lora"] else whole
+    left = f"; {count} samples had nothing to compare" if (count := found.get("left_out")) else ""
     if not found["best"]:
-        return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start"
+        return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start{left}"
     return (
         f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
-        f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
+        f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after{left}"
     )
 
 

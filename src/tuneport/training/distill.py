@@ -8,9 +8,10 @@ continued with the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import median_low
 from typing import Any
@@ -26,13 +27,14 @@ from ..models.tokenizer import Encoded
 from ..types import Blocks, Progress, Sides
 from .augment import Reader
 from .last_blocks import StoredViews, stack_of
-from .loop import Schedule, run_steps
+from .loop import Schedule, passes, run_steps
 from .matching import Matching, matching_of
 from .state import StateFile
 
 STEPS = 300
 FEWEST = 8  # samples
 FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
+READ = 128  # samples that are read at once to see which can be compared
 HELD_OUT = 0.1  # share of the samples
 MOST_HELD_OUT = 200
 RATE = 0.12  # the learning rate of a model of width one
@@ -116,6 +118,7 @@ class Distilled:
     batch_size: int
     samples: int
     held_out: int
+    left_out: int
     curve: tuple[Mark, ...]
     best: int
 
@@ -140,8 +143,9 @@ def distill(
         saved: keeps the state of the run, and gives back that of a killed one.
     """
     lesson.check()
-    held_out, taught = divide(samples)
     matching = matching_of(samples)
+    compared = _comparable(samples, matching)
+    held_out, taught = divide(compared)
     stack = lesson.stack(samples)
     schedule = lesson.schedule(samples.models.target, matching.batch_size if stack is None else LAST_BATCH)
     teacher, precision = samples.models.source.module, _autocast(samples.models.target)
@@ -201,6 +205,7 @@ def distill(
         min(schedule.batch_size, count),
         len(taught),
         len(held_out),
+        len(samples) - len(compared),
         tuple(run.curve),
         run.best_step,
     )
@@ -258,9 +263,8 @@ class _Run:
         """Add a point to the curve, and keep the state if it is the best so far."""
         losses, agreements = [], []
         with torch.no_grad():
-            for number, batch in enumerate(self._batches(exam)):
+            for number, (count, batch) in enumerate(self._batches(exam)):
                 answers = self._answers(batch, self.known.get(number))
-                count = len(next(iter(batch.target.inputs.values())))
                 if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
                     self.known[number] = answers[0]
                 judged = self.matching.own_loss
@@ -270,6 +274,11 @@ class _Run:
             float(sum(count * value for count, value in found) / sum(count for count, _ in found))
             for found in (losses, agreements)
         )
+        if not math.isfinite(loss):
+            raise TuneportError(
+                f"the loss on held-out samples is NaN or infinite after {step} steps: check the weights of teacher and "
+                "student, and the samples, or choose another `dtype`."
+            )
         taught = float(torch.stack(self.losses).mean()) if self.losses else None
         self.losses.clear()
         if not self.curve or loss < self.curve[self._best_mark()].held_out_loss:
@@ -280,15 +289,15 @@ class _Run:
     def _best_mark(self) -> int:
         return next(number for number, mark in enumerate(self.curve) if mark.step == self.best_step)
 
-    def _batches(self, exam: Reader) -> Iterator[Sides[Encoded]]:
-        """The held-out samples and, where the teacher can judge them, the same views of them each time."""
-        rows = torch.arange(len(exam.samples)).split(self.matching.pass_size)
-        yield from (exam.plain(part.numpy()) for part in rows)
+    def _batches(self, exam: Reader) -> Iterator[tuple[int, Sides[Encoded]]]:
+        """The held-out samples and, where the teacher can judge them, the same views of them each time, with counts."""
+        rows = passes(torch.arange(len(exam.samples)), self.matching.pass_size)
+        yield from ((len(part), exam.plain(part.numpy())) for part in rows)
         for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(exam.seed * 1_000_003 + copy * len(exam.samples) + int(part[0]))
                 batch = exam.view(part.numpy(), copy)
-            yield batch
+            yield len(part), batch
 
     def _answers(self, batch: Sides[Encoded], wanted: Any = None) -> tuple[Any, Any]:
         with self.precision:
@@ -296,6 +305,20 @@ class _Run:
                 with torch.no_grad():
                     wanted = self.matching.ask.source(self.teacher, batch.source)
             return wanted, self.matching.ask.target(self.student, batch.target)
+
+
+def _comparable(samples: Drawn, matching: Matching) -> Drawn:
+    """The samples on which teacher and student can be compared."""
+    if matching.comparable is None:
+        return samples
+    kept = torch.cat([matching.comparable(sides) for sides in replace(samples, size=READ).encoded()])
+    found = samples.take(kept.nonzero()[:, 0].numpy())
+    if len(found) < FEWEST <= len(samples):
+        raise DataError(
+            f"teacher and student can be compared on {len(found)} of {len(samples)} samples, and a distillation needs "
+            f"at least {FEWEST}: give longer texts. Both models must predict a token that ends at the same place."
+        )
+    return found
 
 
 def divide(samples: Drawn) -> tuple[Drawn, Drawn]:

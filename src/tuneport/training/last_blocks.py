@@ -21,6 +21,7 @@ from ..models.base import Model
 from ..models.tokenizer import Encoded
 from ..types import Sides
 from .augment import PIXELS, Reader
+from .loop import passes
 from .matching import Matching
 
 STORED = 800  # views, of all samples together
@@ -126,7 +127,7 @@ class StoredViews:
 def _views(reader: Reader, size: int) -> Iterator[Sides[Encoded]]:
     """Blended views of all samples, as many of each as there is place for, in batches."""
     count = len(reader.samples)
-    for copy, rows in product(range(math.ceil(STORED / count)), torch.arange(count).split(size)):
+    for copy, rows in product(range(math.ceil(STORED / count)), passes(torch.arange(count), size)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(reader.seed * 1_000_003 + copy * count + int(rows[0]))
             view = reader.view(rows.numpy(), copy, blended=True)

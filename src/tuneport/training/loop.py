@@ -6,6 +6,7 @@ So a run that continues at a step from the state that it had there ends with the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,13 @@ def run_steps(
                 f"{schedule.learning_rate:g}."
             )
 
+    def check_loss(ok: bool, number: int) -> None:
+        if not ok and number == 1:  # nothing has been learnt yet
+            raise TuneportError(
+                f"the loss of {what} is NaN or infinite before anything is learnt: check the weights and the samples."
+            )
+        check(ok, f"the loss is NaN or infinite at step {number}")
+
     for step, rows in islice(enumerate(_draws(count, schedule)), first, None):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
@@ -116,7 +124,7 @@ def run_steps(
             torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
             if lengths is not None:
                 rows = rows[lengths[rows].argsort(stable=True)]
-            for part in rows.split(pass_size):
+            for part in passes(rows, pass_size):
                 share = loss(step, part) * (len(part) / len(rows))
                 share.backward()
                 losses.append(share.detach())
@@ -127,13 +135,22 @@ def run_steps(
         last = unchecked[-1]
         if step + 1 in stops or len(unchecked) == check_every:
             for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
-                check(finite, f"the loss is NaN or infinite at step {number}")
+                check_loss(finite, number)
             unchecked.clear()
         if step + 1 in stops:
             for key, parameter in module.named_parameters():
                 finite = not parameter.requires_grad or all_finite(parameter.detach())
                 check(finite, f"{key} holds NaN or infinite values after step {step + 1}")
         yield step + 1, last
+
+
+def passes(rows: Tensor, most: int) -> tuple[Tensor, ...]:
+    """The rows in passes of at most `most`, of nearly one size: no sample is left alone, without others to compare.
+
+    >>> [len(part) for part in passes(torch.arange(33), 32)]
+    [17, 16]
+    """
+    return rows.tensor_split(math.ceil(len(rows) / most))
 
 
 def _draws(count: int, schedule: Schedule) -> Iterator[Tensor]:

@@ -41,6 +41,7 @@ class Matching:
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
     update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
     that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
+    `comparable` (N,) says which samples of a batch have anything to compare; None if all have.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Matching:
     pass_size: int
     augmented: bool = False
     own_loss: Callable[[Any], Tensor] | None = None
+    comparable: Callable[[Sides[Encoded]], Tensor] | None = None
 
 
 def matching_of(samples: Drawn) -> Matching:
@@ -178,7 +180,32 @@ def _of_tokens(models: Sides[Model]) -> Matching:
 
         return answer
 
-    return Matching("tokens", Sides(*map(ask, models)), _token_loss, _same_token, 16, 4, own_loss=_text_loss)
+    def comparable(sides: Sides[Encoded]) -> Tensor:
+        one, other = (_predicted(model, side) for model, side in zip(models, sides, strict=True))
+        length = min(one.shape[1], other.shape[1])
+        return _same_ids(one[:, :length], other[:, :length]).any(1)
+
+    return Matching(
+        "tokens",
+        Sides(*map(ask, models)),
+        _token_loss,
+        _same_token,
+        16,
+        4,
+        own_loss=_text_loss,
+        comparable=comparable,
+    )
+
+
+def _predicted(model: Model, encoded: Encoded) -> Tensor:
+    """The labels of the tokens that a model predicts: a causal one does not predict the first."""
+    assert encoded.labels is not None
+    return encoded.labels[:, model.generates == "causal" :]
+
+
+def _same_ids(labels: Tensor, others: Tensor) -> Tensor:
+    """Where both models predict the same token."""
+    return (labels == others) & (labels != UNLABELLED)
 
 
 def _common(teacher: Tokens, student: Tokens) -> Sides[Tensor]:
@@ -187,14 +214,14 @@ def _common(teacher: Tokens, student: Tokens) -> Sides[Tensor]:
     one, labels, two, others = (part[:, start - side[2] :] for side in (teacher, student) for part in side[:2])
     length = min(labels.shape[1], others.shape[1])
     one, labels, two, others = (part[:, :length] for part in (one, labels, two, others))
-    wanted = (labels == others) & (labels != UNLABELLED)
+    wanted = _same_ids(labels, others)
     size = min(one.shape[-1], two.shape[-1])  # some vocabularies are padded
     return Sides(widened(one[wanted][:, :size]), widened(two[wanted][:, :size]))
 
 
 def _token_loss(teacher: Tokens, student: Tokens) -> Tensor:
     wanted, found = (scores.log_softmax(-1) for scores in _common(teacher, student))
-    return F.kl_div(found, wanted, log_target=True, reduction="sum") / max(len(wanted), 1)
+    return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
 
 
 def _text_loss(student: Tokens) -> Tensor:
@@ -212,29 +239,51 @@ def _of_spans(models: Sides[Model]) -> Matching:
     def ask(model: Model) -> Ask:
         def answer(module: nn.Module, encoded: Encoded) -> tuple[Tensor, Tensor]:
             logits, labels = next_tokens(model, module, batch_for(model, encoded))
-            known = labels != UNLABELLED
             surprise = F.cross_entropy(
                 widened(logits).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
             )
-            spans = encoded.spans[-1].to(labels.device)
-            spans = spans[:, spans.shape[1] - labels.shape[1] :]
-            return surprise.view(labels.shape), spans.masked_fill(~known[..., None], PADDING)
+            return surprise.view(labels.shape), _spans(encoded, labels)
 
         return answer
 
-    return Matching("spans", Sides(*map(ask, models)), _span_loss, _span_overlap, 16, 4, own_loss=_surprise)
+    def comparable(sides: Sides[Encoded]) -> Tensor:
+        each = (_spans(side, _predicted(model, side)) for model, side in zip(models, sides, strict=True))
+        shared = (_shared_ends(*rows) for rows in zip(*each, strict=True))
+        return torch.tensor([len(ends) > apart for ends, apart in shared])
+
+    return Matching(
+        "spans",
+        Sides(*map(ask, models)),
+        _span_loss,
+        _span_overlap,
+        16,
+        4,
+        own_loss=_surprise,
+        comparable=comparable,
+    )
+
+
+def _spans(encoded: Encoded, labels: Tensor) -> Tensor:
+    """The spans of the last tokens, as many as there are labels; those of tokens that are not predicted are padding."""
+    spans = encoded.spans[-1].to(labels.device)
+    return spans[:, spans.shape[1] - labels.shape[1] :].masked_fill((labels == UNLABELLED)[..., None], PADDING)
+
+
+def _shared_ends(spans: Tensor, others: Tensor) -> tuple[Tensor, int]:
+    """The places in a text where tokens of both models end, and how many of the first end no stretch of both.
+
+    Both predict the text before the first shared place if they begin at one place, apart from blanks.
+    """
+    first, second = (side[side[:, 1] >= 0] for side in (spans, others))
+    shared = first[torch.isin(first[:, 1], second[:, 1]), 1].unique()  # sorted
+    return shared, int(len(shared) > 0 and abs(float(first[0, 0] - second[0, 0])) >= CHARACTER)
 
 
 def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
     """The surprise of both models at each stretch of text that ends with a token of both."""
     found: list[tuple[Tensor, Tensor]] = []
     for one, spans, two, others in zip(*teacher, *student, strict=True):
-        first, second = (side[side[:, 1] >= 0] for side in (spans, others))
-        shared = first[torch.isin(first[:, 1], second[:, 1]), 1].unique()  # sorted
-        if not len(shared):
-            continue
-        # both predict the text before the first shared place if they begin at one place, apart from blanks
-        apart = int(abs(first[0, 0] - second[0, 0]) >= CHARACTER)
+        shared, apart = _shared_ends(spans, others)
         sums = []
         for surprise, ends in ((one, spans[:, 1]), (two, others[:, 1])):
             # a token belongs to the first shared place at or after its end
@@ -243,8 +292,6 @@ def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -
             total = torch.zeros(len(shared), device=surprise.device, dtype=surprise.dtype)
             sums.append(total.index_add(0, number[inside], surprise[inside])[apart:])
         found.append((sums[0], sums[1]))
-    if not any(len(stretches) for stretches, _ in found):
-        raise DataError("teacher and student share no place in these texts where a token ends: give longer texts.")
     return Sides(*(torch.cat(side) for side in zip(*found, strict=True)))
 
 
