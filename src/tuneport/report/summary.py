@@ -103,7 +103,8 @@ def distilled_words(found: Mapping[str, Any]) -> str:
         return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start{left}"
     return (
         f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
-        f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after{left}"
+        f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
+        f"{left}"
     )
 
 
