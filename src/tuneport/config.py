@@ -576,6 +576,9 @@ class MergeConfig(Config):
     energy: float | None = ENERGY()
     uniform_rank: bool = UNIFORM_RANK()
     adapter_dtype: str = ADAPTER_DTYPE()
+    accept_unlikely: bool = option(
+        False, help="Merge also what looks like fine-tunes of different bases.", group=MACHINE, listed=False
+    )
     overwrite: bool = OVERWRITE()
 
     def check(self) -> None:

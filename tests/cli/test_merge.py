@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from builders.commands import Run, assert_refused, options
-from builders.folders import Zoo
+from builders.folders import SMALL, Zoo, build, perturb
 from builders.loras import adapted, saved
-from tuneport.task_vectors.vector import load_task_vector
+from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -129,3 +130,35 @@ def test_a_transfer_of_several_fine_tunes(run: Run, zoo: Zoo, loras: list[Path],
     assert page.count("--finetuned") == 2 * page.count("tuneport transfer ") > 0
     planned = run("plan", *words, "--finetuned", loras[1])
     assert planned.code == 0, planned.err
+
+
+def test_fine_tunes_of_two_bases_are_refused(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
+    """As task vectors, adapters and models, with the base given or not."""
+    other = build("clip_vision", replace(SMALL, seed=5), place / "other")
+    perturb(other, tuned := place / "other-tuned")
+    base = transformers.CLIPVisionModelWithProjection.from_pretrained(other)
+    foreign = saved(adapted(base, 4, target_modules=["q_proj"], r=2), place / "foreign")
+    taus = [place / "one.safetensors", place / "two.safetensors"]
+    assert run("extract", zoo["clip_vision-base"], zoo["clip_vision-tuned"], "-o", taus[0]).code == 0
+    assert run("extract", other, tuned, "-o", taus[1]).code == 0
+    out = ["--out", place / "out.safetensors"]
+    own = ["--base", zoo["clip_vision-base"]]
+    assert_refused(run("merge", *taus, *out), 1, "two.safetensors is no fine-tune of", "--accept-unlikely")
+    assert_refused(run("merge", *loras, foreign, *out), 1, "foreign is no fine-tune of")
+    assert_refused(run("merge", zoo["clip_vision-tuned"], tuned, *own, *out), 1, "other-tuned is no fine-tune of")
+    assert run("merge", *taus, *out, "--accept-unlikely").code == 0
+    assert run("merge", zoo["clip_vision-tuned"], taus[0], loras[0], *own, *out, "--overwrite").code == 0
+
+
+def test_task_vectors_that_name_no_base_are_compared_with_each_other(run: Run, place: Path) -> None:
+    taus = [place / "one.safetensors", place / "two.safetensors", place / "bare.safetensors"]
+    random = torch.Generator().manual_seed(0)
+    for tau in taus:
+        values = [float(value) for value in torch.randn(8, generator=random)]
+        mark = {} if tau == taus[2] else {"base_fingerprint": json.dumps({"a.weight": values})}
+        save_task_vector(tau, TaskVector({"a.weight": torch.ones(4, 4)}), mark)
+    out = ["--out", place / "out.safetensors"]
+    assert_refused(run("merge", *taus, *out), 1, "one.safetensors and", "two.safetensors change different bases")
+    done = run("merge", taus[0], taus[2], *out)
+    assert done.code == 0, done.err
+    assert "bare.safetensors does not say which base it changes" in done.err

@@ -15,6 +15,7 @@ import typer
 from ..errors import TuneportError
 from ..types import Blocks
 from .options import (
+    AcceptUnlikely,
     AdapterDtype,
     As,
     Columns,
@@ -109,6 +110,7 @@ def merge(
     energy: Energy = None,
     uniform_rank: UniformRank = False,
     adapter_dtype: AdapterDtype = "float32",
+    accept_unlikely: AcceptUnlikely = False,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -129,8 +131,11 @@ def merge(
         seed=seed,
         kind=as_,
         form=form,
+        accept_unlikely=accept_unlikely,
         overwrite=overwrite,
     )
+    for words in record.get("notes", ()):
+        note(words)
     if json:
         emit_json(record)
     else:

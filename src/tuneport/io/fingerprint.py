@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -37,16 +37,26 @@ def weights_fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def same_weights(fingerprint: str, tensors: Mapping[str, Tensor]) -> bool | None:
     """Whether the tensors are those of a fingerprint; None if it cannot be read, or has none of their names."""
     try:
-        known = {
-            str(name): np.array(values, dtype=np.float64)
-            for name, values in json.loads(fingerprint).items()
-            if name in tensors and 0 < describe(tensors, str(name)).nbytes <= LARGEST
-        }
-        pairs = [(values, np.array(_values(tensors[name]))) for name, values in known.items()]
-        distance = math.fsum(float(np.square(one - two).sum()) for one, two in pairs)
-        size = math.fsum(float(np.square(one).sum()) for one, _ in pairs)
+        known = json.loads(fingerprint)
+        names = [name for name in known if name in tensors and 0 < describe(tensors, name).nbytes <= LARGEST]
+        return _same([(known[name], _values(tensors[name])) for name in names])
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def same_fingerprints(first: str, second: str) -> bool | None:
+    """Return whether two fingerprints are of the same weights; None if one is unreadable, or if they share no name."""
+    try:
+        one, two = json.loads(first), json.loads(second)
+        return _same([(one[name], two[name]) for name in one if name in two])
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _same(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> bool | None:
+    values = [(np.array(one, dtype=np.float64), np.array(two, dtype=np.float64)) for one, two in pairs]
+    distance = math.fsum(float(np.square(one - two).sum()) for one, two in values)
+    size = math.fsum(float(np.square(one).sum()) for one, _ in values)
     return math.sqrt(distance / size) <= SAME if size > 0 else None
 
 

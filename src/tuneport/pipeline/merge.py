@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import CheckpointError
+from ..io.fingerprint import same_fingerprints, same_weights
 from ..io.hub import local
 from ..io.output import new_folder
-from ..models.open import open_model, path_of
+from ..io.tensors import describe
+from ..models.open import open_model, open_stored, path_of
 from ..report.provenance import identity_of
 from ..report.record import to_json, write_record
-from ..task_vectors.lora_format import write_adapter
+from ..task_vectors.lora_format import is_adapter, write_adapter
 from ..task_vectors.lora_write import UNCUT, AdapterForm, pack
 from ..task_vectors.merge import DENSITY, merge
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
@@ -20,6 +24,7 @@ from ..types import OutputKind
 from .adapter import adapter_entry, adapter_facts
 from .change import base_identity, extract, fingerprint_of, is_task_vector, made_by, opened, stated_base, write_model
 from .result import check_output
+from .sanity import GO_ON, LEAST_LEFT, relation, stated_fingerprint
 
 
 def merge_finetunes(
@@ -33,6 +38,7 @@ def merge_finetunes(
     seed: int = 0,
     kind: OutputKind = "task-vector",
     form: AdapterForm = UNCUT,
+    accept_unlikely: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Merge fine-tunes of one base, write the result and return its record.
@@ -44,6 +50,7 @@ def merge_finetunes(
         weights, rule, density, seed: see `tuneport.task_vectors.merge.merge`.
         kind: what to write.
         form: of an adapter.
+        accept_unlikely: merge also what looks like fine-tunes of different bases.
         overwrite: replace an existing output.
     """
     items = [local(item) for item in finetuned]
@@ -52,7 +59,10 @@ def merge_finetunes(
     base = base or next((found for item in items if (found := stated_base(item))), None)
     if base is None and (kind != "task-vector" or not all(map(is_task_vector, items))):
         raise CheckpointError("the base that was fine-tuned is not known: pass it as `base`.")
-    vector = merge([_change(item, base) for item in items], weights, rule=rule, density=density, seed=seed)
+    changes = [_change(item, base) for item in items]
+    if not accept_unlikely:
+        _check_one_base(items, changes, base)
+    vector = merge(changes, weights, rule=rule, density=density, seed=seed)
     record: dict[str, Any] = {
         "command": "merge",
         "as": kind,
@@ -66,6 +76,8 @@ def merge_finetunes(
         **({} if base is None else {"base": base_identity(local(base))}),
         **made_by(),
     }
+    if notes := [f"{item} does not say which base it changes" for item in items if not _known_base(item)]:
+        record["notes"] = notes
     if kind == "task-vector":
         named = {} if base is None else {"base": str(base), "base_fingerprint": fingerprint_of(base)}
         save_task_vector(out, vector, {**named, "merged": to_json(record)}, overwrite=overwrite)
@@ -84,6 +96,36 @@ def _change(item: Path, base: str | Path | None) -> TaskVector:
         return load_task_vector(item)
     assert base is not None
     return extract(base, item)
+
+
+def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: str | Path | None) -> None:
+    """Refuse fine-tunes of different bases, by the fingerprints of their bases, or by what is left of the base."""
+    stored = None if base is None else open_stored(local(base)).tensors
+    known = {item: found for item in items if (found := _base_fingerprint(item))}
+    for item, change in zip(items, changes, strict=True):
+        if stored is not None:
+            other = item in known and same_weights(known[item], stored) is False
+            other = other or relation(stored, change, _matrices(stored))[1] < LEAST_LEFT
+            if other:
+                raise CheckpointError(f"{item} is no fine-tune of {base}: give fine-tunes of one base, {GO_ON}.")
+        elif item in known and same_fingerprints(known[first := next(iter(known))], known[item]) is False:
+            raise CheckpointError(f"{first} and {item} change different bases: give fine-tunes of one base, {GO_ON}.")
+
+
+def _base_fingerprint(item: Path) -> str:
+    """Return the fingerprint of the base that a task vector or an adapter states, or of the base that it names."""
+    found = stated_fingerprint(opened(item))
+    named = None if found else stated_base(item)
+    return fingerprint_of(named) if named is not None and Path(named).exists() else found
+
+
+def _known_base(item: Path) -> bool:
+    """Return whether it can be told which base a fine-tune changes; the weights of a whole model tell it."""
+    return bool(_base_fingerprint(item)) or not (is_task_vector(item) or is_adapter(item))
+
+
+def _matrices(stored: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in stored if len(describe(stored, name).shape) > 1]
 
 
 def _write_adapter(

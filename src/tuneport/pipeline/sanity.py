@@ -10,7 +10,7 @@ another order. With fewer than `LEAST` samples the second is chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..data.dataset import align_labels
 from ..errors import CheckpointError, TuneportError
@@ -152,9 +153,13 @@ def _change(job: Job) -> tuple[float | None, float]:
     Both are measured in some of the paired layers. An adapter stores its change as factors, which say nothing of its
     base.
     """
-    stored, vector = job.source.stored_parameters(), job.task_vector
-    names = [name for name in dict.fromkeys(pair.source.weight for pair in job.plan.pairs) if name in vector]
-    names = [name for name in names if vector.spec(name).rank is None]
+    weights = dict.fromkeys(pair.source.weight for pair in job.plan.pairs)
+    return relation(job.source.stored_parameters(), job.task_vector, weights)
+
+
+def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable[str]) -> tuple[float | None, float]:
+    """Return the norm of a change over that of its base, and the share of the base that is left, in some layers."""
+    names = [name for name in weights if name in vector and name in stored and vector.spec(name).rank is None]
     chosen = dict.fromkeys(names[index * len(names) // LAYERS] for index in range(LAYERS)) if names else {}
     change = base = along = 0.0
     for name in chosen:
