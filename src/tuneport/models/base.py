@@ -27,6 +27,7 @@ from .tokenizer import Reader
 MIXTURE = "part of a mixture of experts, which have no common order in two models: the target keeps its own"
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 Write = Callable[[Path, Mapping[str, Tensor]], object]
 
 
@@ -85,6 +86,9 @@ class Model:
             generates text.
         answer_logits: the same for rows that are several answers to each question, with the number of answers to each;
             returns None if the shared tokens cannot be read once.
+        generate: continues a batch, padded on the left, by at most so many tokens, if the model generates text; a
+            callback gets the scores of the next tokens (N, V) and returns the chosen ones (N,) and which texts are
+            finished (N,).
         generates: "causal" or "seq2seq", if it generates text.
         prompted: whether it reads samples inside the task's prompt.
         vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.
@@ -118,6 +122,7 @@ class Model:
     reader: Reader | None = None
     token_logits: Callable[[nn.Module, Batch, Tensor, int], Tensor] | None = None
     answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
+    generate: Callable[[nn.Module, Batch, int, Choose], None] | None = None
     generates: str | None = None
     prompted: bool = False
     vocabulary_head: tuple[LooseTensor, ...] = ()
@@ -238,7 +243,7 @@ class Model:
 
             return run and guarded
 
-        runs = ("features", "logits", "token_logits", "answer_logits", "embed_texts", "encode")
+        runs = ("features", "logits", "token_logits", "answer_logits", "generate", "embed_texts", "encode")
         return replace(self, **{name: guard(getattr(self, name)) for name in runs})
 
     def with_module(self, module: nn.Module) -> Model:

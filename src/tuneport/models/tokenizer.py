@@ -97,13 +97,17 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """A tokenizer with the limits of its model; texts are cut at `max_length` tokens, or at the model's `limit`."""
+    """A tokenizer with the limits of its model; texts are cut at `max_length` tokens, or at the model's `limit`.
+
+    `ends` are the tokens that end a text that the model writes.
+    """
 
     tokenizer: Any
     limit: int
     names: tuple[str, ...] = ("input_ids", "attention_mask")
     vocabulary: int | None = None
     max_length: int = MAX_LENGTH
+    ends: frozenset[int] = frozenset()
 
     @property
     def longest(self) -> int:

@@ -25,6 +25,7 @@ from ..base import MIXTURE, Batch, Model, outside_of
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
 from .huggingface_answers import accepts, answer_logits
+from .huggingface_generation import end_tokens, generate
 from .huggingface_heads import head_fields
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
@@ -108,6 +109,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         logits=(lambda m, b: m(**b).logits) if classifies else None,
         token_logits=token_logits if writes else None,
         answer_logits=answer_logits if writes and text_kind == DECODER else None,
+        generate=generate if writes else None,
         generates=("causal" if text_kind == DECODER else "seq2seq") if writes else None,
         prompted=text_kind != ENCODER,
         vocabulary_head=_vocabulary_head(module, within) if writes else (),
@@ -179,7 +181,7 @@ def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:
     accepted = inspect.signature(type(module).forward).parameters
     names = [name for name in tokenizer.model_input_names if name in accepted]
     wanted = tuple(dict.fromkeys((*names, "input_ids", "attention_mask")))
-    return Reader(tokenizer, limit, wanted, int(config.vocab_size))
+    return Reader(tokenizer, limit, wanted, int(config.vocab_size), ends=end_tokens(tokenizer, module))
 
 
 def _pooling(folder: Path | None, default: str) -> str:

@@ -1,0 +1,48 @@
+"""Texts that transformers' models write: its loop with its cache runs the model, and a callback chooses the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import Batch, Choose
+from . import quiet
+
+
+def end_tokens(tokenizer: Any, module: Any) -> frozenset[int]:
+    """The tokens that end a text by the tokenizer, the configuration, or the settings for generation."""
+    holders = (module.config, getattr(module, "generation_config", None))
+    stated = [tokenizer.eos_token_id, *(getattr(holder, "eos_token_id", None) for holder in holders)]
+    flat = [token for one in stated for token in (one if isinstance(one, list) else [one])]
+    return frozenset(token for token in flat if isinstance(token, int))
+
+
+@quiet()
+def generate(module: Any, batch: Batch, most: int, choose: Choose) -> None:
+    """Continue a batch by at most `most` tokens; the model's own settings for generation have no effect."""
+    from transformers import GenerationConfig
+
+    finished = torch.zeros(0, dtype=torch.bool)
+
+    def process(_: Tensor, scores: Tensor) -> Tensor:
+        nonlocal finished
+        chosen, finished = choose(scores)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def stop(*_: Any, **__: Any) -> Tensor:
+        return finished
+
+    own, training = module.generation_config, module.training
+    start = getattr(own, "decoder_start_token_id", None)
+    start = getattr(module.config, "decoder_start_token_id", None) if start is None else start
+    module.generation_config = GenerationConfig(
+        max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=0, decoder_start_token_id=start
+    )
+    module.eval()
+    try:
+        module.generate(**batch, logits_processor=[process], stopping_criteria=[stop])
+    finally:
+        module.generation_config = own
+        module.train(training)

@@ -1,0 +1,305 @@
+"""Let a model write texts after prompts, in batches of similar length, each with the likelihood of what it wrote.
+
+Every prompt has a stream of chance of its own, seeded by its tokens, and batches are made of all prompts in one fixed
+order. So the texts depend neither on the order of the prompts nor on the number of parts that share the batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CaptureError, DataError, TuneportError, reraised
+from ..types import Chat, Progress
+from .base import Model
+from .chat import apply_template, render_chat
+from .tokenizer import Reader
+
+Prompt = str | Chat
+ROWS = {"cpu": 32}  # of a batch, by device
+MOST_ROWS = 256
+BITS = 31  # of a probability and of a chance: their product is exact in 64 bits
+HEAD = 1024  # likely tokens that are sorted first: the nucleus is seldom larger
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How texts are written.
+
+    Args:
+        max_new_tokens: the most tokens of a text.
+        temperature: of the scores; 0 takes the likeliest token.
+        top_p: the likeliest tokens that have this probability together are drawn from.
+        stops: strings that end a text, such as a line break; the end of the model's turn always does.
+        seed: of the draws.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stops: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
+            raise TuneportError(
+                f"texts cannot be written with {self}: max_new_tokens must be at least 1, temperature at least 0, and "
+                "top_p above 0 and at most 1."
+            )
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that a model wrote, without its prompt.
+
+    `log_likelihood` is the mean over its tokens, by the model itself at temperature 1; None if nobody says. `finished`
+    is False for a text that was cut at the most tokens.
+    """
+
+    text: str
+    log_likelihood: float | None = None
+    finished: bool = True
+
+
+def generate_texts(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    batch_size: int | None = None,
+    advance: Progress | None = None,
+) -> list[Written]:
+    """Write one text after each prompt, in the order of the prompts. A prompt given twice gets two texts."""
+    found = generate_part(model, prompts, sampling, batch_size=batch_size, advance=advance)
+    return [found[index] for index in range(len(prompts))]
+
+
+def generate_part(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    part: tuple[int, int] = (0, 1),
+    batch_size: int | None = None,
+    advance: Progress | None = None,
+) -> dict[int, Written]:
+    """Write the texts of one of several parts, such as processes; the parts together write what one would write.
+
+    Args:
+        model: a causal or an encoder-decoder model in memory.
+        prompts: all prompts, also those of other parts: texts, or chats that the model is to answer.
+        sampling: how the texts are written.
+        part: the place of this part and the number of parts.
+        batch_size: rows of a batch, else a number that fits the device; it must be the same for all parts.
+        advance: gets the number of texts that were written since the last call.
+
+    Returns:
+        The place of each prompt of this part -> its text.
+    """
+    reader = _reader_of(model)
+    rows = _encode(model, prompts, sampling.max_new_tokens)
+    seen: Counter[tuple[int, ...]] = Counter()
+    chances = []
+    for row in rows:
+        chances.append(_stream(sampling, row, seen[tuple(row)]))
+        seen[tuple(row)] += 1
+    order = sorted(range(len(rows)), key=lambda index: (len(rows[index]), rows[index], index))
+    size = batch_size or ROWS.get(model.device.type, MOST_ROWS)
+    batches = [order[at : at + size] for at in range(0, len(order), size)]
+    ends = _ends(reader)
+    found: dict[int, Written] = {}
+    for batch in batches[part[0] :: part[1]]:
+        texts = _write(model, [rows[index] for index in batch], [chances[index] for index in batch], sampling, ends)
+        found |= dict(zip(batch, texts, strict=True))
+        if advance is not None:
+            advance(len(batch))
+    return found
+
+
+def _reader_of(model: Model) -> Reader:
+    if model.generate is None or model.generates is None:
+        raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
+    if model.reader is None:
+        raise TuneportError(model.unreadable)
+    model.require_in_memory("writing texts", "raise it, or give a smaller model")
+    return model.reader
+
+
+def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]]:
+    """The tokens of each prompt, without padding; a decoder's end with the prompt, not with the end of a text."""
+    reader = _reader_of(model)
+    causal = model.generates == "causal"
+    rows: list[list[int]] = []
+    with reraised("the tokenizer cannot read a prompt", DataError):
+        for prompt in prompts:
+            special = isinstance(prompt, str) or not reader.tokenizer.chat_template
+            row = list(
+                reader.tokenizer(_rendered(reader, prompt), add_special_tokens=special, verbose=False)["input_ids"]
+            )
+            while causal and special and row and row[-1] in reader.ends:
+                row.pop()
+            rows.append(row or [_first(reader)])
+    longest = max(map(len, rows), default=0)
+    if longest > (room := reader.limit - new * causal):
+        most = f"{model.name} reads at most {room}" + causal * f" before {new} new ones"
+        raise DataError(f"a prompt has {longest} tokens, and {most}. Shorten it.")
+    return rows
+
+
+def _rendered(reader: Reader, prompt: Prompt) -> str:
+    """The prompt as the model reads it: a chat by the template, up to where the model's turn begins."""
+    if isinstance(prompt, str):
+        return prompt
+    if reader.tokenizer.chat_template:
+        return apply_template(reader.tokenizer, prompt, add_generation_prompt=True)
+    text = render_chat(reader.tokenizer, prompt).text
+    return text if not text or text[-1].isspace() else text + "\n"
+
+
+def _first(reader: Reader) -> int:
+    """The token that a text begins after where there is no prompt."""
+    known = (reader.tokenizer.bos_token_id, reader.tokenizer.eos_token_id, *sorted(reader.ends), 0)
+    return next(int(token) for token in known if token is not None)
+
+
+def _ends(reader: Reader) -> frozenset[int]:
+    """The tokens that end a text: those of the configuration, and the one that ends a turn of the chat template."""
+    tokenizer = reader.tokenizer
+    if not tokenizer.chat_template:
+        return reader.ends
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    close = apply_template(tokenizer, turns).rpartition("answer")[2]
+    tokens = list(tokenizer(close, add_special_tokens=False)["input_ids"])[:1]
+    marks = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return reader.ends | (marks & set(tokens))
+
+
+def _stream(sampling: Sampling, row: Sequence[int], number: int) -> Tensor:
+    """The chances (T,) of a prompt's text: whole numbers below 2^BITS, the same wherever the prompt stands."""
+    digest = hashlib.sha256(f"{sampling.seed} {number} {row}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randint(2**BITS, (sampling.max_new_tokens,), generator=generator)
+
+
+def _write(
+    model: Model, rows: Sequence[list[int]], chances: Sequence[Tensor], sampling: Sampling, ends: frozenset[int]
+) -> list[Written]:
+    """The texts of one batch, padded on the left."""
+    reader, device = _reader_of(model), model.device
+    assert model.generate is not None
+    padding = int(reader.tokenizer.pad_token_id or 0)
+    width = max(map(len, rows))
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    writer = _Writer(sampling, torch.stack(list(chances)).to(device), ends, reader.tokenizer, padding)
+    batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    with torch.no_grad():
+        model.generate(model.module, batch, sampling.max_new_tokens, writer.choose)
+    means = (writer.total / writer.counts).tolist()
+    if not all(map(math.isfinite, means)):
+        raise CaptureError(f"{model.name} gives scores that are not finite numbers; give its dtype as float32.")
+    found = []
+    tokens = torch.stack(writer.tokens, 1).tolist()
+    for place, (count, finished) in enumerate(zip(writer.counts.tolist(), writer.done.tolist(), strict=True)):
+        new = [token for token in tokens[place][:count] if token not in ends]
+        text = _decoded(reader, rows[place] if model.generates == "causal" else [], new)
+        cuts = [text.index(stop) for stop in sampling.stops if stop in text]
+        found.append(Written(text[: min(cuts, default=None)], means[place], finished))
+    return found
+
+
+def _decoded(reader: Reader, before: list[int], new: list[int]) -> str:
+    """The new tokens as text, with the blank between them and the prompt if there is one."""
+
+    def decode(tokens: list[int]) -> str:
+        return str(reader.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    start, whole = decode(before), decode(before + new)
+    return whole[len(start) :] if whole.startswith(start) else decode(new)
+
+
+class _Writer:
+    """Choose the next tokens of a batch, step by step, and note them with their likelihood.
+
+    Args:
+        sampling: how they are chosen.
+        chances: (N, T), one number for each token.
+        ends: the tokens that end a text.
+        tokenizer: finds the strings that end a text.
+        padding: the token after the end of a text.
+    """
+
+    def __init__(self, sampling: Sampling, chances: Tensor, ends: frozenset[int], tokenizer: Any, padding: int) -> None:
+        self.sampling, self.chances, self.tokenizer, self.padding = sampling, chances, tokenizer, padding
+        self.ends = torch.tensor(sorted(ends), dtype=torch.long, device=chances.device)
+        self.tail = max((len(stop.encode()) for stop in sampling.stops), default=0)  # a token has one byte or more
+        self.known: dict[tuple[int, ...], bool] = {}
+        self.tokens: list[Tensor] = []
+        self.total = torch.zeros(len(chances), device=chances.device)
+        self.counts = torch.zeros(len(chances), dtype=torch.long, device=chances.device)
+        self.done = torch.zeros(len(chances), dtype=torch.bool, device=chances.device)
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the scores of the next tokens (N, V); return the chosen ones (N,) and which texts are finished (N,)."""
+        logs = scores.float().log_softmax(-1)
+        if self.sampling.temperature == 0:
+            chosen = logs.argmax(-1)
+        else:
+            chance = self.chances[:, min(len(self.tokens), self.chances.shape[1] - 1)]
+            chosen = draw((logs / self.sampling.temperature).softmax(-1), chance, self.sampling.top_p)
+        self.total += logs.gather(1, chosen[:, None])[:, 0].masked_fill(self.done, 0.0)
+        self.counts += ~self.done
+        chosen = chosen.masked_fill(self.done, self.padding)
+        self.tokens.append(chosen)
+        self.done = self.done | torch.isin(chosen, self.ends) | self._stopped()
+        return chosen, self.done
+
+    def _stopped(self) -> Tensor:
+        """Whether the last tokens of each text hold a string that ends it."""
+        if not self.tail:
+            return self.done
+        last = torch.stack(self.tokens[-self.tail :], 1).tolist()
+        return torch.tensor([self._stops(tuple(row)) for row in last], device=self.done.device)
+
+    def _stops(self, tokens: tuple[int, ...]) -> bool:
+        if tokens not in self.known:
+            text = str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+            self.known[tokens] = any(stop in text for stop in self.sampling.stops)
+        return self.known[tokens]
+
+
+def draw(probabilities: Tensor, chance: Tensor, top_p: float = 1.0) -> Tensor:
+    """Draw one of V by probabilities (N, V), from the likeliest that have `top_p` together; the chances decide.
+
+    Sums of whole numbers have one value in whatever order a device adds them.
+
+    >>> draw(torch.tensor([[0.5, 0.25, 0.25]] * 3), torch.tensor([0, 2**30, 2**31 - 1])).tolist()
+    [0, 1, 2]
+    """
+    bound, order = math.ceil(top_p * 2**BITS), None
+    weights = _whole(probabilities) if top_p == 1 else torch.empty(0)
+    for width in (HEAD, probabilities.shape[1]) if top_p < 1 else ():
+        likely, order = probabilities.topk(min(width, probabilities.shape[1]))
+        weights = _whole(likely)
+        sums = weights.cumsum(1)
+        if bool((sums[:, -1] >= bound).all()):
+            break
+    if order is not None:
+        weights = weights.masked_fill(weights.cumsum(1) - weights >= bound, 0)
+    sums = weights.cumsum(1)
+    wanted = (chance * sums[:, -1]) >> BITS
+    place = torch.searchsorted(sums, wanted[:, None], right=True).clamp(max=sums.shape[1] - 1)  # of NaN, the last
+    found: Tensor = place if order is None else order.gather(1, place)
+    return found[:, 0]
+
+
+def _whole(probabilities: Tensor) -> Tensor:
+    """Probabilities as whole numbers that sum to about 2^BITS."""
+    return (probabilities * 2**BITS).round().long()
