@@ -177,7 +177,7 @@ class Drawn(Samples):
         def part(start: int, stop: int) -> PairedBatch:
             return self._paired(Sides(*(side.part(start, stop) for side in sides)))
 
-        divides = rows == size and self.objective.by_sample
+        divides = rows == size and self.objective.together is None
         return PairedBatch(batches[0], batches[1], size, match, rows, part if divides else None)
 
 

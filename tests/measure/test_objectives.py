@@ -40,6 +40,7 @@ from tuneport.cli import app
 from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
+from tuneport.job import Drawn
 from tuneport.measure import accuracy, language
 from tuneport.measure.objectives import (
     OBJECTIVES,
@@ -54,6 +55,8 @@ from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import describe_module, open_model
+from tuneport.pipeline.preflight import try_transfer
+from tuneport.pipeline.prepare import prepare
 
 TOKENIZERS = {"llama": gpt_tokenizer, "gpt2": gpt_tokenizer, "t5": t5_tokenizer, "bert": bert_tokenizer}
 
@@ -420,6 +423,37 @@ def test_transfer_with_contrastive_pairs(encoders: dict[str, Path], tmp_path: Pa
     # a pair is two sequences: all 32 rows are used
     ranks = [layer["rank_in"] for layer in record["layers"] if layer["target"].endswith("query.weight")]
     assert min(ranks) == SMALL.width
+
+
+def forty_pairs() -> Dataset:
+    words = " ".join(SENTENCES).split()
+    return Dataset([(" ".join(words[i : i + 4]), " ".join(words[i + 4 : i + 8])) for i in range(40)], None, ())
+
+
+def test_the_batch_size_does_not_change_contrastive_pairs(encoders: dict[str, Path]) -> None:
+    """The loss of a pair depends on the others of its batch, which are always 32."""
+    folders = [encoders[f"bare-{name}"] for name in ("source", "tuned", "target")]
+    results = [transfer(*folders, forty_pairs(), samples=40, batch_size=size) for size in (32, 5, 40)]
+    assert results[0].record["options"]["loss"] == "contrastive"
+    assert results[0].scale > 0
+    for result in results[1:]:
+        assert result.scale == results[0].scale
+        for name in results[0].task_vector:
+            assert torch.equal(result.task_vector.dense(name), results[0].task_vector.dense(name)), name
+
+
+def test_a_trial_compares_contrastive_pairs_with_one_another(encoders: dict[str, Path]) -> None:
+    """A pair alone always finds its partner: each fold is judged by the loss of all its pairs."""
+    job = prepare(*(encoders[f"bare-{name}"] for name in ("source", "tuned", "target")), forty_pairs(), samples=40)
+    assert isinstance(job.samples, Drawn)
+    assert job.losses is not None
+    found = try_transfer(job)
+    with torch.no_grad():
+        folds = [next(iter(job.samples.take(slice(at, at + 10)))).target for at in range(0, 40, 10)]
+        expected = sum(float(job.losses.target(job.target.module, fold)) for fold in folds) / 40
+    # float32 losses of the same batches
+    assert found.loss_before == pytest.approx(expected, rel=1e-6)
+    assert found.loss_after not in (0.0, found.loss_before)
 
 
 # --- perplexity

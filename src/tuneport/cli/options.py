@@ -54,7 +54,9 @@ Exclude = Annotated[list[str] | None, typer.Option(help="Name pattern of tensors
 Roles = Annotated[
     list[str] | None, typer.Option(help="SOURCE=TARGET of layer roles whose names differ, or SOURCE=none; repeatable.")
 ]
-BatchSize = Annotated[int, typer.Option(help="Samples per pass through the models.", min=1)]
+BatchSize = Annotated[
+    int, typer.Option(help="Samples per pass; always 32 for the contrastive loss, which compares them.", min=1)
+]
 Columns = Annotated[
     str | None, typer.Option(help="Columns of a table that have other names, such as text=sentence,label=y.")
 ]

@@ -27,6 +27,7 @@ from ..models.tokenizer import Encoded, Reader
 from ..types import Loss
 from .tokens import scores_on
 
+CONTRASTED = 32  # pairs of texts that are compared with one another
 ANSWERS_AT_ONCE = 4  # rows of answers for each sample of the batch size, if a model reads a question once
 
 
@@ -34,13 +35,14 @@ ANSWERS_AT_ONCE = 4  # rows of answers for each sample of the batch size, if a m
 class Objective:
     """`encode` makes a batch of samples for a model, `loss` makes the loss of a model with a head.
 
-    `by_sample` is True if the loss is a sum over independent samples, so that batches may be divided.
+    `together` is the number of samples in a batch whose loss compares them with one another: that loss depends on the
+    batch, so its size is fixed. None if the loss is a sum over independent samples, so that batches may be divided.
     """
 
     name: str
     encode: Callable[[Model, Dataset], Encoded]
     loss: Callable[[Model, Head | None], Loss]
-    by_sample: bool = True
+    together: int | None = None
 
 
 def choose_objective(dataset: Dataset, models: Sequence[Model], wanted: str | None = None) -> Objective:
@@ -251,15 +253,17 @@ def _reader(model: Model) -> Reader:
     return model.reader
 
 
-def _contrastive_loss(model: Model, _head: Head | None) -> Loss:
+@dataclass(frozen=True, eq=False)
+class ContrastiveLoss:
     """Classify the second text of each first text among those of the batch."""
 
-    def loss(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        assert model.features is not None
-        vectors = F.normalize(widened(model.features(module, batch[0])), dim=-1)
-        return F.cross_entropy(model.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum")
+    model: Model
+    head: Head | None = None  # has no say
 
-    return loss
+    def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        assert self.model.features is not None
+        vectors = F.normalize(widened(self.model.features(module, batch[0])), dim=-1)
+        return F.cross_entropy(self.model.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum")
 
 
 def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
@@ -279,7 +283,7 @@ def _encode_answers(model: Model, samples: Dataset) -> Encoded:
 
 OBJECTIVES: Mapping[str, Objective] = {
     "classification": Objective("classification", _encode_classes, _head_loss),
-    "contrastive": Objective("contrastive", _encode_pairs, _contrastive_loss, by_sample=False),
+    "contrastive": Objective("contrastive", _encode_pairs, ContrastiveLoss, together=CONTRASTED),
     "causal": Objective("causal", _encode_continuations, TokenLoss),
     "seq2seq": Objective("seq2seq", _encode_answers, TokenLoss),
 }

@@ -25,6 +25,7 @@ from ..job import Drawn, Job
 from ..maps.statistics import Statistics
 from ..measure.chance import LEVEL, direction, tail
 from ..measure.likeness import COMPARED, LayerSimilarity, compare_layers
+from ..measure.objectives import ContrastiveLoss
 from ..methods import Method, Transfer, get_method
 from ..pairing import LayerPair
 from ..report.summary import number_text
@@ -200,7 +201,9 @@ def try_transfer(
     answers: list[dict[float, list[Answers]]] = []
     for fold, vector in zip(folds, fits.vectors(), strict=True):
         samples = job.samples.take(fold)
-        single = job.heads is None and not (tokens or answers_per_sample(job))  # a loss of one sample is its own
+        # a loss of one sample is its own, unless it compares samples
+        compares = isinstance(job.losses.target, ContrastiveLoss)
+        single = job.heads is None and not (tokens or compares or answers_per_sample(job))
         questions = questions_of(job, replace(samples, size=1 if single else samples.size))
         others = job.samples.take(np.delete(np.arange(len(job.samples)), fold))
         answers.append({})

@@ -359,7 +359,8 @@ def _draw(
         seed=given["seed"],
         features=look,
     )
-    drawn = Drawn(models, dataset, indices, question.heads, given["batch_size"], question.objective)
+    together = question.objective.together if question.loss is None else None
+    drawn = Drawn(models, dataset, indices, question.heads, together or given["batch_size"], question.objective)
     about = data_identity(data, dataset, indices, question.heads)
     if question.heads is None:
         return drawn, about
