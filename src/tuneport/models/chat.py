@@ -1,64 +1,62 @@
 """Chats as a model reads them: rendered by its tokenizer's chat template, with the places of contents and answers.
 
+No place is found by a search for a text, which may also stand in a question or in a mark of the template. The chat is
+rendered once more with a character of its own before and behind each content: they show where the template writes it.
 Contents are places that two models share, so that their tokens can be paired; everything else is the template's own.
 A model without a template reads the contents one after the other.
 """
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, takewhile
 from typing import Any
 
 from ..errors import DataError, reraised
 from ..types import Chat
 
 Place = tuple[int, int]  # begin and end, in characters of the rendered text
+PRIVATE = range(0xF0000, 0x110000)  # characters that Unicode gives no meaning
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as text, the place of each message's content, and the places that the assistant writes.
+    """A chat as text, what its messages say, the place of that, and the places that the assistant writes.
 
-    An answer is all that the model has to generate: the content and the end of the turn.
+    Blanks around a content are no part of it. If the template leaves out the begin of a content, such as an old
+    thought, the place is that of the rest; if it leaves out all, the place is empty. An answer is all that the model
+    has to generate: from the end of the generation prompt over the content to the end of the turn.
     """
 
     text: str
+    said: tuple[str, ...]
     contents: tuple[Place, ...]
     answers: tuple[Place, ...]
 
 
 def render_chat(tokenizer: Any, chat: Chat) -> Rendered:
-    """Render a chat with the tokenizer's template.
-
-    What a template writes before an answer is found by rendering the messages before it with the generation prompt;
-    what it writes after the content, by rendering the messages up to the answer.
-    """
+    """Render a chat with the tokenizer's template."""
     if not tokenizer.chat_template:
         return _plain(chat)
     text = apply_template(tokenizer, chat)
+    marked = _mark(tokenizer, chat, text)
     contents: list[Place] = []
     answers: list[Place] = []
-    waiting: list[str] = []  # contents since the last answer
-    end = 0
     for index, message in enumerate(chat):
-        content = message["content"].strip()
+        place = marked.content(index)
+        contents.append((0, 0) if place is None else _core(text, *marked.bare(place)))
         if message["role"] != "assistant":
-            waiting.append(content)
             continue
-        before = apply_template(tokenizer, chat[:index], add_generation_prompt=True)
-        begin = len(before) if text.startswith(before) else end
-        place = text.find(content, begin)
-        if place < 0:
-            raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out an answer: {content[:60]!r}.")
-        begin = begin if text.startswith(before) else place
-        contents += [*_places(text, waiting, end, begin), (place, place + len(content))]
-        after = apply_template(tokenizer, chat[: index + 1])
-        close = after[after.rfind(content) + len(content) :]
-        end = place + len(content)
-        end += len(close) if text.startswith(close, end) else 0
-        answers.append((begin, end))
-        waiting = []
-    return Rendered(text, (*contents, *_places(text, waiting, end, len(text))), tuple(answers))
+        if place is None and message["content"].strip():
+            what = message["content"].strip()[:60]
+            raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out an answer: {what!r}.")
+        answer = marked.answer(index)
+        answers += [] if answer is None else [marked.bare(answer)]
+    return Rendered(text, _said(chat), tuple(contents), tuple(answers))
 
 
 def marks_answers(tokenizer: Any) -> bool:
@@ -73,29 +71,134 @@ def apply_template(tokenizer: Any, chat: Chat, **options: Any) -> str:
     return rendered
 
 
-def _places(text: str, contents: list[str], begin: int, end: int) -> list[Place]:
-    """The places of contents in order, searched from the end: a role's name stands before the content."""
-    found: list[Place] = []
-    for content in reversed(contents):
-        place = text.rfind(content, begin, end)
-        if place < 0:  # the template leaves it out
-            place, content = end, ""
-        found.insert(0, (place, place + len(content)))
-        end = place
-    return found
-
-
 def gap_between(text: str, more: str, blank: str) -> str:
     """The blank to write between two texts; none where one of them has a blank there, or is empty."""
     return blank if text and more and not (text[-1].isspace() or more[0].isspace()) else ""
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A chat with marks before and behind its contents, as far as the template writes them as they are."""
+
+    tokenizer: Any
+    chat: Chat
+    marks: Sequence[tuple[str, str]]  # of each message; characters that stand nowhere else
+
+    @cached_property
+    def text(self) -> str:
+        return apply_template(self.tokenizer, self.chat)
+
+    @cached_property
+    def all_marks(self) -> frozenset[str]:
+        return frozenset(chain.from_iterable(self.marks))
+
+    def bare(self, place: Place) -> Place:
+        """A place of the text as one of the text without marks."""
+        begin, end = (len(self.without_marks(self.text[:stop])) for stop in place)
+        return begin, end
+
+    def without_marks(self, text: str) -> str:
+        return re.sub(f"[{''.join(sorted(self.all_marks))}]", "", text)
+
+    def content(self, index: int) -> Place | None:
+        """The place between the marks of a message; None if they are not there."""
+        begin, end = map(self.text.find, self.marks[index])
+        return None if begin < 0 or end < 0 else (begin + 1, end)
+
+    def answer(self, index: int) -> Place | None:
+        """The place of an answer: from the end of the generation prompt to the end of the turn.
+
+        It begins with its content if the template writes no such prompt before it. It ends as in a chat that ends
+        there, as far as the tokens are the same.
+        """
+        asked = apply_template(self.tokenizer, self.chat[:index], add_generation_prompt=True)
+        whole = index + 1 == len(self.chat)
+        ended = self.text if whole else apply_template(self.tokenizer, self.chat[: index + 1])
+        content, begin, end = self.content(index), self._reach(asked), self._reach(ended)
+        if content is not None:
+            begin = content[0] if begin is None else begin
+            end = self._shared(ended) if end is None else end
+        return None if begin is None or end is None else (begin, end)
+
+    def _reach(self, text: str) -> int | None:
+        """Where this text has written all that another one writes behind its last mark; None if it writes another."""
+        rest, start = self._behind(text)
+        return start + len(rest) if self.text.startswith(rest, start) else None
+
+    def _shared(self, text: str) -> int:
+        """Up to where this text writes the same tokens as another one behind its last mark."""
+        rest, start = self._behind(text)
+        here = "".join(takewhile(lambda letter: letter not in self.all_marks, self.text[start:]))
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        one, other = (self.tokenizer(part, **options) for part in (rest, here))
+        tokens = zip(one["input_ids"], other["input_ids"], other["offset_mapping"], strict=False)
+        return start + max((end for _, _, (_, end) in takewhile(lambda pair: pair[0] == pair[1], tokens)), default=0)
+
+    def _behind(self, text: str) -> tuple[str, int]:
+        """What another text writes behind its last mark, and the place behind the same mark here."""
+        last = max(map(text.rfind, self.all_marks))
+        return text[last + 1 :], 0 if last < 0 else self.text.find(text[last]) + 1
+
+
+def _mark(tokenizer: Any, chat: Chat, text: str) -> _Marked:
+    """Put marks around what the template keeps of each content: all, all but blanks, or its end.
+
+    Marks are where they belong if the text without them is the text of the chat, and what stands between them is the
+    content. A content that the template leaves out or changes has none.
+    """
+    contents = [message["content"] for message in chat]
+    used = text + "".join(contents)
+    free = (chr(code) for code in PRIVATE if chr(code) not in used)
+    marks = [(next(free), next(free)) for _ in chat]
+
+    def put(cuts: Mapping[int, Place]) -> _Marked:
+        said = list(contents)
+        for index, (begin, end) in cuts.items():
+            one, two = marks[index]
+            said[index] = said[index][:begin] + one + said[index][begin:end] + two + said[index][end:]
+        return _Marked(tokenizer, [{**message, "content": one} for message, one in zip(chat, said, strict=True)], marks)
+
+    def fits(found: _Marked, cuts: Mapping[int, Place]) -> bool:
+        places = [(found.content(index), contents[index][slice(*cut)]) for index, cut in cuts.items()]
+        same = all(place is not None and found.text[slice(*place)] == content for place, content in places)
+        return same and found.without_marks(found.text) == text
+
+    def search(index: int) -> Place | None:
+        def one(begin: int) -> bool:
+            cuts = {index: (begin, end)}
+            return fits(put(cuts), cuts)
+
+        for end in (len(contents[index]), _core(contents[index])[1]):
+            begin = bisect_left(range(end), True, key=one)
+            if one(begin):
+                return begin, end
+        return None
+
+    for kept in (lambda content: (0, len(content)), _core):
+        cuts = {index: kept(content) for index, content in enumerate(contents)}
+        if fits(found := put(cuts), cuts):
+            return found
+    return put({index: cut for index in range(len(chat)) if (cut := search(index)) is not None})
+
+
+def _core(text: str, begin: int = 0, end: int | None = None) -> Place:
+    """A place in a text, or all of it, without the blanks around it."""
+    part = text[begin:end]
+    begin += len(part) - len(part.lstrip())
+    return begin, begin + len(part.strip())
+
+
+def _said(chat: Chat) -> tuple[str, ...]:
+    return tuple(message["content"].strip() for message in chat)
 
 
 def _plain(chat: Chat) -> Rendered:
     text, contents, answers = "", [], []
     for message in chat:
         text += gap_between(text, message["content"], "\n")
-        contents.append((len(text), len(text) + len(message["content"])))
+        place = len(text), len(text) + len(message["content"])
         text += message["content"]
+        contents.append(_core(text, *place))
         if message["role"] == "assistant":
-            answers.append(contents[-1])
-    return Rendered(text, tuple(contents), tuple(answers))
+            answers.append(place)
+    return Rendered(text, _said(chat), tuple(contents), tuple(answers))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DataError, reraised
 from ..types import Chat
-from .chat import Place, gap_between, marks_answers, render_chat
+from .chat import Place, Rendered, gap_between, marks_answers, render_chat
 
 IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
@@ -164,9 +164,8 @@ class Reader:
                 labels[row, : len(mask)].masked_fill_(torch.tensor(mask) == 0, IGNORED)
         self._check_answers(texts, labels)
         contents = [chat.contents for chat in rendered]
-        pieces = [tuple(chat.text[begin:end] for begin, end in chat.contents) for chat in rendered]
-        inside = [_inside(offsets, places) for offsets, places in zip(tokens.places, contents, strict=True)]
-        found = self._encoded(tokens, pieces, inside)
+        inside = [_inside(offsets, chat) for offsets, chat in zip(tokens.places, rendered, strict=True)]
+        found = self._encoded(tokens, [chat.said for chat in rendered], inside)
         return replace(found, labels=labels, characters=tokens.characters(labels, contents))
 
     def _check_answers(self, texts: Sequence[str], labels: Tensor) -> None:
@@ -243,15 +242,19 @@ class Reader:
 _Inside = tuple[Sequence[Place], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece
 
 
-def _inside(offsets: Sequence[Place], places: Sequence[Place]) -> _Inside:
+def _inside(offsets: Sequence[Place], chat: Rendered) -> _Inside:
     """Tokens of a rendered chat by the contents that they stand in; a token of the template stands in none."""
     found: list[Place] = []
     parts: list[int | None] = []
     for begin, end in offsets:
-        part = next((index for index, (start, stop) in enumerate(places) if begin < stop and end > start), None)
-        start, stop = (0, 0) if part is None else places[part]
-        found.append((max(begin, start) - start, min(end, stop) - start))
+        part = next((part for part, (start, stop) in enumerate(chat.contents) if begin < stop and end > start), None)
         parts.append(part)
+        if part is None:
+            found.append((0, 0))
+            continue
+        start, stop = chat.contents[part]
+        zero = stop - len(chat.said[part])  # of a content that is not whole, the end stands in the text
+        found.append((max(begin, start) - zero, min(end, stop) - zero))
     return found, parts
 
 
