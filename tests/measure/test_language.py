@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from builders.chats import CHATS, chat_tokenizer
 from builders.samples import jsonl, raises
+from builders.templates import FAMILIES, family_tokenizer
 from builders.texts import SENTENCES, gpt_tokenizer, make, roberta_tokenizer, t5_tokenizer, write
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
@@ -214,6 +215,28 @@ def test_labels_of_a_file_in_two_ways_are_refused(tmp_path: Path) -> None:
         "label of", "t.jsonl", "is 0 in row 1 and 'dog' in row 2", "all places from 0, all letters or all texts"
     ):
         read_plain(jsonl(tmp_path / "t.jsonl", rows), "train")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_letters_in_chats_are_those_that_transformers_choose(family: str, tmp_path: Path) -> None:
+    """Each letter is scored with the end of its turn, by the mask that transformers makes of the marked template."""
+    marked = family_tokenizer(family, marked=True)
+    module = make("llama", vocab_size=len(marked), max_position_embeddings=512).eval()
+    opened = open_model(write(tmp_path, module, family_tokenizer(family)))
+    letters, losses = tuple("abcd"), np.empty((len(SENTENCES), 4))
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "a"}] for text in SENTENCES]
+    for row, chat in enumerate(chats):
+        for column, letter in enumerate(letters):
+            said = [chat[0], {**chat[1], "content": letter}]
+            tokens = marked.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
+            ids, mask = (torch.tensor(tokens[name]) for name in ("input_ids", "assistant_masks"))
+            with torch.no_grad():
+                shares = module(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+            losses[row, column] = -float((shares.gather(1, ids[1:, None])[:, 0] * mask[1:]).sum())
+    found = likelihood(opened, texts(chats, labels=np.arange(len(chats)) % 4, classes=letters))
+    assert found.predicted is not None
+    chosen = np.take_along_axis(losses, found.predicted[:, None], 1)[:, 0]
+    np.testing.assert_allclose(chosen, losses.min(1), atol=1e-4)  # rounding in float32 may decide a tie
 
 
 def test_answers_in_chats(tmp_path: Path) -> None:
