@@ -133,10 +133,10 @@ class MarkEntry(TypedDict):
 
 class DistilledEntry(TypedDict):
     teacher: str
-    matching: Literal["classes", "numbers", "similarities", "tokens", "spans"]
+    matching: Literal["classes", "numbers", "similarities", "answers", "tokens", "spans"]
     samples: Count
     held_out: Count
-    left_out: Annotated[int, Keywords(minimum=0, description="Samples with no token that both models predict.")]
+    left_out: Annotated[int, Keywords(minimum=0, description="Samples with nothing to compare.")]
     steps: Count
     batch_size: Count
     learning_rate: float

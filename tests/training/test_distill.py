@@ -17,8 +17,9 @@ from torch.nn.functional import mse_loss
 
 from builders.classifiers import WIDER, bert
 from builders.folders import Zoo
-from builders.texts import SENTENCES, SMALL, bert_tokenizer, gpt_tokenizer, make, write
+from builders.texts import LARGE, SENTENCES, SMALL, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport import transfer
+from tuneport.data.choices import with_answers
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError
@@ -313,6 +314,68 @@ class TestRefusals:
     def test_a_result_without_its_samples(self, ported: Result) -> None:
         with pytest.raises(TuneportError, match="does not know the models and samples"):
             replace(ported, job=None).distill(2)
+
+
+QUESTIONS = [f"{text[:18]}?" for text in SENTENCES[:12]]
+WORDS = ("a red stone", "the sea", "nobody at all")
+
+
+class TestLanguageModelsAndLabels:
+    """A label says which answer is right, and only the teacher may say that."""
+
+    @pytest.fixture(params=["one tokenizer", "two tokenizers", "chats", "choices", "seq2seq"])
+    def taught(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, Dataset]:
+        """A teacher, a student, and labelled questions."""
+        labels = np.arange(12) % 3
+        data = Dataset(inputs=QUESTIONS, labels=labels, classes=WORDS)
+        if request.param == "seq2seq":
+            teacher = write(tmp_path / "teacher", make("t5"), t5_tokenizer())
+            return teacher, write(tmp_path / "student", make("t5", LARGE), t5_tokenizer()), data
+        rows = 300 if request.param == "two tokenizers" else 320
+        teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=rows), gpt_tokenizer(rows))
+        student = write(tmp_path / "student", make("gpt2", LARGE, vocab_size=320), gpt_tokenizer(320))
+        if request.param == "choices":
+            each = [list(WORDS[: 2 + number % 2]) for number in range(12)]
+            data = replace(data, choices=each, classes=(), labels=np.arange(12) % 2)
+        if request.param == "chats":
+            chats = [
+                [{"role": "user", "content": text}, {"role": "assistant", "content": WORDS[label]}]
+                for text, label in zip(QUESTIONS, labels, strict=True)
+            ]
+            data = replace(data, inputs=chats)
+        return teacher, student, data
+
+    def test_labels_are_not_looked_at(self, taught: tuple[Path, Path, Dataset], tmp_path: Path) -> None:
+        """The same questions with other right answers give the same student."""
+        teacher, student, data = taught
+        assert data.labels is not None
+        found = []
+        for number, labels in enumerate((data.labels, np.roll(data.labels, 1))):
+            given = replace(data, labels=labels)
+            if data.has_chats:  # the answer in a chat is the label's
+                given = with_answers(given, [WORDS[label] for label in labels])
+                given = replace(given, labels=labels)
+            prepared = prepare_lesson(teacher, student, given, Lesson(3), samples=12)
+            entry = run_lesson(prepared, tmp_path / str(number))["distilled"]
+            found.append(((tmp_path / str(number) / "model.safetensors").read_bytes(), entry["curve"]))
+        assert found[0] == found[1]
+        assert (entry["matching"], entry["left_out"]) == ("answers", 0)
+
+    def test_the_student_learns_which_answer_the_teacher_gives(self, tmp_path: Path) -> None:
+        teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
+        student = write(tmp_path / "student", make("gpt2", LARGE, vocab_size=320), gpt_tokenizer(320))
+        data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=tuple("abc"))
+        found = run_lesson(prepare_lesson(teacher, student, data, Lesson(10), samples=12), tmp_path / "out")
+        curve = found["distilled"]["curve"]
+        assert found["distilled"]["best"] > 0
+        # the random student differs from its teacher by some nats: ten steps halve that easily
+        assert min(mark["held_out_loss"] for mark in curve) < 0.5 * curve[0]["held_out_loss"]
+
+    def test_a_question_with_one_answer_has_nothing_to_compare(self, tmp_path: Path) -> None:
+        teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
+        data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=("the sea",))
+        with pytest.raises(DataError, match=r"compared on 0 of 12 samples.* and a question two answers"):
+            run_lesson(prepare_lesson(teacher, teacher, data, Lesson(2), samples=12), tmp_path / "out")
 
 
 class TestAlone:

@@ -13,12 +13,13 @@ import torch
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from builders.chats import chat_tokenizer
 from builders.folders import Zoo
 from builders.samples import raises
-from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, write
+from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
+from tuneport.data.choices import without_labels
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.job import Drawn
@@ -26,7 +27,7 @@ from tuneport.measure.objectives import choose_objective
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 from tuneport.training import matching
-from tuneport.training.matching import matching_of
+from tuneport.training.matching import matching_of, unlabelled
 from tuneport.types import Sides
 
 OTHER = Size(width=24, depth=3, heads=4, head_width=6, hidden=40, seed=3)
@@ -240,6 +241,61 @@ class TestTokens:
         comparable = matching_of(samples).comparable
         assert comparable is not None
         assert comparable(next(samples.encoded())).tolist() == [False, True, False]
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("family", ["gpt2", "t5"])
+    def test_scores_are_the_log_likelihoods_of_the_answers(self, tmp_path: Path, family: str) -> None:
+        """Those of transformers, one answer at a time; an answer that only other questions have is impossible."""
+        words = t5_tokenizer() if family == "t5" else gpt_tokenizer()
+        source = write(tmp_path / "source", make(family, vocab_size=len(words)), words)
+        target = write(tmp_path / "target", make(family, OTHER, vocab_size=len(words)), words)
+        choices = [["the sea", "a bird", "nobody"], ["two ships", "rain"]]
+        data = Dataset(inputs=["what is it?", "and why?"], labels=np.array([2, 0]), classes=(), choices=choices)
+        samples = unlabelled(drawn(source, target, data))
+        assert samples.dataset.labels is None
+        found = matching_of(samples)
+        assert (found.name, found.own_loss) == ("answers", None)
+        for path, scores in zip((source, target), answers(samples), strict=True):
+            kind = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+            model, tokenizer = kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+            for row, (question, each) in enumerate(zip(data.inputs, choices, strict=True)):
+                for place, answer in enumerate(each):
+                    if family == "t5":
+                        ids = tokenizer(question, return_tensors="pt").input_ids
+                        labels = tokenizer(answer, return_tensors="pt").input_ids
+                    else:
+                        ids = tokenizer(f"{question} {answer}", return_tensors="pt").input_ids
+                        labels = ids.clone()
+                        labels[:, : tokenizer(question, return_tensors="pt").input_ids.shape[1]] = -100
+                    with torch.no_grad():
+                        expected = -float(model(ids, labels=labels).loss) * int((labels != -100).sum())
+                    # float32 passes in other batches
+                    assert float(scores[row, place]) == pytest.approx(expected, rel=1e-4)
+            assert float(scores[1, 2]) == matching.NONE
+
+    def test_the_loss_is_the_divergence_over_the_answers_of_each_sample(self) -> None:
+        teacher, student = torch.randn(2, 3, 4, dtype=torch.float64)
+        for side in (teacher, student):
+            side[0, 3:] = matching.NONE
+        expected = np.mean(
+            [
+                rel_entr(*(softmax(side[row, :count].numpy()) for side in (teacher, student))).sum()
+                for row, count in enumerate((3, 4, 4))
+            ]
+        )
+        assert float(matching._divergence(teacher, student)) == pytest.approx(expected, rel=1e-12)
+
+    def test_many_answers_are_drawn_without_the_label(self) -> None:
+        words = tuple(f"class {number}" for number in range(30))
+        kept = [
+            without_labels(Dataset(inputs=["a", "b"], labels=np.array(labels), classes=words), 8).choices
+            for labels in ([0, 1], [29, 7])
+        ]
+        assert kept[0] == kept[1]
+        assert kept[0] is not None
+        assert [len(set(each)) for each in kept[0]] == [8, 8]
+        assert kept[0][0] != kept[0][1]
 
 
 def test_tokens_are_compared_at_the_same_positions() -> None:

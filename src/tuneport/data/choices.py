@@ -91,6 +91,14 @@ def fewer_choices(data: Dataset, most: int) -> Dataset:
     return replace(data, choices=choices, labels=np.array(right, dtype=np.int64))
 
 
+def without_labels(data: Dataset, most: int) -> Dataset:
+    """The samples with at most `most` answers each as `choices`, in a fixed draw; nothing says which one is right."""
+    generator = np.random.default_rng(0)
+    drawn = [(answers, np.sort(generator.permutation(len(answers))[:most])) for answers in candidates_of(data)]
+    choices = [[answers[place] for place in kept] for answers, kept in drawn]
+    return replace(with_answers(data, [each[0] for each in choices]), choices=choices)
+
+
 def each_answer(data: Dataset) -> tuple[Dataset, list[int]]:
     """Every sample once with each of its answers to predict, and the number of answers of each sample."""
     answers = candidates_of(data)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.chat import last_answer
+from ..data.choices import each_answer
 from ..data.dataset import UNLABELLED, Dataset
 from ..errors import DataError, TuneportError, brief, reraised, shortened, unknown_name
 from ..models.base import Model, widened
@@ -57,6 +58,16 @@ def choose_objective(dataset: Dataset, models: Sequence[Model], wanted: str | No
     if name == "seq2seq" and read_answers(dataset) is None and not dataset.has_chats:
         raise DataError(f"the seq2seq loss needs what is to be written; {dataset} has no column target or label.")
     return OBJECTIVES[name]
+
+
+def with_each_answer(objective: Objective) -> Objective:
+    """The objective with a row for each answer that a sample may have, whichever is right."""
+
+    def encode(model: Model, samples: Dataset) -> Encoded:
+        rows, counts = each_answer(samples)
+        return replace(objective.encode(model, rows), counts=tuple(counts))
+
+    return replace(objective, name="answers", encode=encode)
 
 
 def check_objective(name: str) -> str:

@@ -35,7 +35,8 @@ class Encoded:
 
     Of each sample, `cut` says whether its text was longer than the limit, and `characters` is the length of the text
     that its labels spell, without the marks of a chat template. `inside` (N, T) are the tokens of its text, or of the
-    target that a decoder writes, without special tokens, the marks of a template and padding.
+    target that a decoder writes, without special tokens, the marks of a template and padding. With `counts`, a sample
+    has as many rows: one for each answer that it may have.
     """
 
     inputs: dict[str, Tensor]
@@ -44,6 +45,7 @@ class Encoded:
     cut: tuple[bool, ...] = ()
     characters: tuple[int, ...] = ()
     inside: Tensor | None = None
+    counts: tuple[int, ...] = ()
 
     def part(self, start: int, stop: int) -> Encoded:
         """The samples from `start` to `stop`, one row each."""

@@ -92,9 +92,8 @@ def prepare_lesson(
         model.check_kind(dataset)
     objective = choose_objective(dataset, models)
     heads = _heads(models, head, dataset) if objective.name == "classification" else None
-    unlabelled = replace(dataset, labels=None) if objective.name == "classification" else dataset
-    indices = select(unlabelled, samples=samples, sampler=sampler, seed=lesson.seed)
-    drawn = Drawn(models, unlabelled, indices, heads, len(indices), objective)
+    indices = select(replace(dataset, labels=None), samples=samples, sampler=sampler, seed=lesson.seed)
+    drawn = Drawn(models, dataset, indices, heads, len(indices), objective)
     about = data_identity(where, dataset, indices, heads)
     record = _record(models, tuned, about if task is None else {**about, "task": task.name})
     record["options"] |= {"sampler": sampler, "seed": lesson.seed, "head": head, "device": str(place), "dtype": dtype}

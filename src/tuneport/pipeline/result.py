@@ -108,7 +108,7 @@ class Result:
         """Let the fine-tuned source teach the ported target on the calibration samples; no label is used.
 
         A tenth of the samples is held out. The result is the state whose answers there are nearest to the teacher's, or
-        of a language model the one that predicts these texts best, and that may be this transfer as it is.
+        of a language model that reads texts the one that predicts these best, and that may be this transfer as it is.
 
         Args:
             steps: updates of the student.

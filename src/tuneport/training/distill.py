@@ -2,8 +2,8 @@
 
 Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
 teacher's. A tenth of the samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
-or for language models the one that predicts the held-out texts best, and that may be the start. A run can be saved and
-continued with the same bits.
+or for language models that read texts the one that predicts the held-out texts best, and that may be the start. A run
+can be saved and continued with the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..types import Blocks, Progress, Sides
 from .augment import Reader
 from .last_blocks import StoredViews, stack_of
 from .loop import Schedule, passes, run_steps
-from .matching import Matching, matching_of
+from .matching import Matching, matching_of, unlabelled
 from .state import StateFile
 
 STEPS = 300
@@ -135,7 +135,7 @@ def distill(
     """Train the student in place on the answers of the teacher, and leave it in its best state.
 
     Args:
-        samples: with both models; the module of the source is the teacher.
+        samples: with both models; the module of the source is the teacher. Their labels are not used.
         student: a copy of the target's module; its parameters that need a gradient are trained.
         lesson: steps, learning rate and blocks.
         progress: called with 1 after each step.
@@ -143,6 +143,7 @@ def distill(
         saved: keeps the state of the run, and gives back that of a killed one.
     """
     lesson.check()
+    samples = unlabelled(samples)
     matching = matching_of(samples)
     compared = _comparable(samples, matching)
     held_out, taught = divide(compared)
@@ -316,7 +317,7 @@ def _comparable(samples: Drawn, matching: Matching) -> Drawn:
     if len(found) < FEWEST <= len(samples):
         raise DataError(
             f"teacher and student can be compared on {len(found)} of {len(samples)} samples, and a distillation needs "
-            f"at least {FEWEST}: give longer texts. Both models must predict a token that ends at the same place."
+            f"at least {FEWEST}: a text needs a token that both models predict, and a question two answers."
         )
     return found
 

@@ -1,24 +1,27 @@
 """What a student learns from its teacher: how the answers of two models to the same samples are compared.
 
 A Matching asks both models and gives the loss of the student's answers, and the share of them that agree with the
-teacher's. Which one suits follows from the models: class scores where both have a head for the same classes, tokens
-where both write text, and the similarities of the samples in a batch for other encoders.
+teacher's. Which one suits follows from the models: class scores where both have a head for the same classes, tokens or
+answers where both write text, and the similarities of the samples in a batch for other encoders. No label is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from ..data.choices import without_labels
 from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
 from ..job import Drawn
-from ..measure.objectives import batch_for, next_tokens
+from ..measure.objectives import batch_for, next_tokens, sample_losses, with_each_answer
 from ..measure.tokens import match_spans
 from ..models.base import Model, widened
 from ..models.heads import Head
@@ -30,7 +33,9 @@ Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, 
 
 BATCH = 128  # samples of an update
 TEXTS = 32  # of a pass: texts of a similar length, padded little
+ANSWERS = 8  # of a sample at most: each of them takes time
 CHARACTER = 0.5  # two places that are nearer have blanks between them at most
+NONE = -1e6  # the score of an answer that only other samples have
 SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
 
 
@@ -55,9 +60,21 @@ class Matching:
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
 
 
+def unlabelled(samples: Drawn) -> Drawn:
+    """The samples without labels; a question to language models is asked with each of its answers."""
+    if samples.dataset.labels is None:
+        return samples
+    if samples.objective.name not in ("causal", "seq2seq"):
+        return replace(samples, dataset=replace(samples.dataset, labels=None))
+    data = without_labels(samples.chosen, ANSWERS)
+    return replace(samples, dataset=data, indices=np.arange(len(data)), objective=with_each_answer(samples.objective))
+
+
 def matching_of(samples: Drawn) -> Matching:
     """The matching that suits two models and their samples."""
     teacher, student = samples.models
+    if samples.objective.name == "answers":
+        return _of_answers(samples.models)
     if samples.heads is not None:
         return _of_classes(samples.models, samples.heads)
     if teacher.generates is not None and teacher.generates == student.generates:
@@ -111,7 +128,12 @@ def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
     classes compare, whatever the temperature of its head.
     """
     sharpness = SOFTNESS / teacher.std(-1).mean().clamp(min=1e-6)
-    wanted, found = ((sharpness * scores).log_softmax(-1) for scores in (teacher, student))
+    return _divergence(sharpness * teacher, sharpness * student)
+
+
+def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """The mean Kullback-Leibler divergence of the probabilities by scores (N, K)."""
+    wanted, found = (scores.log_softmax(-1) for scores in (teacher, student))
     return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
 
 
@@ -169,6 +191,22 @@ def _same_neighbour(teacher: Tensor, student: Tensor) -> Tensor:
     return (_others(teacher).argmax(-1) == _others(student).argmax(-1)).float().mean()
 
 
+def _of_answers(models: Sides[Model]) -> Matching:
+    """Probabilities of the answers to each question, among one another."""
+
+    def ask(model: Model) -> Ask:
+        def answer(module: nn.Module, encoded: Encoded) -> Tensor:  # (N, most answers)
+            losses = sample_losses(*next_tokens(model, module, batch_for(model, encoded)))
+            return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
+
+        return answer
+
+    def comparable(sides: Sides[Encoded]) -> Tensor:
+        return torch.tensor(sides.target.counts) > 1
+
+    return Matching("answers", Sides(*map(ask, models)), _divergence, _same_class, 16, 4, comparable=comparable)
+
+
 def _of_tokens(models: Sides[Model]) -> Matching:
     """Distributions over one vocabulary, at each token to predict."""
 
@@ -220,8 +258,7 @@ def _common(teacher: Tokens, student: Tokens) -> Sides[Tensor]:
 
 
 def _token_loss(teacher: Tokens, student: Tokens) -> Tensor:
-    wanted, found = (scores.log_softmax(-1) for scores in _common(teacher, student))
-    return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+    return _divergence(*_common(teacher, student))
 
 
 def _text_loss(student: Tokens) -> Tensor:
