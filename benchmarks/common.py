@@ -14,10 +14,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tuneport.bench.recipe import Recipe
-from tuneport.bench.run import check_models, run_pair
-from tuneport.bench.schema import Comparison
-from tuneport.bench.tables import RESULTS, Comparing, Row, write_tables
+from paper.recipe import Recipe
+from paper.run import check_models, run_pair
+from paper.schema import Comparison
+from paper.tables import RESULTS, Comparing, Row, write_tables
 from tuneport.errors import DataError, first_of
 from tuneport.io.output import new_folder
 from tuneport.training.loop import Schedule

@@ -39,11 +39,11 @@ from fuzz_spoil import (
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from paper import files
+from paper.recipe import read_recipe
 from tuneport import TuneportError, cli
-from tuneport.bench.recipe import read_recipe
 from tuneport.data import arrow, formats, rows
 from tuneport.data.formats import read_plain
-from tuneport.data.tasks import files
 from tuneport.io.checkpoint import open_checkpoint, read_json
 from tuneport.io.validate import check_finite
 from tuneport.maps.covariance import CrossCovariance
@@ -342,7 +342,7 @@ def look_at_list(path: Path) -> None:
 
 def saved_work(root: Path) -> Iterator[Kind]:
     """What commands keep for --resume, and what they read of outputs and models beside the weights."""
-    from tuneport.bench.run import Cells
+    from paper.run import Cells
     from tuneport.pipeline.change import stated_base
     from tuneport.pipeline.port import finished
     from tuneport.report.provenance import _licence

@@ -139,7 +139,7 @@ def of_text(o: argparse.Namespace, results: Path) -> dict[str, Table]:
     chosen = f"--tasks {cells[0][0]} --targets {cells[0][1]} {little}" if o.smallest else ""
     links = " ; ".join(f"ln -sfn {o.encoders}/{name} {models}/{name}" for name in ("minilm-l6", *ENCODERS))
     tuned = {
-        f"text-model-{task}": f"mkdir -p {models} ; {links} ; python -m tuneport finetune {o.encoders}/minilm-l6 "
+        f"text-model-{task}": f"mkdir -p {models} ; {links} ; python -m paper.finetune {o.encoders}/minilm-l6 "
         f"--data {task}:{data}/{task}.jsonl.gz --steps {1 if o.smallest else 150} --batch-size 32 --learning-rate 5e-5 "
         f"--device {o.device} --overwrite --out {models}/minilm-l6-{task}"
         for task in (("trec6",) if o.smallest else ("trec6", "subj"))
@@ -186,7 +186,7 @@ def of_lab(o: argparse.Namespace, notes: Path) -> dict[str, Table]:
         return Table(found, (shown, f"cp {out} {notes / name}.jsonl"), **about)
 
     tuned = {
-        f"fresh-model-{task}": f"python -m tuneport finetune {o.shared}/zoo/b --data {images}/{task}.npz --head {task} "
+        f"fresh-model-{task}": f"python -m paper.finetune {o.shared}/zoo/b --data {images}/{task}.npz --head {task} "
         f"--steps {2 if o.smallest else 2000} --batch-size {8 if o.smallest else 128} --learning-rate 1e-4 "
         f"--weight-decay 0.1 --warmup {0 if o.smallest else 200} --device {o.device} --overwrite "
         f"--out {models}/b-{task}"

@@ -20,8 +20,12 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
+import tuneport
 from tuneport.cli import app
-from tuneport.demo.run import MODELS, mirrored_digits
+from tuneport.demo.finetune import finetune
+from tuneport.demo.run import MODELS, mirrored_digits, save_finetuned
+from tuneport.models.open import open_model
+from tuneport.training.loop import Schedule
 
 Options = dict[str, str]
 MARKS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
@@ -81,8 +85,9 @@ def image_models(folder: Path, steps: int) -> Options:
                 home.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(pixels).save(home / f"{place}.png")
     tuned, data = folder / "small-mirrored", folder / "digits"
-    rate = ["--steps", steps, "--batch-size", 64, "--learning-rate", 1e-3]
-    command("finetune", MODELS / "small", "--data", data, *map(str, rate), "--out", tuned)
+    small = open_model(MODELS / "small")
+    schedule = Schedule(steps, batch_size=64, learning_rate=1e-3)
+    save_finetuned(small, finetune(small, tuneport.read_data(data, "train"), schedule), tuned)
     return options(MODELS / "small", tuned, MODELS / "large", data)
 
 

@@ -29,7 +29,6 @@ import tuneport
 from benchmarks.claims import readme
 from builders.folders import LARGE, SMALL, build, images, perturb, write_head
 from tuneport import cli
-from tuneport.bench.recipe import read_recipe
 from tuneport.data.samplers import SAMPLERS
 from tuneport.measure.accuracy import compute_features
 from tuneport.methods import METHODS
@@ -144,9 +143,6 @@ def test_code_runs(
         if block.language == "python":
             source = "\n" * block.line + block.code  # so that a failure names the line of the page
             exec(compile(source, str(page), "exec"), namespace)
-        if block.language == "toml":
-            Path("recipe.toml").write_text(block.code, encoding="utf-8")
-            read_recipe("recipe.toml")
         for words in shell_commands(block.code) if block.language == "bash" else ():
             run_command(words, monkeypatch)
     capsys.readouterr()
@@ -233,12 +229,12 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_names_in_paper_to_code_exist() -> None:
     text = (ROOT / "docs" / "paper-to-code.md").read_text(encoding="utf-8")
-    names = sorted(set(re.findall(r"`(tuneport\.[\w.]+)`", text)))
+    names = sorted(set(re.findall(r"`((?:tuneport|paper)\.[\w.]+)`", text)))
     assert len(names) > 25
     missing = [name for name in names if not exists(name)]
     assert not missing
-    files = [path for path in re.findall(r"`((?:benchmarks|src|tests)/[\w./]+)`", text) if not (ROOT / path).exists()]
-    assert not files
+    files = re.findall(r"`((?:benchmarks|paper|src|tests)/[\w./]*)`", text)
+    assert not [path for path in files if not (ROOT / path).exists()]
 
 
 def exists(name: str) -> bool:

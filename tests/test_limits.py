@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tuneport.bench import recipe
+from paper import files, recipe
 from tuneport.data import arrow, dataset, formats, images, rows
-from tuneport.data.tasks import files
 from tuneport.io import checkpoint, untrusted, weight_file
 from tuneport.models import families, outline
 from tuneport.models.families import huggingface_vision as vision

@@ -32,7 +32,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "src/tuneport/bench/recipes"
+RECIPES = ROOT / "paper/recipes"
 RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/move-a-lora.md")
 NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"

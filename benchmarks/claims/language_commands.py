@@ -7,10 +7,10 @@ It prints each command and runs it, and leaves out what is there: the models, th
     python -m benchmarks.claims.language_commands --shared SHARED --work WORK --show \
         --pairs qwen-coder-0.5b:qwen-coder-1.5b --task trec6 --samples 100
 
-A run for a CPU has few steps, samples and tokens, and leaves out `compare`, which would take hours for wide layers:
+A run for a CPU has few steps, samples and tokens:
 
     python -m benchmarks.claims.language_commands --shared SHARED --work WORK --pairs qwen-coder-0.5b:qwen-coder-1.5b \
-        --steps 20 --samples 8 --max-tokens 400 --test 20 --without compare
+        --steps 20 --samples 8 --max-tokens 400 --test 20
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Session:
         few = [] if self.max_tokens is None else ["--max-tokens", str(self.max_tokens)]
         sides = ["--source", str(source), "--target", str(target), *data, *few]
         yield None, ["tuneport", "plan", *sides]
-        yield None, ["tuneport", "compare", str(source), str(target), *data]
         more = ["--as", "adapter", "--rank", "16", "--evaluate", "--out", str(self.out)]
         yield self.out, ["tuneport", "transfer", *sides, *more]
         yield (
@@ -118,7 +117,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, help="of all samples together, in the maps")
     parser.add_argument("--steps", type=int, default=ALL_DATA["steps"], help="of the source's LoRA")
     parser.add_argument("--test", type=int, default=300, help="test samples")
-    parser.add_argument("--without", nargs="+", default=[], choices=("plan", "compare"))
     parser.add_argument("--show", action="store_true", help="print the commands and do nothing else")
     options = parser.parse_args()
     for pair in options.pairs:
@@ -128,8 +126,6 @@ def main() -> None:
             options.work.mkdir(parents=True, exist_ok=True)
             session.write_chats()
         for made, words in session.commands():
-            if words[1] in options.without:
-                continue
             print(f"$ {shlex.join(words)}", flush=True)
             if not options.show and not (made is not None and made.exists()):
                 start = {"python": [sys.executable], "tuneport": [sys.executable, "-m", "tuneport"]}[words[0]]

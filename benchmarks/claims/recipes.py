@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import commit, load
-from tuneport.bench.figures import draw
-from tuneport.bench.recipe import FIGURES, RECIPES, Recipe, read_recipe
-from tuneport.bench.run import (
+from paper.figures import draw
+from paper.recipe import FIGURES, RECIPES, Recipe, read_recipe
+from paper.run import (
     PASSES,
     Cells,
     _fingerprint,
@@ -37,8 +37,8 @@ from tuneport.bench.run import (
     run_recipe,
     wanted_finetunes,
 )
-from tuneport.bench.schema import Comparison
-from tuneport.bench.tables import plot
+from paper.schema import Comparison
+from paper.tables import plot
 from tuneport.errors import TuneportError
 
 

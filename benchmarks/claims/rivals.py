@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import commit, load, merge, run_comparison, save
-from tuneport.bench.schema import Comparison
-from tuneport.bench.tables import RESULTS, Comparing, markdown
+from paper.schema import Comparison
+from paper.tables import RESULTS, Comparing, markdown
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common import commit
+from paper.finetune import finetune
 from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import TASKS
 from tuneport.job import Job
@@ -41,7 +42,6 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.scale import Scaled, choose_on_halves
 from tuneport.pipeline.statistics import measure_job, problem_of
-from tuneport.training.finetune import finetune
 from tuneport.training.loop import Schedule
 
 FILES = {

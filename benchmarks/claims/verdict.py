@@ -3,7 +3,7 @@
     python -m benchmarks.claims.verdict --shared ../shared --runs runs-verdict
     python -m benchmarks.claims.verdict --runs runs-verdict --write benchmarks/results/verdict.md
 
-The first command runs `tuneport.pipeline.preflight.compare` for each cell on the calibration samples that transfers of
+The first command runs `paper.preflight.compare` for each cell on the calibration samples that transfers of
 zoo-n100.json drew (the same seed), and keeps a file per cell. The second holds them against the real gains of
 zoo-n100.json: rank correlations of every candidate feature, the verdicts, and thresholds chosen again with each pair
 and each task left out.
@@ -29,8 +29,8 @@ from scipy.stats import spearmanr
 
 from benchmarks.claims.zoo import CELLS
 from benchmarks.common import commit, part_of
-from tuneport.measure.likeness import COMPARED
-from tuneport.pipeline.preflight import (
+from paper.likeness import COMPARED
+from paper.preflight import (
     LIKELY,
     UNCERTAIN,
     UNLIKELY,
@@ -132,7 +132,7 @@ def lean(trial: Trial) -> float:
 
 
 def says(trial: Trial, falls: float, wrong: float) -> str:
-    """A rule of thresholds, for comparison with that of tuneport.pipeline.preflight.judge."""
+    """A rule of thresholds, for comparison with that of paper.preflight.judge."""
     assert trial.gain is not None
     if lean(trial) <= wrong or trial.loss_falls < 0.5:
         return UNLIKELY

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import commit, load, part_of, run_comparison, save
-from tuneport.bench.schema import Comparison
-from tuneport.bench.tables import Comparing
+from paper.schema import Comparison
+from paper.tables import Comparing
 
 PAIRS = {
     ("a", "a2"): ("cifar10", "fashion", "gtsrb", "mnist"),

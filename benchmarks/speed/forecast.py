@@ -1,11 +1,9 @@
-"""Forecasts of transfers that were measured on a GPU, from configurations alone.
+"""Forecasts of the memory of transfers that were measured on a GPU, from configurations alone.
 
     python benchmarks/speed/forecast.py --measured benchmarks/results/speed --out OUT
 
 Reads the results of llama.py at 8B (a full change and a LoRA; models, change and result on the device), and plans the
-same transfers without weights and without the GPU. Seconds are by the rates of `tuneport.runtime.speed.probe`
-on an NVIDIA H200
-(offload.py prints them), 2026-11-15.
+same transfers without weights and without the GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ import torch
 from llama import SHAPES, make
 from record import publish, table
 
-H200 = {"passes": 3.9e14, "products": 6.0e13, "dense": 2.2e12, "thin": 1.3e13, "link": 5.5e10, "back": 1.2e9}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,9 +27,7 @@ def main() -> None:
     from tuneport.models.offload import Placement, bytes_of
     from tuneport.pipeline.outlook import prepare_shapes
     from tuneport.runtime.budget import result_bytes
-    from tuneport.runtime.cost import flops_of
     from tuneport.runtime.forecast import Forecast
-    from tuneport.runtime.speed import Rates, seconds_of
 
     device = torch.device("cuda")  # planned for, not needed
     with tempfile.TemporaryDirectory() as folder:
@@ -46,9 +40,6 @@ def main() -> None:
         )
     forecast, pairs = Forecast.of(job), job.plan.pairs
     live = forecast.peak(pairs, (Placement(device), Placement(device)))
-    flops = flops_of(job, len(job.samples))
-    assert flops is not None
-    seconds = seconds_of(flops, Rates(**H200))
     models = sum(bytes_of(model.module.parameters()) for model in (job.source, job.target))
     sizes = {layer.name: 2 * layer.in_features * layer.out_features for layer in job.source.layers}
     changes = {
@@ -60,11 +51,7 @@ def main() -> None:
         found = json.loads((options.measured / f"llama-8b-{name}-1024-cuda.json").read_text())
         peak = models + change + forecast.statistics_bytes(pairs) + max(live, result + forecast.solving_bytes(pairs))
         rows.append([f"peak, {name}, GiB", peak / 2**30, found["peak_bytes"] / 2**30, found["peak_bytes"] / peak])
-        measuring = seconds["passes"] + seconds["sums"]
-        for stage, expected in (("measure", measuring), ("solve", seconds["solve"])):
-            spent = found["seconds"][stage]
-            rows.append([f"{stage}, {name}, s", expected, spent, spent / expected])
-        data[name] = {"peak_bytes": peak, "seconds": seconds, "measured": found}
+        data[name] = {"peak_bytes": peak, "measured": found}
     head = ["", "forecast", "measured", "measured / forecast"]
     title = "Llama-3-8B to Qwen3-8B shapes, bfloat16, N = 100 x 256 tokens, 1024 tokens for maps\n\n"
     publish("forecast-8b", options.out, title + table(head, rows), data, torch.device("cpu"))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
-from tuneport.report.record import Cost, Count, Digest, Input, Keywords, PreparedRecord, Versions
+from tuneport.report.record import Count, Digest, Input, Keywords, PreparedRecord, Versions
 
 Seconds = Annotated[float, Keywords(minimum=0)]
 Share = Annotated[float, Keywords(minimum=0, maximum=1, description="Of the squared norm of the change.")]
@@ -147,43 +147,6 @@ class DistilledEntry(TypedDict):
     seconds: Seconds
 
 
-class TrialEntry(TypedDict):
-    samples: Count
-    loss_before: Measured
-    loss_after: Measured
-    loss_falls: Measured
-    accuracy_before: NotRequired[Measured]
-    accuracy_after: NotRequired[Measured]
-    turned_right: NotRequired[int | None]
-    turned_wrong: NotRequired[int | None]
-    loss_error: NotRequired[Measured]
-    scales: NotRequired[Sequence[float]]
-    rule: NotRequired[Literal["auto", "safe"] | None]
-    seconds: NotRequired[Seconds]
-
-
-class VerdictEntry(TypedDict):
-    verdict: Literal["likely to help", "uncertain", "unlikely to help"]
-    reasons: Sequence[str]
-    trial: TrialEntry | None
-
-
-class SimilarityEntry(TypedDict):
-    target: str
-    source: str
-    role: str
-    block: int | None
-    signal: str
-    tokens: Count
-    cka: Measured
-    cka_debiased: Measured
-    cosine_before: Measured
-    cosine_after: Measured
-    cosine_held_out: Measured
-    rank: int | None
-    residual: Measured
-
-
 class FittedHead(TypedDict):
     tensors: list[str]
     classes: list[str]
@@ -205,7 +168,6 @@ class RunRecord(PreparedRecord):
     moved_share: Share
     left_behind: list[LeftTensor]
     scale_choice: NotRequired[ScaleChoiceEntry]
-    cost: NotRequired[Cost]
     distilled: NotRequired[DistilledEntry]
     evaluation: NotRequired[Evaluation]
     outcome: NotRequired[Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]]
@@ -219,8 +181,6 @@ class RunRecord(PreparedRecord):
     accuracies: NotRequired[list[ScoredModel]]
     by_class: NotRequired[list[ByClass]]
     turned: NotRequired[Turned]
-    verdict: NotRequired[VerdictEntry]
-    similarity: NotRequired[list[SimilarityEntry]]
 
 
 Place = TypedDict("Place", {"out": str, "as": str})  # "as" is a keyword, which a class cannot have as a field

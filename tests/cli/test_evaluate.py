@@ -88,3 +88,17 @@ class TestEvaluate:
         ]
         for arguments, words in expected:
             assert_refused(run("evaluate", *arguments), 1, *words)
+
+
+def test_a_transfer_records_what_evaluate_finds(run: Run, zoo: Zoo, place: Path) -> None:
+    out = place / "checked"
+    found = run("transfer", "--scale=1", *options(zoo, out=out), "--evaluate", "--json").json["evaluation"]
+    after = run("evaluate", out, "--data", zoo.data, "--json").json
+    before = run("evaluate", zoo["clip_vision-target"], "--data", zoo.data, "--json").json
+    assert (found["before"], found["after"]) == (before["accuracy"], after["accuracy"])
+
+
+def test_accuracy_needs_data(run: Run, zoo: Zoo, place: Path) -> None:
+    given = ("--source", zoo["vit-base"], "--finetuned", zoo["vit-tuned"], "--target", zoo["vit-target"])
+    done = run("transfer", "--scale=1", *given, "--method", "naive", "--out", place / "out", "--evaluate")
+    assert_refused(done, 1, "--data")

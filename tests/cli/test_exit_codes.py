@@ -106,18 +106,15 @@ class TestExitCodes:
         assert list(place.iterdir()) == []
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    @pytest.mark.parametrize("moment", ["measuring", "writing", "training"])
+    @pytest.mark.parametrize("moment", ["measuring", "writing"])
     def test_signals(self, zoo: Zoo, place: Path, moment: str, number: signal.Signals) -> None:
         """A real signal to a real process, which waits for it in the middle of its work."""
-        training = moment == "training"
         words = ["transfer", "--scale=1", *options(zoo), "--batch-size", "4", "--save-every", "0"]
-        if training:
-            words = ["finetune", str(zoo["vit-base"]), "--data", str(zoo.data), "--steps", "3", "--batch-size", "4"]
         done = self.signalled(moment, [number], *words, "--out", str(place / "out"))
         kept = "note: what was measured is kept; the same call with --resume continues from it\n"
-        assert done.warnings == ("" if training else kept) + "interrupted; no partial output remains\n"
+        assert done.warnings == kept + "interrupted; no partial output remains\n"
         assert done.code == 128 + number
-        assert [file.name for file in place.iterdir()] == ([] if training else [".out.tuneport-work"])
+        assert [file.name for file in place.iterdir()] == [".out.tuneport-work"]
 
     def test_further_signals_do_not_disturb_the_removal_of_files(self, zoo: Zoo, place: Path) -> None:
         words = ["transfer", "--scale=1", *options(zoo), "--out", str(place / "out")]
@@ -138,7 +135,6 @@ import os, shutil, signal, sys
 from tuneport import cli
 from tuneport.measure import capture
 from tuneport.pipeline import result
-from tuneport.training import finetune
 moment, *numbers = sys.argv.pop(1).split(",")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests run in the background have not
 signal.signal(signal.SIGHUP, signal.SIG_IGN if moment == "nohup" else signal.SIG_DFL)  # not as the tests were started
@@ -159,7 +155,6 @@ if moment == "measuring":
     capture._Accumulator.finish = signalled(capture._Accumulator.finish, 3)
 if moment in ("writing", "nohup"):
     result.report_page = signalled(result.report_page, 1)
-finetune.rows_of = signalled(finetune.rows_of, 3)
 cli.main()
 """
         return run_program(program, ",".join([moment, *map(str, map(int, numbers))]), *words)

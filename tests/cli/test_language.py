@@ -120,24 +120,6 @@ def test_wrong_columns(run: Run, trio: dict[str, Path], columns: str, parts: lis
     assert_refused(done, 1, *parts)
 
 
-def test_a_verdict_from_the_held_out_loss(run: Run, trio: dict[str, Path]) -> None:
-    given = words({"data": trio["data"], "finetuned": trio["finetuned"]}, samples=12)
-    done = run("compare", trio["source"], trio["target"], *given, "--json")
-    assert done.code == 0, done.err
-    trial = done.json["verdict"]["trial"]
-    assert trial["samples"] == 12
-    assert trial["loss_error"] > 0
-    falls = trial["loss_after"] < trial["loss_before"]
-    sure = trial["loss_before"] - trial["loss_after"] > 2 * trial["loss_error"]
-    wanted = "likely to help" if sure else "uncertain" if falls else "unlikely to help"
-    assert done.json["verdict"]["verdict"] == wanted
-    loss = perplexity(open_model(trio["target"]), read_plain(trio["data"], "train"))
-    assert loss.perplexity is not None
-    assert loss.tokens is not None
-    # 12 samples are all of the training split, and the loss before needs no maps
-    assert trial["loss_before"] == pytest.approx(np.log(loss.perplexity) * loss.tokens / 12, rel=1e-5)
-
-
 def test_encoders_without_classes_are_compared_with_the_source(run: Run, place: Path) -> None:
     """Fidelity is the correlation of the cosines between texts with those in the fine-tuned source."""
     paths = {

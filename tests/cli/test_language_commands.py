@@ -71,7 +71,7 @@ def test_the_program_takes_the_commands_of_every_pair(pair: str) -> None:
     program = typer.main.get_command(app)
     session = Session(Path("s"), Path("w"), pair, max_tokens=400)
     found = [words for _, words in session.commands() if words[0] == "tuneport"]
-    assert [words[1] for words in found] == ["plan", "compare", "transfer"]
+    assert [words[1] for words in found] == ["plan", "transfer"]
     for words in found:
         program.commands[words[1]].make_context(words[1], words[2:])  # raises if an option is unknown or missing
 

@@ -178,7 +178,7 @@ def test_from_the_command_line(zoo: Zoo, tmp_path: Path) -> None:
     source, tuned, target = map(str, zoo.trio("clip_vision"))
     words = ["transfer", "--source", source, "--finetuned", tuned, "--target", target, "--data", str(zoo.data)]
     words += ["--out", str(tmp_path / "out"), "--samples", "24", "--dtype", "bfloat16"]
-    found = CliRunner().invoke(app, [*words, "--scale", "auto", "--evaluate", "--compare", "--json"])
+    found = CliRunner().invoke(app, [*words, "--scale", "auto", "--evaluate", "--json"])
     assert found.exit_code == 0, found.output
     record = json.loads(found.stdout)
     assert record["options"]["dtype"] == "bfloat16"

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from builders.folders import Zoo, edit_json, edit_weights, write_head
 from builders.processes import run_program
-from tuneport.bench.recipe import read_recipe
+from paper.recipe import read_recipe
 from tuneport.data import formats, rows
 from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError, reraised

@@ -30,8 +30,8 @@ from builders.texts import (
 )
 from builders.twins import finetuned
 from builders.twins import moved as all_moved
+from paper import run as bench
 from tuneport import transfer
-from tuneport.bench import run as bench
 from tuneport.cli import app
 from tuneport.data.formats import read_plain
 from tuneport.data.samplers import select

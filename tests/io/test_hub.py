@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common import run_comparison
 from builders.folders import Zoo, load
-from tuneport.bench.recipe import make_recipe
+from paper.recipe import make_recipe
 from tuneport.errors import CheckpointError, DataError
 from tuneport.io.hub import hub_name, local, looks_like_hub_id
 from tuneport.models.open import open_model

@@ -35,6 +35,7 @@ from builders.texts import (
     write_rows,
 )
 from builders.twins import finetuned
+from paper.preflight import try_transfer
 from tuneport import transfer
 from tuneport.cli import app
 from tuneport.data.dataset import UNLABELLED, Dataset
@@ -55,7 +56,6 @@ from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import describe_module, open_model
-from tuneport.pipeline.preflight import try_transfer
 from tuneport.pipeline.prepare import prepare
 
 TOKENIZERS = {"llama": gpt_tokenizer, "gpt2": gpt_tokenizer, "t5": t5_tokenizer, "bert": bert_tokenizer}

@@ -24,15 +24,15 @@ from builders.texts import (
     write_rows,
 )
 from builders.twins import Twin, finetuned
+from paper.finetune import prepare_training
+from paper.preflight import try_transfer
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
 from tuneport.models.open import describe_module
 from tuneport.pipeline.adapter import loader_of
 from tuneport.pipeline.evaluation import check_test, read_test, usual_test
 from tuneport.pipeline.labels import measurable
-from tuneport.pipeline.preflight import try_transfer
 from tuneport.pipeline.prepare import prepare
-from tuneport.training.finetune import prepare_training
 from tuneport.training.loop import Schedule
 
 NAMES = ("source", "tuned", "target")

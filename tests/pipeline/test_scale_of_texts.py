@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from builders.texts import gpt_tokenizer, make, write
+from paper.preflight import judge, try_transfer
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.data.views import VIEWS
@@ -24,7 +25,6 @@ from tuneport.measure.language import likelihood
 from tuneport.measure.objectives import read_answers
 from tuneport.models.open import open_model
 from tuneport.pipeline.outlook import expected
-from tuneport.pipeline.preflight import judge, try_transfer
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import (
     MOST_ANSWERS,

@@ -20,7 +20,6 @@ from tuneport.cli import app
 from tuneport.data.formats import read_plain
 from tuneport.data.tasks import TASKS
 from tuneport.pipeline.port import port
-from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.answer import Answer
@@ -66,9 +65,8 @@ class Tree(HTMLParser):
 def record(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A transfer with everything that a record can hold."""
     job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24)
-    found = compare(job)
     out = tmp_path_factory.mktemp("page") / "out"
-    port(job, out, scale="auto", test=read_plain(zoo.data, "test"), verdict=found.record())
+    port(job, out, scale="auto", test=read_plain(zoo.data, "test"))
     content = json.loads((out / "tuneport.json").read_text())
     assert (out / "report.html").read_text() == report_page(content)
     return content
@@ -91,29 +89,21 @@ class TestContent:
     def test_page_contains_every_section_and_number(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
-        headings = ("Scale", "What moved", "Layer by layer", "Similarity of the models", "Cost", "Repeat it")
+        headings = ("Scale", "What moved", "Layer by layer", "Time", "Repeat it")
         assert not [heading for heading in headings if heading not in text]
-        assert record["verdict"]["verdict"] in text
         for layer in record["layers"]:
             assert layer["target"] in text
             assert f"{layer['norm_target']:.4g}" in text
         for item in record["not_transported"]:
             assert item["tensor"] in text
             assert item["reason"] in text
-        assert f"{record['cost']['counted']['forward'] / 1e6:.3g} MFLOP" in text
-
-    def test_ten_steps_of_fine_tuning_cost_a_two_hundredth_of_the_papers(self, record: dict[str, Any]) -> None:
-        text = " ".join(Tree(report_page(record)).text)
-        spent = record["cost"]["paper"]["fine_tuning"]
-        found = re.search(r"ten steps of fine-tuning the target ([\d.]+) ([GM])FLOP", text)
-        assert found
-        assert float(found[1]) * {"G": 1e9, "M": 1e6}[found[2]] == pytest.approx(spent / 200, rel=5e-3)  # three digits
+        assert f"{record['seconds']:.2f}" in text
 
     def test_numbers_in_pictures_are_also_in_tables(self, record: dict[str, Any]) -> None:
         tree = Tree(report_page(record))
         text = " ".join(tree.text)
         plots = [json.loads(attrs["data-plot"] or "") for tag, attrs in tree.seen if "data-plot" in attrs]
-        assert len(plots) >= 4
+        assert len(plots) >= 2
         losses = next(plot for plot in plots if "mean loss" in plot["lines"])
         assert len(losses["lines"]["mean loss"]) == len(record["scale_choice"]["candidates"])
         assert all(f"{value:.4g}" in text for value in losses["lines"]["mean loss"] if value is not None)
@@ -169,7 +159,6 @@ class TestContent:
             item["tensor"] = item["reason"] = evil
         for key in ("source", "finetuned", "target", "data"):
             changed[key]["name"] = changed[key]["path"] = evil
-        changed["verdict"] = {"verdict": evil, "reasons": [evil]}
         changed |= answered("harm", evil, evil)
         for item in (*changed["turned"]["right"], *changed["turned"]["wrong"]):
             item |= {"label": evil, "before": evil, "after": evil, "text": evil}
@@ -327,7 +316,6 @@ class TestRepeat:
     def test_command_names_the_inputs_and_options(self, record: dict[str, Any]) -> None:
         words = shlex.split(repeat_command(record) or "")
         assert words[:2] == ["tuneport", "transfer"]
-        words.remove("--compare")  # the models were compared
         given = dict(zip(words[2::2], words[3::2], strict=True))
         assert given["--source"] == record["source"]["path"]
         assert given["--scale"] == "auto"

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tuneport.data.formats import read_plain
 from tuneport.models.base import describe_any
 from tuneport.pipeline.change import apply, extract
 from tuneport.pipeline.port import port
-from tuneport.pipeline.preflight import compare
 from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.card import model_card
@@ -29,8 +27,6 @@ from tuneport.report.page import report_page
 from tuneport.report.provenance import identity_of
 from tuneport.report.record import to_json
 from tuneport.task_vectors.vector import save_task_vector
-from tuneport.training.finetune import prepare_training, run_training
-from tuneport.training.loop import Schedule
 
 SCHEMA = json.loads((Path(tuneport.__file__).parent / "report" / "schema.json").read_text())
 
@@ -66,12 +62,12 @@ class TestSchema:
         valid(stored)
         assert (stored["command"], stored["as"]) == ("transfer", "model")
 
-    def test_transfer_with_verdict_and_accuracy(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
+    def test_transfer_with_an_evaluation(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=24)
-        port(job, tmp_path / "out", test=read_plain(zoo.data, "test"), verdict=compare(job).record())
+        port(job, tmp_path / "out", test=read_plain(zoo.data, "test"))
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         valid(stored)
-        assert {"cost", "evaluation", "verdict", "similarity"} <= set(stored)
+        assert "evaluation" in stored
         assert {"role", "block", "width_in", "spectrum_in"} <= set(stored["layers"][0])
 
     def test_transfer_to_a_task_vector(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
@@ -271,13 +267,3 @@ class TestCard:
         assert page.count("<script>") == 1, "the page's"
         assert "alert(1)</script>" not in page
         assert "&lt;script&gt;alert(1)" in page
-
-    def test_hostile_names_are_escaped_in_the_card_of_a_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
-        ready = prepare_training(zoo["vit-base"], zoo.data, Schedule(1, batch_size=4), device="cpu")
-        names = {key: {**ready.record[key], "name": HOSTILE} for key in ("model", "data")}
-        run_training(replace(ready, record={**ready.record, **names}), tmp_path / "out")
-        card = (tmp_path / "out" / "README.md").read_text()
-        assert card.count("\n#") == 0, "one heading, the first line"
-        assert "&lt;script&gt;alert(1)" in card
-        for hostile in ("<script>", "[a](javascript", "\x1b", "\u2028", "\n---"):
-            assert hostile not in card

@@ -19,9 +19,8 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import TuneportError, brief, lacks_memory
-from .bench import bench
-from .models import apply, distill, evaluate, extract, finetune, merge
-from .plan import compare, plan
+from .models import apply, distill, evaluate, extract, merge
+from .plan import plan
 from .signals import stopped_by_signals
 from .terminal import fail, say, tell
 from .tour import demo, methods, samplers
@@ -61,15 +60,11 @@ COMMANDS: dict[Callable[..., None], str | None] = {
     transfer: "tuneport transfer --source old-base --finetuned old-base-cars --target new-base "
     "--data cars/ --out new-base-cars",
     plan: "tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/",
-    compare: "tuneport compare old-base new-base --data cars/ --finetuned old-base-cars",
     distill: "tuneport distill --finetuned old-base-cars --target new-base --data photos/ --out new-base-cars",
     extract: "tuneport extract old-base old-base-cars -o cars.safetensors",
     apply: "tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7",
     merge: "tuneport merge cars.safetensors birds.safetensors --base old-base --as model -o old-base-both",
     evaluate: "tuneport evaluate new-base-cars --data cars/ --head cars",
-    finetune: "tuneport finetune old-base --data cars/ --out old-base-cars",
-    bench: "tuneport bench --source old --target new --finetuned cars=old-cars --data cars=cars/ "
-    "--methods naive,theseus,bico --samples 20,100 --seeds 0,1,2 --out comparison",
     methods: None,
     samplers: None,
     demo: "tuneport demo",

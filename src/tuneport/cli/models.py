@@ -1,4 +1,4 @@
-"""Commands on one model: `extract`, `apply`, `merge`, `evaluate` and `finetune`.
+"""Commands on one model: `extract`, `apply`, `merge`, `evaluate` and `distill`.
 
 Each checks its output path before it opens a model.
 """
@@ -279,51 +279,6 @@ def _print_classes(found: Mapping[str, Evaluation]) -> None:
     names = dict.fromkeys(name for row in rows for name in row)
     table = [[name, *(f"{row[name]:.1f} %" if name in row else "" for row in rows)] for name in names]
     show(table, "class", *found, fold=True)
-
-
-def finetune(
-    model: Annotated[str, typer.Argument(help="The model to fine-tune.")],
-    data: Annotated[str, typer.Option(help="Labelled data; the training split is learnt.")],
-    out: Annotated[str, typer.Option(help="The folder to write; must not exist.")],
-    head: HeadName = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Learn this many of the training samples (all unless given).", min=1)
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 2000,
-    batch_size: Annotated[int, typer.Option(help="Samples per update.", min=1)] = 128,
-    learning_rate: Annotated[float, typer.Option(help="The highest, after the warm-up.")] = 1e-5,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", min=0)] = 0.1,
-    warmup: Annotated[int | None, typer.Option(help="Steps of rising rate: 200, or a tenth if fewer.", min=0)] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Also keep the model every N steps; 0: never.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the order of samples.", min=0, max=2**63 - 1)] = 0,
-    device: Device = "auto",
-    overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
-) -> None:
-    """Fine-tune a model's tower with its head frozen, by the paper's protocol, and write it as a folder."""
-    from ..io.output import check_new_folder
-    from ..models.open import path_of
-    from ..training.finetune import prepare_training, run_training
-    from ..training.loop import Schedule
-
-    if not 0 < learning_rate < 1e37:  # beyond, an update is no float32
-        raise TuneportError(f"--learning-rate must be a number above 0 and below 1e37, got {learning_rate}.")
-    check_new_folder(out, overwrite, inputs=[path_of(path) for path in (model, data, head) if path])
-    slow = min(200, steps // 10) if warmup is None else warmup
-    schedule = Schedule(steps, batch_size, learning_rate, weight_decay, seed=seed, warmup=slow)
-    training = prepare_training(
-        model, data, schedule, head=head, samples=samples, device=device, trust_remote_code=trust_remote_code
-    )
-    with progress("fine-tuning", steps) as advance:
-        record = run_training(training, out, checkpoint_every=checkpoint_every, overwrite=overwrite, progress=advance)
-    if json:
-        emit_json(record)
-        return
-    found = record.get("validation_accuracy")
-    accuracy = "" if found is None else f", {found:.2f} % of the validation split right"
-    say(f"{steps} steps in {record['seconds']:.1f} s, loss {record['losses'][-1]['loss']:.4g}{accuracy}")
-    say(f"written to {out}" + (f", {len(record['checkpoints'])} checkpoints in it" if checkpoint_every else ""))
 
 
 def distill(

@@ -111,7 +111,6 @@ AdapterDtype = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what a killed run of the same command has measured.")]
 SaveEvery = Annotated[float, typer.Option(help="Seconds between two saves of what is measured, for --resume.", min=0)]
-Compare = Annotated[bool, typer.Option("--compare", help="Compare the models first; the verdict goes into the report.")]
 Evaluate = Annotated[
     bool | None,
     typer.Option(

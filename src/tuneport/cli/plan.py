@@ -1,4 +1,4 @@
-"""Before a transfer: what it would do and cost (`plan`), and whether it is likely to help (`compare`)."""
+"""`tuneport plan`: what a transfer would do, and what memory it would take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from ..errors import TuneportError
 from . import options
 from .terminal import emit_json, say, show
-from .transfer import compare_models, print_kept, print_notes
+from .transfer import print_kept, print_notes
 
 if TYPE_CHECKING:
     from ..pipeline.options import Options
@@ -57,7 +57,7 @@ def plan(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Show what a transfer would do, without doing it: the pairing, what stays and why, the expected cost."""
+    """Show what a transfer would do, without doing it: the pairing, what stays and why, the memory."""
     given = options.prepare_options(locals())
     if shapes_only:
         _plan_shapes(source, target, method, length, given, json)
@@ -105,17 +105,8 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
         say(words)
     cost = outlook["expected"]
     say(
-        f"expected: {format_bytes(cost['statistics_bytes'])} of statistics, "
-        f"{cost['flops'] / 1e9:.3g} GFLOP of model passes, "
-        f"{cost['alignment_flops'] / 1e9:.3g} GFLOP of alignment, "
-        f"{cost['answer_flops'] / 1e9:.3g} GFLOP of passes for the scale and the scores, "
-        f"about {cost['seconds']:.0f} s on this machine"
-    )
-    paper = cost["cost"]["paper"]
-    say(
-        f"the paper's estimate: {paper['passes'] / 1e9:.3g} GFLOP of model passes, "
-        f"{paper['alignment'] / 1e9:.3g} GFLOP of alignment; "
-        f"2,000 steps of fine-tuning: {paper['fine_tuning'] / 1e9:.3g} GFLOP"
+        f"expected: {format_bytes(cost['statistics_bytes'])} of statistics; for the scale and the scores, the source "
+        f"answers {cost['answers']['source']} samples and the target {cost['answers']['target']}"
     )
     if "groups" in cost:
         runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
@@ -133,76 +124,22 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
 def _plan_shapes(source: str, target: str, method: str, length: int, given: Options, json: bool) -> None:
     """Plans for several devices."""
     from ..io.sizes import format_bytes
-    from ..models.open import pick_device, pick_dtype
     from ..pipeline.outlook import plan_devices, prepare_shapes
-    from ..runtime.speed import probe
 
     device = "cuda" if given["device"] == "auto" else given["device"]
     names = ("batch_size", "dtype", "max_tokens", "memory_budget", "samples")
     known: dict[str, Any] = {name: value for name, value in given.items() if name in names}
     job = prepare_shapes(source, target, method=method, length=length, device=device, **known)
-    rates = probe(pick_device("auto"), pick_dtype(given["dtype"]), given["batch_size"] * length)
-    lines = plan_devices(job, rates, method=method)
+    lines = plan_devices(job, method=method)
     if json:
-        emit_json({"options": job.record["options"], "rates": vars(rates), "plans": lines})
+        emit_json({"options": job.record["options"], "plans": lines})
         return
     rows = []
     for line in lines:
-        cells = [line.get("error", ""), "", "", "", ""]
+        cells = [line.get("error", ""), "", "", ""]
         if "error" not in line:
             sizes = [format_bytes(line[name]) for name in ("peak_bytes", "home_bytes", "fetched_bytes")]
-            cells = [str(line["runs"]), *sizes, f"{line['seconds']['total']:.0f}"]
+            cells = [str(line["runs"]), *sizes]
         rows.append([str(line["devices"]), *cells])
-    columns = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device", "seconds")
+    columns = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device")
     show(rows, *columns, title=f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens")
-    say("rates: " + ", ".join(f"{name} {value:.3g}" for name, value in vars(rates).items()))
-
-
-def compare(
-    source: Annotated[str, typer.Argument(help="The old base model.")],
-    target: Annotated[str, typer.Argument(help="The new base model.")],
-    data: Annotated[str, typer.Option(help="Labelled calibration data; the training split is read.")],
-    finetuned: Annotated[
-        str | None,
-        typer.Option(help="The fine-tuned old base: its transfer is tried in memory. No verdict without it."),
-    ] = None,
-    method: options.MethodName = "bico",
-    samples: options.Samples = None,
-    seed: options.Seed = 0,
-    scale: options.Scale = None,
-    head: options.HeadName = None,
-    columns: options.Columns = None,
-    max_length: options.MaxLength = None,
-    batch_size: options.BatchSize = 32,
-    dtype: options.DtypeName = "float32",
-    device: options.Device = "auto",
-    layers: options.Layers = False,
-    accept_unlikely: options.AcceptUnlikely = False,
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-) -> None:
-    """Compare two models layer by layer, and say whether a transfer is likely to help. Writes nothing."""
-    given = options.prepare_options(locals())
-    from ..measure.likeness import COMPARED
-    from ..methods import get_method
-    from ..pipeline import preflight
-    from ..pipeline.prepare import prepare
-    from ..pipeline.sanity import check_weights
-    from ..pipeline.transfer import check_scale
-
-    strength = check_scale(scale)
-    signals = get_method(method).signals.union(COMPARED)
-    job = prepare(source, finetuned, target, data, signals=signals, **given)
-    if finetuned is not None:
-        check_weights(job)
-    found = compare_models(job, method, strength, trial=finetuned is not None)
-    means = preflight.summary(found.similarity)
-    if json:
-        about = {"source": source, "target": target, "samples": len(job.samples), "summary": means}
-        emit_json({**about, **found.record()})
-        return
-    say(f"verdict: {found.verdict.verdict}")
-    for reason in found.verdict.reasons:
-        say(f"- {reason}")
-    if layers:
-        show(preflight.similarity_rows(found.similarity), *preflight.SIMILARITY_COLUMNS, fold=True)

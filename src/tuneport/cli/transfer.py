@@ -1,6 +1,6 @@
-"""`tuneport transfer`, and what it shares with `plan` and `compare`.
+"""`tuneport transfer`, and what it shares with `plan`.
 
-All three hand their parameters to `prepare`, so that a plan shows the transfer that would run. Every input that can be
+Both hand their parameters to `prepare`, so that a plan shows the transfer that would run. Every input that can be
 refused is refused before a model runs.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,12 @@ import typer
 from ..errors import TuneportError
 from ..types import OutputKind, ScaleRule
 from . import options
-from .terminal import as_options, emit_json, note, progress, say, watched
+from .terminal import as_options, emit_json, note, say, watched
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..job import Job
     from ..models.base import Model
-    from ..pipeline.preflight import Preflight
     from ..task_vectors.lora_write import AdapterForm
 
 
@@ -68,7 +66,6 @@ def transfer(
     dtype: options.DtypeName = "float32",
     resume: options.Resume = False,
     save_every: options.SaveEvery = 60.0,
-    compare: options.Compare = False,
     evaluate: options.Evaluate = None,
     fail_on_harm: options.FailOnHarm = False,
     accept_unlikely: options.AcceptUnlikely = False,
@@ -82,8 +79,6 @@ def transfer(
     from ..runtime.distributed import processes
 
     with processes(device) as here:
-        if compare and here.size > 1:
-            raise TuneportError("--compare runs in one process: leave it out, or start without torchrun.")
         done = _run(asked, here.first)
     if done is None:
         return
@@ -110,7 +105,7 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
     method, data, kind, steps = asked.method, asked.data, asked.as_, asked.distill
     form = AdapterForm(asked.rank, asked.energy, asked.uniform_rank, asked.adapter_dtype)
     strength = check_scale(asked.scale)
-    needed = isinstance(strength, str) or asked.compare or asked.evaluate or steps is not None
+    needed = isinstance(strength, str) or asked.evaluate or steps is not None
     given = options.prepare_options(vars(asked))
     inputs = (asked.source, asked.finetuned, asked.target, data)
     prepared = partial(prepare, *inputs, signals=method, scored=True if needed else None, **given)
@@ -126,10 +121,6 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
             usual = usual_test(job, data, columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
         _check_job(job, method, kind, form, test)
-        verdict = None
-        if asked.compare:
-            written = replace(job, form=form if kind == "adapter" else None)
-            verdict = compare_models(written, method, strength).record()
         with _measuring(job, method, strength, steps or 0) as callbacks:
             record = port(
                 job,
@@ -146,7 +137,6 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
                 test=test,
                 test_samples=None if asked.evaluate else USUAL,
                 untested=untested,
-                verdict=verdict,
                 **callbacks,
             )
     return job, record
@@ -195,13 +185,6 @@ def _measuring(job: Job, method: str, scale: float | ScaleRule | None, steps: in
             note(f"the models are larger: {format_bytes(passes.fetched_bytes)} of weights will come and go")
     with watched("measuring", len(job.samples) * runs + steps) as (advance, watch):
         yield {"passes": passes, "progress": advance, "watch": watch, "step": watch}
-
-
-def compare_models(job: Job, method: str, scale: float | ScaleRule | None, *, trial: bool = True) -> Preflight:
-    from ..pipeline import preflight
-
-    with progress("comparing", 0) as advance:
-        return preflight.compare(job, method, scale=scale, trial=trial, progress=advance)
 
 
 def print_notes(job: Job) -> None:

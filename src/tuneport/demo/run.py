@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from ..data.dataset import Dataset
 from ..data.formats import read_plain
 from ..errors import TuneportError
 from ..io.companions import copy_companions
@@ -37,9 +36,9 @@ from ..pipeline.result import Result
 from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
 from ..report.record import write_record
-from ..training.finetune import finetune
 from ..training.loop import Schedule
-from ..types import Progress, Stage, count_steps
+from ..types import Stage, count_steps
+from .finetune import finetune
 
 MODELS = Path(__file__).parent / "models"
 SAMPLES = 100
@@ -70,8 +69,9 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             return zero_shot(large.with_module(module), head, test).accuracy
 
         found = {"target, zero-shot": accuracy(large.module)}
-        tuned = _finetuned(small, train, 64, count_steps(stage, "fine-tuning the source", STEPS))
-        _save_finetuned(small, tuned, folder / "small-mirrored")
+        schedule = Schedule(STEPS, batch_size=64, learning_rate=1e-3)
+        tuned = finetune(small, train, schedule, count_steps(stage, "fine-tuning the source", STEPS))
+        save_finetuned(small, tuned, folder / "small-mirrored")
         signals = frozenset().union(*(METHODS[name].signals for name in PORTED))
         job = prepare(
             small, folder / "small-mirrored", large, data, signals=signals, head="digits", samples=SAMPLES, seed=seed
@@ -94,7 +94,8 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         # smaller batches: the target is larger, and its fine-tuning takes most of the demo's time
-        reference = _finetuned(large, train, 32, count_steps(stage, "fine-tuning the target", STEPS))
+        schedule = replace(schedule, batch_size=32)
+        reference = finetune(large, train, schedule, count_steps(stage, "fine-tuning the target", STEPS))
         found[f"target, fine-tuned on all {len(train)} images"] = accuracy(reference)
         table = [{"model": name, "accuracy": value} for name, value in found.items()]
         write_record(folder / TABLE, {"seed": seed, "samples": SAMPLES, "table": table})
@@ -131,13 +132,7 @@ def mirrored_digits() -> dict[str, NDArray[Any]]:
     }
 
 
-def _finetuned(model: Model, data: Dataset, batch_size: int, progress: Progress) -> nn.Module:
-    schedule = Schedule(STEPS, batch_size, learning_rate=1e-3)
-    *_, (_, module) = finetune(model, choose_head(model, "digits", data), data, schedule, progress=progress)
-    return module
-
-
-def _save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
+def save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
     """Write a folder like the base's, with other weights."""
     folder.mkdir()
     tensors = {model.file_names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()}

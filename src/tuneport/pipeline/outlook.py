@@ -1,12 +1,8 @@
-"""What a transfer would do and cost, before it runs.
-
-The models run on the meta device only: FLOPs come from `runtime.cost`, bytes from `runtime.forecast`, and seconds
-from a short probe of this machine (`runtime.speed`), so they are a rough guide. They are those of the work from the
-first pass to the last one, with the choice of the scale and the evaluation, and without reading and writing files.
-"""
+"""What a transfer would do, and what memory it would take, before it runs. The models run on the meta device only."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,12 +15,9 @@ from ..measure.objectives import TokenLoss, forward_only
 from ..methods import Method, get_method, name_of
 from ..models.open import outline_model, pick_dtype
 from ..pairing import Kept, Plan
-from ..report.record import Cost
 from ..runtime.budget import passes_of, plan_passes
-from ..runtime.cost import FORWARD, BatchCost, Flops, batch_cost, cost_of, flops_of
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
-from ..runtime.speed import Rates, probe, seconds_of
 from ..types import ScaleRule, Sides
 from . import sanity
 from .change import every_layer
@@ -38,21 +31,12 @@ from .transfer import scale_for
 def expected(
     job: Job, method: str | Method = "bico", *, scale: float | ScaleRule | None = None, tested: int = 0
 ) -> dict[str, Any]:
-    """What a job would do and cost: the pairing, what stays, bytes of statistics, FLOPs, and seconds on this machine.
+    """What a job would do and need: the pairing, what stays, bytes of statistics, and samples that the models answer.
 
-    FLOPs are those of `cost_of`. If the models cannot be counted, they are the paper's estimate. Seconds also count
-    the choice of the `scale` (see `scale_for`) and the evaluation on `tested` samples.
+    Both models answer for the choice of the `scale` (see `scale_for`) and for the evaluation on `tested` samples.
     """
     method, strength = get_method(method), scale_for(job, scale)
     job = job.for_(method)
-    once = batch_cost(job)
-    cost = cost_of(job, once=once)
-    paper = cost["paper"]
-    flops = flops_of(job, len(job.samples), once) if cost["counted"] else None
-    flops = flops or Flops(forward=paper["passes"], transport=paper["alignment"])
-    answers = answers_of(job, strength, tested)
-    more = _more(job, answers, cost, once, isinstance(strength, str))
-    rates = probe(job.runs_on, next(job.target.module.parameters()).dtype)
     passes = passes_of(job, method, strength)
     within: dict[str, Any] = {}
     if passes is not None:
@@ -81,13 +65,8 @@ def expected(
         **account(changed_parts(job, moved, kept)),
         **_tokenizers(job),
         "expected": {
-            "statistics_bytes": cost["statistics_bytes"],
-            "flops": flops.forward + flops.backward,
-            "alignment_flops": flops.statistics + flops.dense + flops.thin + flops.transport,
-            "answers": answers._asdict(),
-            "answer_flops": more.forward,
-            "seconds": round(seconds_of(flops, rates, passes)["total"] + seconds_of(more, rates)["total"], 1),
-            "cost": cost,
+            "statistics_bytes": statistics_bytes(job),
+            "answers": answers_of(job, strength, tested)._asdict(),
             **within,
         },
     }
@@ -108,16 +87,15 @@ def answers_of(job: Job, strength: float | ScaleRule, tested: int) -> Sides[int]
     return Sides(sanity.answers(job) + (tested if is_whole(job) else 0), target)
 
 
-def _more(job: Job, answers: Sides[int], cost: Cost, once: BatchCost | None, chosen: bool) -> Flops:
-    """The work that `flops_of` does not count: the answers, and the maps of each half of the samples."""
-    count = max(len(job.samples), 1)
-    if once is not None:
-        each = [flops / once.samples for flops in once.forward]
-    else:
-        each = [FORWARD * cost["parameters"][name] * cost["tokens"][name] / count for name in ("source", "target")]
-    half = (flops_of(job, -(-count // 2), once) if chosen else None) or Flops()
-    forward = round(sum(flops * number for flops, number in zip(each, answers, strict=True)))
-    return Flops(forward=forward, dense=2 * half.dense, thin=2 * half.thin, transport=2 * half.transport)
+def statistics_bytes(job: Job) -> int:
+    """The bytes of the statistics after all samples; at most as many, if the models cannot run without values."""
+    if not job.signals:
+        return 0
+    try:
+        return Forecast.of(job).statistics_bytes(job.plan.pairs)
+    except TuneportError:  # they read values, or the batches can be read only once
+        pairs = job.plan.pairs
+        return sum(8 * math.prod(pair.widths(signal)) for pair in pairs for signal in pair.wanted(job.signals))
 
 
 def _tokenizers(job: Job) -> dict[str, Any]:
@@ -207,16 +185,15 @@ def prepare_shapes(
 
 
 def plan_devices(
-    job: Job, rates: Rates, devices: tuple[int, ...] = DEVICES, *, method: str | Method = "bico"
+    job: Job, devices: tuple[int, ...] = DEVICES, *, method: str | Method = "bico"
 ) -> list[dict[str, Any]]:
-    """For each number of devices: runs over the data, bytes on one device and off it, and seconds by stage.
+    """For each number of devices: runs over the data, and bytes on one device and off it.
 
     If the budget is too small, the line has the `error`.
     """
     if job.memory_budget is None:
         raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
-    flops, forecast = flops_of(job, len(job.samples)), Forecast.of(job)
-    assert flops is not None
+    forecast = Forecast.of(job)
     lines: list[dict[str, Any]] = []
     for count in devices:
         part = job.on(job.samples.take_batches(0, -(-len(job.samples.batch_sizes) // count)))
@@ -236,7 +213,6 @@ def plan_devices(
                 "peak_bytes": max(passes.peak_bytes, solving),
                 "blocks_that_stay": stay,
                 "samples": len(part.samples),
-                "seconds": seconds_of(flops, rates, passes, count),
             }
         )
     return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ def port(
     test: Dataset | None = None,
     test_samples: int | None = None,
     untested: str = "",
-    verdict: Mapping[str, Any] | None = None,
     passes: Passes | None = None,
     watch: Callable[[Mark], None] | None = None,
     step: Say | None = None,
@@ -62,7 +61,6 @@ def port(
         save_every: seconds between two saves of what is measured.
         note, step: called with lines for the user, and with the name of each step as it begins.
         test, test_samples, untested: data that are scored, how many of them if not all, and why there are none.
-        verdict: of a pre-flight, for the record.
     """
     out, method, asked, scale = Path(out), get_method(method), scale, scale_for(job, scale)
     say, begin = (call or (lambda _: None) for call in (note, step))
@@ -96,9 +94,8 @@ def port(
                 made: dict[Role, Result] = {"port": ported, **({} if ported is result else {"distilled": result})}
                 outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
                 found = evaluate(job, outputs, test, test_samples)
-            more = {"fingerprint": fingerprint(conditions), **(verdict or {})}
-            more |= _outcome(result, found, scale, untested)
-            result = replace(result, record={**result.record, **more}).counted()
+            more = {"fingerprint": fingerprint(conditions), **_outcome(result, found, scale, untested)}
+            result = replace(result, record={**result.record, **more})
             begin("writing")
             result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
         except KeyboardInterrupt:

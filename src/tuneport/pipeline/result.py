@@ -21,7 +21,7 @@ from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import check_new_file, check_new_folder, new_folder
 from ..io.tensors import LazyTensors, describe
-from ..job import Drawn, Given, Job, Part
+from ..job import Drawn, Job, Part
 from ..methods import LayerRecord, Method
 from ..models.base import Model
 from ..models.open import path_of
@@ -29,7 +29,6 @@ from ..pairing import Kept
 from ..report.card import model_card
 from ..report.page import report_page
 from ..report.record import to_json, write_record
-from ..runtime.cost import cost_of
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, pack
@@ -170,7 +169,7 @@ class Result:
         form = AdapterForm(rank, energy, uniform_rank, adapter_dtype)
         out = Path(out)
         place = self.record.get("out", str(out))  # a record may know where the folder will be moved to
-        record = {**self.counted().record, "out": place, "as": kind}
+        record = {**self.record, "out": place, "as": kind}
         check_output(out, kind, overwrite, inputs=self._inputs())
         check_vector(kind, "head" in self.record)
         if kind == "task-vector":
@@ -192,14 +191,6 @@ class Result:
             (folder / "report.html").write_text(report_page(record), encoding="utf-8")
             write_record(folder / "tuneport.json", record)
         return out
-
-    def counted(self) -> Result:
-        """The result with its FLOPs in the record; as it is if the caller gave the batches or the loss."""
-        if (job := self.job) is None or "cost" in self.record:
-            return self
-        if (job.signals and isinstance(job.samples, Given)) or "loss" in job.record["options"]["python"]:
-            return self  # counting would run the caller's loss once more
-        return replace(self, record={**self.record, "cost": cost_of(job, self.record["samples"])})
 
     def _inputs(self) -> list[Path]:
         """The known paths of the models and the data of the transfer."""

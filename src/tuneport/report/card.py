@@ -1,4 +1,4 @@
-"""Model cards, from `card.md.jinja` and `training.md.jinja`.
+"""Model cards, from `card.md.jinja`.
 
 All names are untrusted: the environment escapes whatever a template prints.
 """
@@ -26,11 +26,6 @@ def model_card(record: Record, library: str | None = None) -> str:
     parts: dict[str, Any] = {"metadata": metadata, "rows": summary_rows(record), "kept": kept_rows(record)}
     parts |= {"scores": score_rows(record), "score_words": score_words(record) if "accuracies" in record else ""}
     return _ENVIRONMENT.get_template("card.md.jinja").render(record=record, **parts)
-
-
-def training_card(record: Record) -> str:
-    """README.md of a fine-tuned model."""
-    return _ENVIRONMENT.get_template("training.md.jinja").render(record=record)
 
 
 def _metadata(record: Record, library: str | None) -> ModelCardData:

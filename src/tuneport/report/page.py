@@ -28,14 +28,6 @@ FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the 
 SIDES = (("in", "input side"), ("out", "output side"))
 DONE = ("samples", "head", "adapter", "server")  # rows of the summary that no other part of the page shows
 CLASSES = 16  # shown before the rest is folded away
-TUNING = {10: "ten steps", 2000: "2,000 steps"}  # of fine-tuning, as rivals
-LIKENESS = {
-    "cka": "CKA",
-    "cka_debiased": "CKA, debiased",
-    "cosine_before": "cosine before",
-    "cosine_after": "cosine after",
-    "cosine_held_out": "cosine after, held out",
-}
 
 
 def report_page(record: Record) -> str:
@@ -51,13 +43,11 @@ def report_page(record: Record) -> str:
         class_tracks=_class_tracks(record.get("by_class") or ()),
         scale_curve=_scale_curve(record),
         shares=_shares(record),
-        similarity=_similarity(record.get("similarity") or ()),
         layer_maps=_layer_maps(record["layers"]),
         spectra=_spectra(record["layers"]),
         layer_columns=list(LAYER_COLUMNS.values()),
         layer_rows=layer_rows(record),
         kept_rows=kept_rows,
-        tuning=TUNING,
         command=repeat_command(record),
         distilled_curves=_distilled_curves(record.get("distilled")),
     )
@@ -116,13 +106,6 @@ def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
     return [figure for figure in drawn if figure is not None]
 
 
-def _flops(count: float) -> str:
-    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}FLOP"
-    return f"{count:.0f} FLOP"
-
-
 def _shown(value: Any) -> Any:
     """Replace control characters, which could hide or turn around a part of a text."""
     if not isinstance(value, str) or isinstance(value, Markup):
@@ -138,27 +121,7 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"flops": _flops, "number": number_text}
-
-
-def _similarity(similarity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """CKA and cosines: means over the layers of each block as curves and as a table, for each signal."""
-    pictures, totals, rows = [], [], []
-    for signal in sorted({str(item["signal"]) for item in similarity}):
-        words = signal.replace("_", " ")
-        items = [item for item in similarity if item["signal"] == signal]
-        blocks = sorted({item["block"] for item in items if item["block"] is not None})
-        lines: dict[str, list[Number]] = {
-            title: [_mean(item[key] for item in items if item["block"] == block) for block in blocks]
-            for key, title in LIKENESS.items()
-        }
-        labels = [f"block {block}" for block in blocks]
-        pictures.append(curves(f"{words}s", lines, labels, x_label="means over blocks", low=0.0, high=1.0))
-        totals.append([words, *(number_text(_mean(item[key] for item in items)) for key in LIKENESS)])
-        rows += [
-            [words, label, *map(number_text, numbers)] for label, *numbers in zip(labels, *lines.values(), strict=True)
-        ]
-    return {"columns": list(LIKENESS.values()), "totals": totals, "curves": filter(None, pictures), "rows": rows}
+_ENVIRONMENT.filters |= {"number": number_text}
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:
@@ -223,8 +186,3 @@ def _spectra(layers: Layers) -> Figure | None:
     title, x_label = "Spectrum of the cross-covariance, largest value 1", "of the directions, strongest first"
     lines = {name: values for name, values in lines.items() if values}
     return curves(title, lines, labels, x_label=x_label, logarithmic=True)
-
-
-def _mean(values: Iterable[Number]) -> float | None:
-    known = [float(value) for value in values if is_finite(value)]
-    return statistics.fmean(known) if known else None

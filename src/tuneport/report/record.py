@@ -101,37 +101,6 @@ class Options(TypedDict):
     accept_unlikely: NotRequired[bool]
 
 
-class Sizes(TypedDict):
-    source: Count
-    target: Count
-
-
-class PaperCost(TypedDict):
-    passes: Count
-    alignment: Count
-    total: Count
-    fine_tuning: Count
-
-
-class CountedCost(TypedDict):
-    forward: Count
-    backward: Count
-    statistics: Count
-    solves: Count
-    transport: Count
-    total: Count
-
-
-class Cost(TypedDict):
-    """Floating-point operations."""
-
-    parameters: Sizes
-    tokens: Sizes
-    paper: PaperCost
-    statistics_bytes: Count
-    counted: CountedCost | None
-
-
 class Blocks(TypedDict):
     source: dict[str, Count]
     target: dict[str, Count]

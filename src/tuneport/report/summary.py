@@ -51,8 +51,6 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         if found := record["adapter"].get("vllm"):
             rank = f"vLLM loads it with --max-lora-rank {found['max_lora_rank']}"
             rows.append(("server", f"vLLM refuses {'; '.join(found['refused'])}" if found["refused"] else rank))
-    if "verdict" in record:
-        rows.append(("verdict", record["verdict"]["verdict"]))
     taught = record.get("distilled", {}).get("seconds") if layers else None
     more = "" if taught is None else f" to port, {taught:.1f} s to distill"
     return [*rows, ("time", f"{record['seconds']:.1f} s{more}")]

@@ -1,4 +1,4 @@
-"""Datasets by name: `TASK:PATH` in place of a path, with known class names, prompts and layouts."""
+"""Datasets by name: `TASK:PATH` in place of a path, with known class names and prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ...io.hub import local
 from ...types import Split
 from ..dataset import Dataset
 from ..formats import read_plain
-from .base import Layout, Task
-from .layouts import READERS
+from .base import Task
 
 
 def read_tasks(content: str) -> dict[str, Task]:
@@ -25,9 +24,8 @@ def read_tasks(content: str) -> dict[str, Task]:
         import tomli as tomllib
     tasks = {}
     for name, facts in sorted(tomllib.loads(content).items()):
-        layouts = tuple(Layout(words, READERS[reader]) for reader, words in facts.pop("layouts", {}).items())
         fixed: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
-        tasks[name] = Task(name=name, layouts=layouts, **fixed)
+        tasks[name] = Task(name=name, **fixed)
     return tasks
 
 
@@ -62,6 +60,4 @@ def read_data(
     task, place = split_reference(reference)
     if task is None:
         return read_plain(place, split, labelled=labelled, columns=columns)
-    if columns:
-        raise DataError(f"the task {task.name} knows its columns: leave out `columns`, or the name of the task.")
-    return task.read(place, split, labelled=labelled)
+    return task.read(place, split, labelled=labelled, columns=columns)

@@ -1,14 +1,14 @@
-"""Known datasets: their classes, their prompts, and their usual layouts on disk.
+"""Known datasets: their classes and their prompts.
 
-A Task is data and a few readers. A reader returns a `Dataset`, or None if a path has another layout; the first layout
-that fits is read. With a fixed seed, a tenth of the training samples of each class is split off for validation; if the
-source has no test split, a tenth of each class is split off for it first.
+A Task is data, and readers of layouts other than those of `tuneport.data.formats`, if it has any. With a fixed seed, a
+tenth of the training samples of each class is split off for validation; if the source has no test split, a tenth of
+each class is split off for it first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -46,8 +46,8 @@ class Task:
 
     `prompts` are templates: with `{}` for the class name (images, for a zero-shot head), or with `{text}` and
     `{text_pair}` (texts, for a text-to-text model). `label_texts` are the texts that a text-to-text model generates
-    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file. `folders` are
-    the folders of the classes and `columns` those of two texts, for the layouts that need them.
+    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file. The first
+    of the `layouts` that fits is read.
     """
 
     name: str
@@ -57,17 +57,25 @@ class Task:
     prompts: tuple[str, ...] = ()
     label_texts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
 
-    def read(self, place: str | Path, split: TaskSplit, *, labelled: bool = True) -> Dataset:
-        """Read one split from `place`: the dataset's folder or file, or a folder that holds it under a known name."""
+    def read(
+        self,
+        place: str | Path,
+        split: TaskSplit,
+        *,
+        labelled: bool = True,
+        columns: Mapping[str, str] | None = None,
+    ) -> Dataset:
+        """Read one split from `place`: the dataset's folder or file, or a folder that holds it under a known name.
+
+        With `columns` it is a table (see `read_data`).
+        """
         place = Path(place)
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
         wanted: Split = "test" if split == "test" else "train"
-        found = self._find(place, wanted, labelled)
+        found = self._find(place, wanted, labelled, columns)
         data = replace(self._with_class_names(found), name=self.name, prompts=self.prompts)
         if data.classes == self.classes:
             data = replace(data, label_texts=self.label_texts)
@@ -82,11 +90,11 @@ class Task:
             raise DataError(f"{few}. Add samples{', or a test split' if split == 'test' else ''}.")
         return data
 
-    def _find(self, place: Path, split: Split, labelled: bool) -> Dataset:
+    def _find(self, place: Path, split: Split, labelled: bool, columns: Mapping[str, str] | None) -> Dataset:
         inside = [place / name for name in (self.title, self.name, *self.aliases) if (place / name).exists()]
         places = list(dict.fromkeys([place, *inside]))
         for candidate in places:
-            for layout in self.layouts:
+            for layout in () if columns else self.layouts:
                 with reading(candidate):
                     data = layout.read(self, candidate, split)
                 if data is not None:
@@ -94,7 +102,7 @@ class Task:
         reasons = []
         for candidate in places:
             try:
-                return read_plain(candidate, split, labelled=labelled)
+                return read_plain(candidate, split, labelled=labelled, columns=columns)
             except DataError as error:
                 reasons.append(str(error))
         words = "; ".join(layout.words for layout in self.layouts)
