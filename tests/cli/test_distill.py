@@ -58,7 +58,7 @@ class TestTransfer:
 def test_a_killed_run_is_resumed(
     run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
-    """An interrupt after a saved step stands for the kill; benchmarks/kill_test.py kills for real."""
+    """An interrupt after a saved step stands for the kill; tools/kill_test.py kills for real."""
     words = command(zoo, "--save-every", 0, "--out", place / "out")
     assert run(*words[:-1], place / "whole").code == 0
     save = _Run.save

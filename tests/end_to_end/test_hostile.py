@@ -47,7 +47,7 @@ def test_eighty_spoiled_files(tmp_path: Path) -> None:
     """In a process of its own, since it listens to the interpreter's audit events."""
     program = "import runpy, sys; sys.path[:0] = [sys.argv.pop(1)]; runpy.run_module('fuzz', run_name='__main__')"
     words = ["--first=0", "--cases=80", "--seed=1", f"--part-out={tmp_path / 'out'}"]
-    done = run_program(program, str(ROOT / "benchmarks"), *words)
+    done = run_program(program, str(ROOT / "tools"), *words)
     assert done.code == 0, done.err
     lines = map(json.loads, (tmp_path / "out").read_text(encoding="utf-8").splitlines())
     ended = [line for line in lines if "outcome" in line]

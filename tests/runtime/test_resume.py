@@ -325,7 +325,7 @@ finally:
 
 @pytest.mark.slow
 def test_killed_runs(zoo: Zoo, tmp_path: Path) -> None:
-    """Five runs killed before a random change in the folder of the output; benchmarks/kill_test.py does hundreds."""
+    """Five runs killed before a random change in the folder of the output; tools/kill_test.py does hundreds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     place = tmp_path / "place"
     place.mkdir()

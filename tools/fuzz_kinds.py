@@ -39,6 +39,8 @@ from fuzz_spoil import (
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for paper
+
 from paper import files
 from paper.recipe import read_recipe
 from tuneport import TuneportError, cli
@@ -351,14 +353,14 @@ def saved_work(root: Path) -> Iterator[Kind]:
     (root / "work").mkdir()
     StateFile(root / "work" / "state.safetensors", "x").save({"a": torch.ones(2)}, {"step": 1})
     yield Kind("state of a training", "work/state.safetensors", spoil_header, lambda path: StateFile(path, "x").load())
-    cells = Cells(root / "work" / "bench", "x")
+    cells = Cells(root / "work" / "paper", "x")
     for name in ("a", "b"):
         cells.add(name, {"rows": [1, 2.5], "seconds": 1})
     yield Kind(
-        "cells of a bench",
-        "work/.bench.tuneport-cells",
+        "cells of a recipe",
+        "work/.paper.tuneport-cells",
         spoil_lines,
-        lambda path: Cells(path.with_name("bench"), "x").load(),
+        lambda path: Cells(path.with_name("paper"), "x").load(),
     )
     (root / "work" / "tuneport.json").write_text(json.dumps({"method": "bico", "target": {"path": "a"}}))
     yield Kind("run record", "work/tuneport.json", spoil_json, lambda path: finished(path.parent, "model"))

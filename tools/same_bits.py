@@ -1,7 +1,7 @@
 """Claim: two checkouts of tuneport compute the same task vectors, to the bit.
 
-    python benchmarks/same_bits.py BEFORE AFTER [--shared ../shared] [--out same.json] [--expected wanted.json]
-    python benchmarks/same_bits.py BEFORE AFTER --cases 'planted/*' 'llama/*'
+    python tools/same_bits.py BEFORE AFTER [--shared ../shared] [--out same.json] [--expected wanted.json]
+    python tools/same_bits.py BEFORE AFTER --cases 'planted/*' 'llama/*'
 
 Tiny models, adapters and data are made once, from seeds. Each checkout then runs all cases on them in one process of
 its own (PYTHONPATH=CHECKOUT/src, one thread, CPU). A case is one `tuneport transfer` command with every option stated,
@@ -47,7 +47,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 DEMO_MODELS = "{demo_models}"  # replaced by the folder of the checkout under test
 STATED = {"method": "bico", "samples": 24, "sampler": "random", "seed": 0, "scale": "1.0", "labels": "data"}
-STATED |= {"completion": "svd", "batch-size": 32, "device": "cpu", "dtype": "float32"}
+STATED |= {"batch-size": 32, "device": "cpu", "dtype": "float32"}
 Case = dict[str, Any]  # name, kind (a value of --as, or python, modules, demo), options
 
 
@@ -79,7 +79,7 @@ def _image_cases(inputs: Inputs) -> Iterator[Case]:
 
     vit = {"source": inputs.vit, "finetuned": inputs.vit_tuned, "target": inputs.vit_wide, "data": inputs.images}
     yield _case("vit/bico", vit, **{"batch-size": 7})
-    yield _case("vit/completion none", vit, completion="none")
+    yield _case("vit/completion none", vit, "python", completion="none")
     yield _case("vit/scale auto", vit, scale="auto")
     yield _case("vit/scale safe", vit, scale="safe")
     yield _case("vit/max-tokens", vit, **{"max-tokens": 100})
@@ -222,7 +222,7 @@ def _modules(case: Case, place: Path) -> dict[str, Any]:
         logits = module(images, interpolate_pos_encoding=True).logits
         return F.cross_entropy(logits, labels, reduction="sum")
 
-    stated = {key: given[key] for key in ("method", "completion", "device", "dtype")}
+    stated = {key: given[key] for key in ("method", "device", "dtype")}
     result = tuneport.transfer(*models, batches, loss=loss, scale=1.0, **stated)
     save_file(_parts(result.task_vector), place / "task_vector.safetensors")
     return {"scale": result.scale}

@@ -1,6 +1,6 @@
 """Pre-train the two base models of `tuneport demo` and write them into src/tuneport/demo/models.
 
-    python benchmarks/make_demo_models.py [--out FOLDER] [--seeds SMALL LARGE]
+    python tools/make_demo_models.py [--out FOLDER] [--seeds SMALL LARGE]
 
 Data: scikit-learn's 1797 real handwritten digits, 1297 of them for every kind of training; the other 500 are
 seen by no training and no calibration, here or in the demo. Each model has its own seed, shape and order of

@@ -1,11 +1,11 @@
 """Claim: a command that is killed leaves no half output, and running it again ends in the very same files.
 
 Runs every command that writes on the models that the package carries: transfers to each kind of output, to a sharded
-target, with a memory budget, with a chosen scale, over an old output and with a distillation; and extract, apply,
-finetune, distill and bench. It sends SIGKILL, SIGTERM or SIGHUP at random moments, looks at what is there, and runs the
+target, with a memory budget, with a chosen scale, over an old output and with a distillation; and extract, apply
+and distill. It sends SIGKILL, SIGTERM or SIGHUP at random moments, looks at what is there, and runs the
 command again. Exits 1 if anything differs.
 
-    python benchmarks/kill_test.py --kills 300 --jobs 16 --out benchmarks/results/kill-test.md
+    python tools/kill_test.py --kills 300 --jobs 16 --out benchmarks/results/kill-test.md
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 VOLATILE = ("seconds", "seconds_by_stage", "out", "about")
-TEXTS = ("tuneport.json", "results.json", "report.html", "README.md", "table.md")  # they contain seconds and paths
+TEXTS = ("tuneport.json", "report.html", "README.md")  # they contain seconds and paths
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-KEPT = ("tuneport-work", "tuneport-cells", "tuneport-models")  # what an interrupted command keeps for --resume
+KEPT = ("tuneport-work",)  # what an interrupted command keeps for --resume
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,19 @@ def make_cases(root: Path) -> dict[str, Case]:
     import numpy as np
     from safetensors.torch import load_file
 
-    from tuneport.demo.run import MODELS, mirrored_digits
+    from tuneport.data.formats import read_plain
+    from tuneport.demo.finetune import finetune
+    from tuneport.demo.run import MODELS, mirrored_digits, save_finetuned
     from tuneport.io.checkpoint import write_checkpoint
     from tuneport.io.companions import copy_companions
+    from tuneport.models.open import open_model
+    from tuneport.training.loop import Schedule
 
     small, large, data = str(MODELS / "small"), str(MODELS / "large"), str(root / "digits.npz")
     np.savez(data, **mirrored_digits())
-    steps = ["--data", data, "--head", "digits", "--steps", "30", "--batch-size", "32"]
-    if error := call(["finetune", small, *steps, "--out", str(root / "tuned")]):
-        raise SystemExit(f"the fine-tune: {error}")
+    base = open_model(MODELS / "small")
+    module = finetune(base, read_plain(data, "train"), Schedule(30, batch_size=32, learning_rate=1e-3))
+    save_finetuned(base, module, root / "tuned")
     (root / "shards").mkdir()
     copy_companions(MODELS / "large", root / "shards")
     write_checkpoint(root / "shards", load_file(MODELS / "large" / "model.safetensors"), max_shard_size="100KB")
@@ -70,8 +74,6 @@ def make_cases(root: Path) -> dict[str, Case]:
     port = ["transfer", "--source", small, "--finetuned", tuned, *common, "--samples", "64", "--batch-size", "4"]
     port += ["--scale", "1"]
     to_large = [*port, "--target", large]
-    tasks = ["--finetuned", f"digits={tuned}", "--data", f"digits={data}", "--head", "digits=digits"]
-    table = ["--methods", "naive,theseus", "--samples", "8,16", "--seeds", "0,1,2", "--scales", "1"]
     lesson = ["distill", "--finetuned", tuned, "--target", large, *common, "--samples", "64", "--steps", "12"]
     return {
         "model": Case(to_large),
@@ -86,10 +88,8 @@ def make_cases(root: Path) -> dict[str, Case]:
         ),
         "transfer and distill": Case([*to_large, "--distill", "8"]),
         "distill": Case(lesson),
-        "bench": Case(["bench", "--source", small, "--target", large, *tasks, *table]),
         "extract": Case(extract, "out.safetensors", ()),
         "apply": Case(["apply", str(root / "tau.safetensors"), small], again=()),
-        "finetune": Case(["finetune", small, *steps, "--checkpoint-every", "10"], again=()),
     }
 
 
@@ -116,7 +116,7 @@ def content(out: Path) -> dict[str, Any]:
             found: dict[str, Any] = {name: file.get_tensor(name).tobytes() for name in sorted(file.keys())}
         return {"record": plain(json.loads(metadata.get("record", "{}"))), **found}
     files = {str(file.relative_to(out)): file for file in sorted(out.rglob("*")) if file.is_file()}
-    records = {name: plain(json.loads(file.read_text())) for name, file in files.items() if name.endswith(TEXTS[:2])}
+    records = {name: plain(json.loads(file.read_text())) for name, file in files.items() if name.endswith(TEXTS[0])}
     other = {name: file.read_bytes() for name, file in files.items() if not name.endswith(TEXTS)}
     return {"names": sorted(files), "records": records, **other}
 
@@ -287,7 +287,7 @@ def main() -> None:
         "|---|---|",
         *(f"| {what} | {count} |" for what, count in sorted(seen.items())),
         "",
-        f"- command: `python benchmarks/kill_test.py {' '.join(sys.argv[1:])}`",
+        f"- command: `python tools/kill_test.py {' '.join(sys.argv[1:])}`",
         f"- machine: {platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}",
         f"- seconds: {time.perf_counter() - started:.0f}",
         f"- commit: {commit.stdout.strip() or 'unknown'}",

@@ -10,7 +10,7 @@ writing outside the folder, code run from a pickle. Exits 1 if any of these happ
 Bombs, models that run, pipes and commands are read in a process of their own with limits. Case N is the same
 whatever the number of jobs is: `--only N` repeats it.
 
-    python benchmarks/fuzz.py --cases 50000 --jobs 16 --out benchmarks/results/fuzz.md
+    python tools/fuzz.py --cases 50000 --jobs 16 --out benchmarks/results/fuzz.md
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def report(results: list[dict[str, Any]], seconds: float) -> str:
         "|---|---|---|---|---|---|",
         *rows,
         "",
-        f"- command: `python benchmarks/fuzz.py {' '.join(sys.argv[1:])}`",
+        f"- command: `python tools/fuzz.py {' '.join(sys.argv[1:])}`",
         f"- seconds: {seconds:.0f}",
         f"- machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors", "pillow")),
