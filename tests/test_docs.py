@@ -24,6 +24,7 @@ import torch
 import typer
 from PIL import Image
 from torch import Tensor
+from tuneport.pipeline.options import DEFAULTS
 
 import tuneport
 from benchmarks.claims import readme
@@ -32,7 +33,6 @@ from tuneport import cli
 from tuneport.data.samplers import SAMPLERS
 from tuneport.measure.accuracy import compute_features
 from tuneport.methods import METHODS
-from tuneport.pipeline.options import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -61,7 +61,7 @@ def test_a_ported_lora_is_served_and_answers(
     source, target = (make("llama", size, **more) for size in (SMALL, LARGE))
     lora = adapted(source, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     base, folder = write(tmp_path / "new", target, tokenizer), saved(lora, tmp_path / "lora")
-    out = tuneport.transfer(source, folder, base, method="naive").save(tmp_path / "ported", kind="adapter")
+    out = tuneport.transfer(source, folder, base, method="naive").save(tmp_path / "ported", as_="adapter")
     monkeypatch.setattr(sys, "argv", ["serve_lora.py", str(out), "--port", "0", "--ask", "why?", "--tokens", "5"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(EXAMPLES / "serve_lora.py"), run_name="__main__")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from builders.runs import prepare
 from builders.toy import ToyViT, batches, finetuned, loss
-from tuneport.pipeline.prepare import prepare
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [(20, 8192 // 48), (512, 16), (1024, 8), (2048, 8)])

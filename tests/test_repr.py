@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import tuneport
+from builders.runs import measured, problem
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.data.dataset import Dataset
 from tuneport.models.base import Model
 from tuneport.models.heads import Head
 from tuneport.pairing import Plan
-from tuneport.pipeline import problem_of
-from tuneport.pipeline.statistics import measure_job
 
 MOST = 400  # characters
 
@@ -28,7 +27,7 @@ def objects() -> dict[type, Any]:
     source, target = ToyViT(), ToyViT(width=40, depth=3)
     pairs = plan(source, target).pairs
     job = tuneport.prepare(source, finetuned(source), target, batches(64), loss=loss, pairs=pairs)
-    problem = problem_of(job, measure_job(job))
+    problem = problem(job, measured(job))
     labels = np.zeros(1000, dtype=np.int64)
     made = [
         job,

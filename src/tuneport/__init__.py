@@ -10,96 +10,72 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .data.tasks import read_data
-    from .errors import TuneportError
-    from .io.checkpoint import open_checkpoint
-    from .job import Job
-    from .layers import find_layers
-    from .maps.procrustes import Alignment, procrustes
-    from .measure.accuracy import linear_probe, zero_shot
-    from .measure.capture import measure_pairs
-    from .methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
-    from .models.heads import choose_head
-    from .models.open import open_model
-    from .pairing import LayerPair, pair_layers
-    from .pipeline.prepare import prepare
-    from .pipeline.result import Result
-    from .pipeline.transfer import transfer
-    from .task_vectors.vector import TaskVector, load_task_vector
+    from .config import DistillConfig as DistillConfig
+    from .config import EvaluateConfig as EvaluateConfig
+    from .config import TransferConfig as TransferConfig
+    from .data.tasks import read_data as read_data
+    from .errors import TuneportError as TuneportError
+    from .layers import find_layers as find_layers
+    from .methods import METHODS as METHODS
+    from .methods import BilinearAlignment as BilinearAlignment
+    from .methods import Method as Method
+    from .methods import Problem as Problem
+    from .methods import Transfer as Transfer
+    from .methods import get_method as get_method
+    from .models.open import open_model as open_model
+    from .pairing import LayerPair as LayerPair
+    from .pairing import pair_layers as pair_layers
+    from .pipeline.arithmetic import apply as apply
+    from .pipeline.arithmetic import extract as extract
+    from .pipeline.arithmetic import merge as merge
+    from .pipeline.distill import distill as distill
+    from .pipeline.estimate import plan as plan
+    from .pipeline.evaluate import evaluate as evaluate
+    from .pipeline.result import Result as Result
+    from .pipeline.transfer import transfer as transfer
+    from .task_vectors.vector import TaskVector as TaskVector
+    from .task_vectors.vector import load_task_vector as load_task_vector
+    from .types import Events as Events
 
-_HOME = {
-    "errors": ("TuneportError",),
-    "job": ("Job",),
-    "layers": ("find_layers",),
-    "pairing": (
-        "LayerPair",
-        "pair_layers",
-    ),
-    "data.tasks": ("read_data",),
-    "io.checkpoint": ("open_checkpoint",),
-    "maps.procrustes": (
-        "Alignment",
-        "procrustes",
-    ),
-    "measure.accuracy": (
-        "linear_probe",
-        "zero_shot",
-    ),
-    "measure.capture": ("measure_pairs",),
-    "methods": (
-        "METHODS",
-        "BilinearAlignment",
-        "Method",
-        "Problem",
-        "Transfer",
-        "get_method",
-    ),
-    "models.heads": ("choose_head",),
-    "models.open": ("open_model",),
-    "pipeline.prepare": ("prepare",),
-    "pipeline.result": ("Result",),
-    "pipeline.transfer": ("transfer",),
-    "task_vectors.vector": (
-        "TaskVector",
-        "load_task_vector",
-    ),
+_HOME = {  # public name -> module
+    "BilinearAlignment": "methods",
+    "DistillConfig": "config",
+    "EvaluateConfig": "config",
+    "Events": "types",
+    "LayerPair": "pairing",
+    "METHODS": "methods",
+    "Method": "methods",
+    "Problem": "methods",
+    "Result": "pipeline.result",
+    "TaskVector": "task_vectors.vector",
+    "Transfer": "methods",
+    "TransferConfig": "config",
+    "TuneportError": "errors",
+    "apply": "pipeline.arithmetic",
+    "distill": "pipeline.distill",
+    "evaluate": "pipeline.evaluate",
+    "extract": "pipeline.arithmetic",
+    "find_layers": "layers",
+    "get_method": "methods",
+    "load_task_vector": "task_vectors.vector",
+    "merge": "pipeline.arithmetic",
+    "open_model": "models.open",
+    "pair_layers": "pairing",
+    "plan": "pipeline.estimate",
+    "read_data": "data.tasks",
+    "transfer": "pipeline.transfer",
 }
 
-__all__ = [
-    "METHODS",
-    "Alignment",
-    "BilinearAlignment",
-    "Job",
-    "LayerPair",
-    "Method",
-    "Problem",
-    "Result",
-    "TaskVector",
-    "Transfer",
-    "TuneportError",
-    "choose_head",
-    "find_layers",
-    "get_method",
-    "linear_probe",
-    "load_task_vector",
-    "measure_pairs",
-    "open_checkpoint",
-    "open_model",
-    "pair_layers",
-    "prepare",
-    "procrustes",
-    "read_data",
-    "transfer",
-    "zero_shot",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module 'tuneport' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'tuneport' has no attribute {name!r}")
+    value = getattr(import_module(f"tuneport.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted({*globals(), *__all__})

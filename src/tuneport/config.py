@@ -158,15 +158,19 @@ class Declared:
         """The type of each field, without None."""
         return {name: _without_none(kind) for name, kind in get_type_hints(cls).items()}
 
+    def values(self) -> dict[str, Any]:
+        """The values by field, as keywords of a public function."""
+        return {item.name: getattr(self, item.name) for item, _ in self.options()}
+
     def to_json(self) -> dict[str, Any]:
         """The values as the run record has them; `python` names the Python objects that were given."""
         values: dict[str, Any] = {}
         own = []
         for item, about in self.options():
             value = getattr(self, item.name)
-            if not about.python and not callable(value) and not _holds_callables(value):
+            if not about.python and _is_plain(value):
                 values[item.name.rstrip("_")] = _plain(value)
-            elif value != item.default:
+            elif value is not item.default:
                 own.append(item.name)
         return {**values, "python": own}
 
@@ -194,7 +198,7 @@ class Declared:
             value = getattr(self, item.name)
             if value == item.default or (value is None and item.default is MISSING):
                 continue
-            if about.python or callable(value) or _holds_callables(value):
+            if about.python or not _is_plain(value):
                 raise TuneportError(f"`{item.name}` is a Python object, which no command line can name.")
             words += _words(item, about, value)
         return words
@@ -283,8 +287,13 @@ def _without_none(kind: Any) -> Any:
     return left[0] if len(left) == 1 else Union[left]  # noqa: UP007
 
 
-def _holds_callables(value: Any) -> bool:
-    return isinstance(value, tuple) and any(map(callable, value))
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _plain(value: Any) -> Any:
@@ -584,6 +593,23 @@ class MergeConfig(Config):
     def check(self) -> None:
         super().check()
         check_adapter_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoInputs(Declared):
+    """What the demo writes."""
+
+    out: str = option("tuneport-demo", help="The folder to write.", group=INPUTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Config):
+    """Options of the demo."""
+
+    command: ClassVar[str] = "demo"
+
+    seed: int = SEED(group=USUAL)
+    overwrite: bool = OVERWRITE()
 
 
 def check_adapter_options(config: TransferConfig | MergeConfig) -> None:

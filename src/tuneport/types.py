@@ -16,7 +16,6 @@ Norms = Literal["keep", "rotate"]  # what becomes of the changes of norms before
 ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on its samples
 OutputKind = Literal["model", "adapter", "task-vector"]
 Split = Literal["train", "test"]
-Blocks = Literal["all", "last"]  # of a student that are trained
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
 Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
@@ -25,6 +24,25 @@ Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps d
 Say = Callable[[str], None]  # gets a line for the user
 
 T = TypeVar("T")
+
+
+class Events:
+    """Listens to a run; this one ignores everything. Override what is of interest."""
+
+    def note(self, text: str) -> None:
+        """Take a line for the user that is no error."""
+
+    def step(self, name: str) -> None:
+        """A step of the run begins."""
+
+    def plan(self, total: int) -> None:
+        """The run will advance by so many units."""
+
+    def advance(self, count: int) -> None:
+        """So many samples, or steps of training, are done."""
+
+    def mark(self, mark: Any) -> None:
+        """Take a point of the curve of a training run."""
 
 
 def count_steps(stage: Stage | None, name: str, total: int) -> Progress:

@@ -13,7 +13,7 @@ import torch
 from builders import texts
 from builders.commands import Run, assert_refused
 from builders.loras import adapted, saved
-from tuneport.pipeline.change import extract
+from tuneport.pipeline.arithmetic import extract
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers

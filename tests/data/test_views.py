@@ -10,13 +10,11 @@ import torch
 from PIL import Image
 
 from builders.folders import Zoo
+from builders.runs import Case, measured, prepare, run
 from tuneport import transfer
 from tuneport.data.views import VIEWS, Views
-from tuneport.job import Drawn, Given, Job
+from tuneport.measure.samples import DatasetSamples, UserBatches
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.statistics import measure_job
-from tuneport.pipeline.transfer import run
 from tuneport.report.summary import repeat_command
 
 
@@ -25,7 +23,7 @@ def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def job_of(zoo: Zoo, count: int = 12, method: str = "bico+", **options: Any) -> Job:
+def job_of(zoo: Zoo, count: int = 12, method: str = "bico+", **options: Any) -> Case:
     return prepare(*zoo.trio("clip_vision"), zoo.data, signals=method, samples=count, **options)
 
 
@@ -69,10 +67,10 @@ class TestRehearsal:
     def test_every_sample_has_augmented_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
         views = job.samples.views(job.seed)
-        assert isinstance(views, Drawn)
+        assert isinstance(views, DatasetSamples)
         assert len(views) == VIEWS * 12
         assert sum(batch.size or 0 for batch in views) == len(views)
-        assert isinstance(job.samples, Drawn)
+        assert isinstance(job.samples, DatasetSamples)
         assert job.samples.chosen.labels is not None
         assert np.array_equal(views.chosen.labels, np.tile(job.samples.chosen.labels, VIEWS))  # type: ignore[arg-type]
 
@@ -85,15 +83,15 @@ class TestRehearsal:
 
     def test_given_batches_have_no_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        assert Given(list(job.samples)).views(seed=0) is None
+        assert UserBatches(list(job.samples)).views(seed=0) is None
 
     def test_views_extend_input_statistics_but_not_gradients(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        found = measure_job(job, views=True)
-        plain = measure_job(job)
+        found = measured(job, views=True)
+        plain = measured(job)
         views = job.samples.views(job.seed)
         assert views is not None
-        more = measure_job(job.on(views))
+        more = measured(job.on(views))
         assert {signal for _, signal in found.covariances} == {INPUT, OUTPUT_GRADIENT}
         for key, covariance in found.covariances.items():
             wanted = plain.covariances[key].matrix
@@ -107,7 +105,7 @@ class TestRehearsal:
         assert len({id(covariance) for covariance in found.covariances.values()}) == len(shared)
 
     def test_max_tokens_apply_per_sample(self, zoo: Zoo) -> None:
-        found = measure_job(job_of(zoo, max_tokens=24), views=True)
+        found = measured(job_of(zoo, max_tokens=24), views=True)
         tokens = {
             signal: max(c.tokens for key, c in found.covariances.items() if key[1] == signal) for _, signal in found
         }

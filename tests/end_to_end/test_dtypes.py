@@ -20,6 +20,7 @@ from builders.clip_twins import clip_twin, random_clip
 from builders.folders import FAMILIES, WITH_TEXT, Zoo, edit_weights
 from builders.half import live_transfer
 from builders.processes import run_program
+from builders.runs import prepare
 from builders.samples import empty_dataset
 from builders.toy import batches
 from tuneport.cli import app
@@ -29,8 +30,7 @@ from tuneport.measure.accuracy import compute_features
 from tuneport.models import open as opening
 from tuneport.models.heads import choose_head
 from tuneport.models.open import DTYPES, UNITS, has_units, open_model
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled
+from tuneport.models.weights import Scaled
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector
 

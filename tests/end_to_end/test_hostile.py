@@ -32,7 +32,7 @@ from tuneport.io.validate import check_finite
 from tuneport.measure.capture import measure_pairs
 from tuneport.models.heads import read_head
 from tuneport.models.open import open_model, outline_model
-from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 

@@ -10,13 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from builders.runs import prepare
 from builders.samples import jsonl
 from builders.texts import FAMILIES, LARGE, SENTENCES, SMALL, Size, gpt_tokenizer, make, scatter, write
 from tuneport import transfer
 from tuneport.errors import CheckpointError
 from tuneport.models.base import MIXTURE
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import prepare
 
 MIXTURES = {
     "mixtral": ("Mixtral", "num_local_experts"),

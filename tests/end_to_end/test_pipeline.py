@@ -30,6 +30,7 @@ from builders.folders import (
     perturb,
     same,
 )
+from builders.runs import prepare
 from builders.samples import empty_dataset
 from tuneport import TuneportError
 from tuneport.data.dataset import Dataset, align_labels
@@ -39,9 +40,8 @@ from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.pairing import LayerPair
-from tuneport.pipeline.change import extract
+from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.plan import NO_PARAMETER
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.transfer import transfer
 

@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from benchmarks import reference
 from builders.folders import load, scatter, write_head, write_processor, write_tokenizer
+from builders.runs import Case, prepare, run
 from tuneport import transfer
-from tuneport.job import Job
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import run
 from tuneport.types import Signal
 
 SHAPES = {  # width, depth, image size
@@ -94,7 +92,7 @@ class Case:
     """Folders, a job from them for all methods, and the reference's signals; `soft` are without the exponential."""
 
     folders: tuple[Path, Path, Path]
-    job: Job
+    job: Case
     signals: tuple[reference.Signals, reference.Signals]
     soft: tuple[reference.Signals, reference.Signals]
 

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from builders.folders import edit_json
+from builders.runs import prepare
 from builders.samples import empty_dataset
 from builders.texts import (
     LENGTH,
@@ -35,7 +36,6 @@ from tuneport.measure import accuracy
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import describe_module, open_model
-from tuneport.pipeline.prepare import prepare
 
 
 @pytest.fixture(scope="module")

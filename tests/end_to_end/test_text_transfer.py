@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from benchmarks.common import load
+from builders.runs import prepare
 from builders.texts import (
     LABELS,
     SENTENCES,
@@ -39,7 +40,6 @@ from tuneport.errors import MethodError
 from tuneport.measure import accuracy
 from tuneport.methods import METHODS
 from tuneport.models.open import describe_module, open_model
-from tuneport.pipeline.prepare import prepare
 
 # --- the protocol of the paper's T5 table
 

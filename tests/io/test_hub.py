@@ -13,7 +13,7 @@ from paper.recipe import make_recipe
 from tuneport.errors import CheckpointError, DataError
 from tuneport.io.hub import hub_name, local, looks_like_hub_id
 from tuneport.models.open import open_model
-from tuneport.pipeline.change import extract
+from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.transfer import transfer
 
 

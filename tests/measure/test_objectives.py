@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from builders.folders import Zoo
+from builders.runs import prepare
 from builders.samples import empty_dataset
 from builders.texts import (
     LABELS,
@@ -41,7 +42,6 @@ from tuneport.cli import app
 from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.job import Drawn
 from tuneport.measure import accuracy, language
 from tuneport.measure.objectives import (
     OBJECTIVES,
@@ -52,11 +52,11 @@ from tuneport.measure.objectives import (
     questions_at_once,
     token_cross_entropy,
 )
+from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import describe_module, open_model
-from tuneport.pipeline.prepare import prepare
 
 TOKENIZERS = {"llama": gpt_tokenizer, "gpt2": gpt_tokenizer, "t5": t5_tokenizer, "bert": bert_tokenizer}
 
@@ -445,7 +445,7 @@ def test_the_batch_size_does_not_change_contrastive_pairs(encoders: dict[str, Pa
 def test_a_trial_compares_contrastive_pairs_with_one_another(encoders: dict[str, Path]) -> None:
     """A pair alone always finds its partner: each fold is judged by the loss of all its pairs."""
     job = prepare(*(encoders[f"bare-{name}"] for name in ("source", "tuned", "target")), forty_pairs(), samples=40)
-    assert isinstance(job.samples, Drawn)
+    assert isinstance(job.samples, DatasetSamples)
     assert job.losses is not None
     found = try_transfer(job)
     with torch.no_grad():

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
+from builders.runs import Case, measured, prepare
 from builders.texts import LABELS, SENTENCES, SMALL, TOKENIZERS, bert_tokenizer, make, write
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.data.dataset import Dataset
 from tuneport.errors import CaptureError
-from tuneport.job import Job
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.batches import PairedBatch
@@ -33,8 +33,6 @@ from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.measure.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
 from tuneport.models.open import describe_module, open_model
 from tuneport.models.tokenizer import Reader
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.statistics import measure_job
 from tuneport.types import Sides
 
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split()})
@@ -221,12 +219,12 @@ def padded(batch: PairedBatch, more: tuple[int, int]) -> PairedBatch:
     return replace(batch, source=sides[0], target=sides[1])
 
 
-def statistics(job: Job, more: tuple[int, int] | None = None) -> Statistics:
+def statistics(job: Case, more: tuple[int, int] | None = None) -> Statistics:
     """Statistics in float64; `more` adds padding to each side."""
     for model in (job.source, job.target):
         model.module.double()
     if more is None:
-        return measure_job(job)
+        return measured(job)
     batches = []
     for batch, (source, target) in zip(job.samples, job.samples.encoded(), strict=True):
         longer = [
@@ -308,7 +306,7 @@ def test_the_report_of_a_transfer_states_the_coverage(tmp_path: Path) -> None:
         for count, path in zip(cut, (paths[0], paths[2]), strict=True)
         if count
     ]
-    assert max(short.samples.typical().target[0]["input_ids"].shape) <= 16
+    assert max(short.samples.largest_batch().target[0]["input_ids"].shape) <= 16
 
 
 def test_one_tokenizer_for_both_models_gives_the_sums_without_spans(tmp_path: Path) -> None:
@@ -320,7 +318,7 @@ def test_one_tokenizer_for_both_models_gives_the_sums_without_spans(tmp_path: Pa
     job = prepare(*paths, data, samples=16)
     assert list(job.samples)
     assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.samples)
-    by_spans = measure_job(job)
+    by_spans = measured(job)
     plain = [replace(batch, match=None, part=None) for batch in job.samples]
     by_place = measure_pairs(
         job.source.module,

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from builders.runs import prepare
 from builders.texts import FAMILIES, Size, make, scatter
 from builders.twins import Twin, moved
 from tuneport import transfer
@@ -21,9 +22,8 @@ from tuneport.methods.transfusion.spaces import TURNED, UNMATCHED, places_of
 from tuneport.models.base import Model
 from tuneport.models.open import describe_module
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.outlook import expected
+from tuneport.pipeline.estimate import describe
 from tuneport.pipeline.plan import plan_of
-from tuneport.pipeline.prepare import prepare
 from tuneport.task_vectors.vector import TaskVector
 
 SIZE = Size(width=24, depth=3, groups=4)
@@ -120,7 +120,7 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
             answer(target), answer(source), atol=2e-4, rtol=1e-4
         )  # the copy computes the same function
     result = transfer(source, tuned, target, method="transfusion")
-    planned = expected(prepare(source, tuned, target, signals="transfusion"), "transfusion")
+    planned = describe(prepare(source, tuned, target, signals="transfusion"), "transfusion")
     assert [asdict(item) for item in result.not_transported] == planned["not_transported"]
     before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
     kept = set()

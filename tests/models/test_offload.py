@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from typer.testing import CliRunner
 
 from builders.folders import Zoo
+from builders.runs import measured, passes_for, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from paper.preflight import compare
 from tuneport.cli import app
@@ -27,14 +28,11 @@ from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.outlook import plan_devices, prepare_shapes
-from tuneport.pipeline.prepare import SCORED, prepare
+from tuneport.pipeline.estimate import plan_devices, prepare_shapes
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.statistics import measure_job
-from tuneport.pipeline.transfer import run
-from tuneport.runtime.budget import plan_passes
+from tuneport.pipeline.samples import SCORED
 from tuneport.runtime.forecast import Forecast, LiveBytes
-from tuneport.runtime.passes import jobs_of
+from tuneport.runtime.passes import groups_of
 from tuneport.task_vectors.vector import TaskVector
 
 CPU = torch.device("cpu")
@@ -194,7 +192,7 @@ def result(folders: dict[str, Path], budget: int | None = None, **options: Any) 
         device="cpu",
         **options,
     )
-    passes = plan_passes(job, budget) if budget is not None else None
+    passes = passes_for(job, budget) if budget is not None else None
     live = LiveBytes()
     with live:
         found = run(job, scale=1.0, passes=passes)
@@ -250,12 +248,12 @@ def test_operations_on_whole_models_are_refused_within_a_budget(folders: dict[st
     with pytest.raises(
         TuneportError, match=r"the tensors outside the blocks take .*, and the largest layer .* Give at least"
     ):
-        plan_passes(job, 300_000)
+        passes_for(job, 300_000)
     with pytest.raises(TuneportError, match=r"a scale is chosen on whole models"):
-        run(job, scale="auto", passes=plan_passes(job, 8 * 10**6))
+        run(job, scale="auto", passes=passes_for(job, 8 * 10**6))
 
     with pytest.raises(TuneportError, match=r"measuring without a plan needs whole models in memory, and .*llama "):
-        measure_job(job)
+        measured(job)
 
     def curious(model: nn.Module, batch: Tensor) -> Tensor:
         return next_token(model, batch) / float(next(model.parameters()).abs().max())
@@ -270,7 +268,7 @@ def test_operations_on_whole_models_are_refused_within_a_budget(folders: dict[st
         device="cpu",
     )
     with pytest.raises(TuneportError, match=r"cannot be planned on the meta device: they or their loss read values"):
-        plan_passes(odd, 10**6)
+        passes_for(odd, 10**6)
 
 
 def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path]) -> None:
@@ -285,14 +283,14 @@ def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path
         device="cpu",
     )
     assert all(model.offloaded for model in (job.source, job.target))
-    least = plan_passes(job, BUDGET)
-    some = plan_passes(job, 10 * 10**6)
-    every = plan_passes(job, 10**9)
+    least = passes_for(job, BUDGET)
+    some = passes_for(job, 10 * 10**6)
+    every = passes_for(job, 10**9)
     assert len(least.groups) > len(some.groups) == len(every.groups) == 1
     assert any(placement.fetched != frozenset(placement.blocks) for placement in some.placements or ())
     assert all(not placement.blocks for placement in every.placements or ())
     assert least.fetched_bytes > some.fetched_bytes > every.fetched_bytes
-    assert [len(group.plan.pairs) for group in jobs_of(job, some)] == [len(job.plan.pairs)]
+    assert [len(group.plan.pairs) for group in groups_of(job, some)] == [len(job.plan.pairs)]
 
 
 def test_methods_without_statistics_leave_large_models_offloaded(folders: dict[str, Path]) -> None:
@@ -430,7 +428,7 @@ def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
     whole = run(prepare(decoder("llama").to(device), change, decoder("qwen").to(device), there, **options))
     budget = 9 * 10**6
     job = prepare(source, change, target, texts(), memory_budget=budget, **options)
-    passes = plan_passes(job, budget)
+    passes = passes_for(job, budget)
     assert passes.placements is not None
     assert any(placement.fetched for placement in passes.placements)
     found = run(job, scale=1.0, passes=passes)

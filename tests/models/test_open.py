@@ -41,7 +41,7 @@ from tuneport.models.families import quiet as _quiet
 from tuneport.models.families.huggingface_heads import classifier_around
 from tuneport.models.heads import PROMPTS, choose_head, read_head
 from tuneport.models.open import describe_module, open_model, open_stored, outline_model, path_of
-from tuneport.pipeline.change import apply
+from tuneport.pipeline.arithmetic import apply
 from tuneport.task_vectors.vector import TaskVector
 
 

@@ -118,7 +118,7 @@ def test_a_gguf_target_is_measured_dequantised(tmp_path: Path) -> None:
     for key, parameter in again.named_parameters():
         assert torch.equal(parameter.float(), moved.get_parameter(key).bfloat16().float()), key
     assert AutoTokenizer.from_pretrained(out)(SENTENCES[0])["input_ids"] == gpt_tokenizer()(SENTENCES[0])["input_ids"]
-    adapter = result.save(tmp_path / "adapter", kind="adapter", energy=1.0)
+    adapter = result.save(tmp_path / "adapter", as_="adapter", energy=1.0)
     served = PeftModel.from_pretrained(wanted, adapter).merge_and_unload()
     query = served.model.layers[0].self_attn.q_proj.weight.detach()
     # the adapter is cut by an SVD in float32, and the target's tensors are kept in bfloat16

@@ -6,9 +6,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from builders.folders import Zoo, load
+from builders.runs import measured, prepare
 from paper.cost import count_flops, paper_cost
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.statistics import measure_job
 
 SAMPLES = 24
 
@@ -37,7 +36,7 @@ def test_the_count_of_a_run(zoo: Zoo) -> None:
         for batch in job.samples:
             job.source.module(**batch.source[0])
             job.target.module(**batch.target[0])
-    sums = {id(found): found for found in measure_job(job).covariances.values()}.values()
+    sums = {id(found): found for found in measured(job).covariances.values()}.values()
     dense = [found for found in sums if found.rows is None]
     products = sum(2 * found.tokens * found.shape[0] * found.shape[1] for found in dense)
     forward = count_flops(job, "theseus")

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.folders import Zoo, load
+from builders.runs import measured, prepare, problem
 from paper import likeness
 from paper.likeness import COMPARED
 from paper.preflight import (
@@ -27,13 +28,11 @@ from paper.preflight import (
 )
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.job import Drawn, Given
 from tuneport.measure.capture import measure_pairs
+from tuneport.measure.samples import DatasetSamples, UserBatches
 from tuneport.methods import METHODS
 from tuneport.pipeline import statistics as measuring
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.scale import SCALES, Score, choose_scale
-from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.runtime import passes
 
 
@@ -52,7 +51,7 @@ class TestTrial:
             held_out = np.array_split(indices, FOLDS)[number]
             rest = np.concatenate([part for i, part in enumerate(np.array_split(indices, FOLDS)) if i != number])
             fitted = replace(job, samples=replace(job.samples, indices=rest))
-            moved = METHODS["bico"].transfer(problem_of(job, measure_job(fitted)))
+            moved = METHODS["bico"].transfer(problem(job, measured(fitted)))
             module = load(job.target.folder)
             (batch, labels) = next(iter(replace(job.samples, indices=held_out))).target
             for weights, scores in ((None, before), (moved.task_vector, after)):
@@ -97,9 +96,9 @@ class TestTrial:
 
         def seen(fold: Any, **given: Any) -> Any:
             limits.append(fold.max_tokens)
-            return measure_job(fold, **given)
+            return measured(fold, **given)
 
-        monkeypatch.setattr("tuneport.pipeline.statistics.measure_job", seen)
+        monkeypatch.setattr("tuneport.pipeline.statistics.measured", seen)
         source, tuned, target = zoo.trio("clip_vision")
         try_transfer(prepare(source, tuned, target, zoo.data, signals=COMPARED, samples=24, max_tokens=40))
         assert limits == [10] * 4
@@ -246,9 +245,9 @@ class TestPair:
         with pytest.raises(DataError, match="at least 8 samples, got 5"):
             compare(prepare(source, tuned, target, zoo.data, signals=COMPARED, samples=5))
         job = prepare(source, tuned, target, zoo.data, samples=8)
-        assert isinstance(job.samples, Drawn)
+        assert isinstance(job.samples, DatasetSamples)
         with pytest.raises(DataError, match="draws its own samples"):
-            compare(replace(job, samples=Given(list(job.samples))))
+            compare(replace(job, samples=UserBatches(list(job.samples))))
 
 
 @pytest.mark.parametrize(

@@ -436,8 +436,8 @@ class TestRunning:
     def test_feature_samplers_draw_like_a_transfer(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        from builders.runs import prepare
         from tuneport.pipeline import statistics as measuring
-        from tuneport.pipeline.prepare import prepare
 
         looked: list[int] = []
         plain = cells.compute_features

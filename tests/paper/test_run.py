@@ -18,20 +18,19 @@ import torch
 
 from benchmarks.common import load, merge, run_comparison, save
 from builders.folders import LARGE, Zoo, build
+from builders.runs import measured, prepare
 from paper import cells
 from paper import run as bench
 from paper.recipe import make_recipe, read_recipe
 from paper.schema import Comparison
 from paper.tables import Comparing, Row, auto_scale_summary, markdown, table_rows
 from tuneport.errors import DataError
-from tuneport.job import first_half
 from tuneport.maps.statistics import Statistics
+from tuneport.measure.samples import first_half
 from tuneport.models import open
 from tuneport.models.open import open_model
 from tuneport.pipeline import statistics as measuring
 from tuneport.pipeline import transfer as pipeline
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.statistics import measure_job
 from tuneport.training.loop import Schedule
 
 
@@ -97,7 +96,7 @@ class TestEqualTerms:
             paths = (settings["source"], settings["finetuned"]["animals"], settings["target"])
             job = prepare(*paths, settings["data"]["animals"], signals=signals, shots=shots, seed=5, device="cpu")
             job = job.on(job.samples.take(slice(count)))
-            alone, found = measure_job(job, signals=signals), given[count]
+            alone, found = measured(job, signals=signals), given[count]
             assert found.samples == alone.samples == count
             assert set(found) == set(alone)
             for key, covariance in alone.covariances.items():
@@ -134,13 +133,13 @@ class TestEqualTerms:
 
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        plain = measuring.measure_job
+        plain = measuring.measured
 
         def counted(job: Any, **options: Any) -> Statistics:
             calls.append(len(job.samples))
             return plain(job, **options)
 
-        monkeypatch.setattr(measuring, "measure_job", counted)
+        monkeypatch.setattr(measuring, "measured", counted)
         found = run_comparison(comparison_of(settings | {"steps": [], "methods": ["gradfix", "theseus", "bico"]}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
@@ -173,7 +172,8 @@ class TestEqualTerms:
                 return found
 
             return SimpleNamespace(
-                **{key: getattr(method, key) for key in ("signals", "rehearses", "check")}, transfer=transfer
+                **{key: getattr(method, key) for key in ("signals", "uses_augmented_inputs", "check")},
+                transfer=transfer,
             )
 
         monkeypatch.setattr(cells, "get_method", watched)

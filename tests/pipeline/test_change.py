@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from builders.folders import FAMILIES, SAMPLES, Zoo, edit_weights, load, same
+from builders.runs import prepare
 from tuneport.models.open import open_model
-from tuneport.pipeline.change import apply, extract
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import load_task_vector, save_task_vector
 

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 from builders.folders import Zoo, images
+from builders.runs import prepare
 from builders.texts import SENTENCES, gpt_tokenizer, make, write, write_rows
 from builders.toy import ToyViT, batches, finetuned, loss
+from tuneport.config import parse_scale
 from tuneport.errors import TuneportError
 from tuneport.methods import METHODS
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.transfer import check_scale, scale_for, transfer
+from tuneport.pipeline.transfer import choose_rule, transfer
 
 
 def test_images_are_scored_with_caution(zoo: Zoo) -> None:
     job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=12)
-    assert scale_for(job, None) == "safe"
-    assert scale_for(job, 1) == 1.0, "the paper's scale is one number away"
+    assert choose_rule(job, None) == "safe"
+    assert choose_rule(job, 1) == 1.0, "the paper's scale is one number away"
 
 
 @pytest.mark.parametrize("method", ["bico", "bico+", "theseus", "naive"])
@@ -34,7 +35,7 @@ def test_texts_of_a_language_model_are_scored_by_auto(tmp_path: Path) -> None:
     words = gpt_tokenizer()
     models = [write(tmp_path / name, make("llama", vocab_size=len(words)), words) for name in ("a", "b")]
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in SENTENCES])
-    assert scale_for(prepare(models[0], None, models[1], data, samples=8), None) == "auto"
+    assert choose_rule(prepare(models[0], None, models[1], data, samples=8), None) == "auto"
 
 
 def unlabelled(folder: Path) -> Path:
@@ -45,16 +46,16 @@ def unlabelled(folder: Path) -> Path:
 @pytest.mark.parametrize(("method", "data"), [("theseus", unlabelled), ("naive", lambda _: None)])
 def test_samples_that_cannot_be_scored_leave_it_at_one(zoo: Zoo, tmp_path: Path, method: str, data: Any) -> None:
     job = prepare(*zoo.trio("clip_vision"), data(tmp_path), signals=METHODS[method], scored=None, samples=12)
-    assert scale_for(job, None) == 1.0
+    assert choose_rule(job, None) == 1.0
 
 
 def test_own_batches_leave_it_at_one() -> None:
     source, target = ToyViT(seed=0), ToyViT(seed=1)
     job = prepare(source, finetuned(source), target, batches(count=16, batch=8), loss=loss)
-    assert scale_for(job, None) == 1.0
+    assert choose_rule(job, None) == 1.0
 
 
 def test_wrong_scales_are_refused() -> None:
     for wrong in ("much", "nan", float("inf")):
         with pytest.raises(TuneportError, match="the scale must be"):
-            check_scale(wrong)
+            parse_scale(wrong)

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from builders.classifiers import CLASSES, WIDER, bert, grow, write_classifier
 from builders.folders import Zoo, edit_json, images, write_data, write_processor
+from builders.runs import prepare, run
 from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
-from tuneport.pipeline.labels import measurable
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.transfer import run
 
 
 @pytest.fixture
@@ -208,7 +206,7 @@ class TestAdapters:
         return source, tmp_path / "adapter", target, data
 
     def test_the_head_of_an_adapter_teaches_on_a_bare_base(self, adapter: tuple[Path, ...]) -> None:
-        job = measurable(prepare(*adapter, samples=16))
+        job = prepare(*adapter, samples=16).with_scores()
         texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
         tokens = bert_tokenizer()(texts, padding=True, truncation=True, return_tensors="pt")
         wanted = centred(self.tuned(**tokens).logits)
@@ -220,7 +218,7 @@ class TestAdapters:
         """peft alone opens it on the encoder's folder: head and new pooler are in the adapter."""
         peft = pytest.importorskip("peft")
         result = transfer(*adapter, scale=1, samples=16)
-        result.save(tmp_path / "out", kind="adapter")
+        result.save(tmp_path / "out", as_="adapter")
         base = transformers.AutoModelForSequenceClassification.from_pretrained(adapter[2], num_labels=4)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
         tokens = bert_tokenizer()(list(SENTENCES), padding=True, truncation=True, return_tensors="pt")
@@ -253,10 +251,10 @@ class TestOtherBases:
     def test_a_source_with_a_fresh_head_of_its_own(self, folders: Callable[..., tuple[Path, ...]]) -> None:
         """As AutoModelForSequenceClassification makes it of the bare encoder, and as users save it."""
         source, tuned, target, data = folders()
-        plain = measurable(prepare(source, tuned, target, data, samples=12))
+        plain = prepare(source, tuned, target, data, samples=12).with_scores()
         module = transformers.BertForSequenceClassification.from_pretrained(source, id2label=CLASSES)
         module.save_pretrained(source)
-        headed = measurable(prepare(source, tuned, target, data, samples=12))
+        headed = prepare(source, tuned, target, data, samples=12).with_scores()
         assert set(plain.task_vector) == set(headed.task_vector)
         scores = [job.samples.chosen.scores for job in (plain, headed)]  # type: ignore[attr-defined]
         np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
@@ -272,7 +270,7 @@ class TestOtherBases:
 
 def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
     """The source itself as the target: its own head is far better than what eight samples can tell."""
-    job = measurable(prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], zoo.data, samples=8))
+    job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], zoo.data, samples=8).with_scores()
     own = load_file(zoo["vit-base"] / "model.safetensors")["classifier.weight"]
     trained = load_file(zoo["vit-tuned"] / "model.safetensors")["classifier.weight"]
     fitted = job.target.module.get_parameter("classifier.weight").detach()
@@ -353,7 +351,7 @@ class TestNone:
     def test_a_fitted_head_is_no_task_vector(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
         result = transfer(*folders(), scale=1, samples=12)
         with pytest.raises(TuneportError, match="cannot hold a fitted head"):
-            result.save(tmp_path / "out.safetensors", kind="task-vector")
+            result.save(tmp_path / "out.safetensors", as_="task-vector")
 
 
 def test_data_with_the_classes_of_the_head_keep_their_labels(
@@ -361,7 +359,7 @@ def test_data_with_the_classes_of_the_head_keep_their_labels(
 ) -> None:
     source, tuned, target, _ = folders()
     rows = [{"text": text, "label": CLASSES[place % 3]} for place, text in enumerate(SENTENCES)]
-    job = measurable(prepare(source, tuned, target, write_rows(tmp_path / "labelled.jsonl", rows), samples=16))
+    job = prepare(source, tuned, target, write_rows(tmp_path / "labelled.jsonl", rows), samples=16).with_scores()
     assert "labels" not in job.record["data"]
     teacher = transformers.BertForSequenceClassification.from_pretrained(tuned).eval()
     texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
@@ -381,7 +379,7 @@ def test_the_scale_is_chosen_with_heads_that_are_fitted_on_the_other_half(
 def test_both_models_are_measured_with_the_same_function(tmp_path: Path, zoo: Zoo) -> None:
     """A target that is the source itself: the head that is fitted on its base features is the trained one."""
     folder = write_data(tmp_path / "data.npz", train=60)
-    job = measurable(prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], folder, samples=60))
+    job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], folder, samples=60).with_scores()
     pixels = {"pixel_values": pixels_of(20)}
     with torch.no_grad():
         trained, fitted = (centred(model.logits(model.module, pixels)) for model in job.models)  # type: ignore[misc]

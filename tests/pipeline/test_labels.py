@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from builders.folders import FAMILIES, WITH_TEXT, Zoo
+from builders.runs import prepare
 from tuneport import transfer
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
-from tuneport.job import Drawn
 from tuneport.measure.accuracy import encode_batches
+from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.labels import agreement, scores_by
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.heads import agreement, scores_by
 
 CLASSES = ("cat", "dog")
 
@@ -48,7 +48,7 @@ class TestLabels:
     def test_are_those_of_the_fine_tuned_source(self, zoo: Zoo) -> None:
         trio, data = zoo.trio("clip_vision"), read_data(zoo.data, "train")
         job = prepare(*trio, zoo.data, samples=24, labels="source")
-        assert isinstance(job.samples, Drawn)
+        assert isinstance(job.samples, DatasetSamples)
         labelled = job.samples.dataset
         chosen = data.subset(job.record["data"]["indices"])
         assert labelled.labels is not None
@@ -61,7 +61,7 @@ class TestLabels:
     def test_of_every_family(self, zoo: Zoo, family: str) -> None:
         trio, data = zoo.trio(family), read_data(zoo.data, "train")
         job = prepare(*trio, zoo.data, samples=10, labels="source")
-        assert isinstance(job.samples, Drawn)
+        assert isinstance(job.samples, DatasetSamples)
         assert job.samples.dataset.labels is not None
         chosen = data.subset(job.record["data"]["indices"])
         assert job.samples.dataset.labels.tolist() == answers(trio[1], chosen, trio[0])
@@ -79,7 +79,7 @@ class TestLabels:
                     parameter.normal_(std=0.5)
         tuned.save_pretrained(tmp_path / "adapter")
         job = prepare(base, tmp_path / "adapter", target, zoo.data, samples=20, labels="source")
-        assert isinstance(job.samples, Drawn)
+        assert isinstance(job.samples, DatasetSamples)
         data = read_data(zoo.data, "train").subset(job.record["data"]["indices"])
         found = answers(open_model(base).with_module(tuned.merge_and_unload()), data)
         assert job.samples.dataset.labels is not None
@@ -89,8 +89,8 @@ class TestLabels:
     def test_are_the_whole_fine_tune_s_whatever_is_not_to_be_moved(self, zoo: Zoo, family: str, glob: str) -> None:
         some, every = (prepare(*zoo.trio(family), zoo.data, samples=12, labels="source", exclude=out, head_fit="none")
                        for out in ([glob], []))  # fmt: skip
-        assert isinstance(some.samples, Drawn)
-        assert isinstance(every.samples, Drawn)
+        assert isinstance(some.samples, DatasetSamples)
+        assert isinstance(every.samples, DatasetSamples)
         assert set(some.task_vector) < set(every.task_vector)
         assert some.samples.dataset.labels.tolist() == every.samples.dataset.labels.tolist()  # type: ignore[union-attr]
 
@@ -117,7 +117,7 @@ class TestLabels:
     def test_give_what_the_same_labels_in_the_data_give(self, zoo: Zoo) -> None:
         trio = zoo.trio("clip_vision")
         found = prepare(*trio, zoo.data, samples=20, labels="source")
-        assert isinstance(found.samples, Drawn)
+        assert isinstance(found.samples, DatasetSamples)
         relabelled = found.samples.dataset
         drawn = prepare(*trio, relabelled, samples=len(relabelled)).record["data"]["indices"]
         in_order = relabelled.subset(np.argsort(drawn))  # drawn in the order of `found`, so that the bits are the same
@@ -136,7 +136,7 @@ class TestHeads:
             prepare(*zoo.trio(family), data, samples=8, labels="source")
         (tmp_path / "classes.json").write_text('{"cat": "a cat", "dog": "a dog"}')
         job = prepare(*zoo.trio(family), data, samples=8, labels="source", head=str(tmp_path / "classes.json"))
-        assert isinstance(job.samples, Drawn)
+        assert isinstance(job.samples, DatasetSamples)
         assert job.samples.dataset.classes == ("cat", "dog")
 
     def test_classes_that_the_target_does_not_know_are_refused_before_any_work(self, zoo: Zoo, tmp_path: Path) -> None:

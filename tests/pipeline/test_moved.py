@@ -98,7 +98,7 @@ def test_what_an_adapter_cannot_hold_is_left_behind(tmp_path: Path) -> None:
     finetuned = tuned(source)
     result = tuneport.transfer(source, finetuned, clip(24, 3, 1), method="naive")
     assert result.record["moved_share"] == pytest.approx(1.0)
-    out = result.save(tmp_path / "out", kind="adapter", rank=2)
+    out = result.save(tmp_path / "out", as_="adapter", rank=2)
     record: dict[str, Any] = json.loads((out / "tuneport.json").read_text())
     changes = squares(source, finetuned)
     held = [name for name in changes if not any(word in name for word in ("norm", "layrnorm", "class"))]

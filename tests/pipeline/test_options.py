@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from tuneport.pipeline.options import DEFAULTS, Options
 
 import tuneport
 from tuneport import TuneportError, cli
 from tuneport.cli.plan import plan as plan_command
 from tuneport.cli.transfer import transfer as transfer_command
-from tuneport.pipeline.options import DEFAULTS, Options
 from tuneport.types import OutputKind, ScaleRule
 
 IN_PYTHON_ONLY = {"match", "pairs", "roles", "depth_rule"}
@@ -43,9 +43,9 @@ def test_mypy_finds_a_misspelt_option_and_accepts_the_right_one(tmp_path: Path) 
     pytest.importorskip("mypy")
     lines = [
         "import tuneport",
-        'tuneport.transfer("old", "tuned", "new", "data", samples=3, completion="svd").save("out", kind="adapter")',
+        'tuneport.transfer("old", "tuned", "new", "data", samples=3, completion="svd").save("out", as_="adapter")',
         'tuneport.transfer("old", "tuned", "new", "data", sampels=3)',
-        'tuneport.transfer("old", "tuned", "new", "data").save("out", kind="zip")',
+        'tuneport.transfer("old", "tuned", "new", "data").save("out", as_="zip")',
     ]
     (tmp_path / "snippet.py").write_text("\n".join(lines))
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", str(tmp_path / "snippet.py")]

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from builders.classifiers import CLASSES, WIDER, bert, grow
+from builders.runs import prepare
 from builders.texts import (
     FAMILIES,
     LENGTH,
@@ -29,10 +30,8 @@ from paper.preflight import try_transfer
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
 from tuneport.models.open import describe_module
-from tuneport.pipeline.adapter import loader_of
-from tuneport.pipeline.evaluation import check_test, read_test, usual_test
-from tuneport.pipeline.labels import measurable
-from tuneport.pipeline.prepare import prepare
+from tuneport.outputs.adapter import loader_of
+from tuneport.pipeline.comparison import check_test, read_test, usual_test
 from tuneport.training.loop import Schedule
 
 NAMES = ("source", "tuned", "target")
@@ -92,7 +91,7 @@ class TestTokens:
     def test_labels_are_those_of_the_teacher_without_special_tokens_and_padding(
         self, tokens: tuple[list[Path], Any]
     ) -> None:
-        job = measurable(prepare(*tokens[0], samples=12))
+        job = prepare(*tokens[0], samples=12).with_scores()
         texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
         logits, inside = logits_of(tokens[1], texts)
         wanted = torch.where(inside, logits.argmax(-1), -100)
@@ -111,7 +110,7 @@ class TestTokens:
                     parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(6))
         tuned.save_pretrained(tmp_path / "adapter")
         result = transfer(source, tmp_path / "adapter", target, data, scale=1, samples=24)
-        result.save(tmp_path / "out", kind="adapter")
+        result.save(tmp_path / "out", as_="adapter")
         plain = transformers.AutoModelForTokenClassification.from_pretrained(target, num_labels=4)
         loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "out")
         (found, inside), (applied, _), (wanted, _) = map(logits_of, (loaded, result.apply(), tuned))
@@ -128,7 +127,7 @@ class TestTokens:
         (source, tuned, _, data), teacher = tokens
         other = transformers.RobertaConfig(**{**_plain(WIDER, vocab_size=320), "pad_token_id": 1, "bos_token_id": 0})
         write(tmp_path / "target", grow(transformers.RobertaModel(other), 2), roberta_tokenizer())
-        job = measurable(prepare(source, tuned, tmp_path / "target", data, samples=6))
+        job = prepare(source, tuned, tmp_path / "target", data, samples=6).with_scores()
         texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
         logits, _ = logits_of(teacher, texts)
         sides = next(iter(job.samples.encoded()))  # type: ignore[attr-defined]
@@ -186,7 +185,7 @@ class TestNumbers:
     def test_fractions_as_labels_are_no_obstacle(self, numbers: tuple[list[Path], Any], tmp_path: Path) -> None:
         rows = [{"text": text, "label": place / 4} for place, text in enumerate(SENTENCES)]
         data = write_rows(tmp_path / "rows.jsonl", rows)
-        job = measurable(prepare(*numbers[0][:3], data, samples=12))
+        job = prepare(*numbers[0][:3], data, samples=12).with_scores()
         texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
         wanted = logits_of(numbers[1], texts)[0].double()
         torch.testing.assert_close(torch.as_tensor(job.samples.chosen.scores), wanted)  # type: ignore[attr-defined]

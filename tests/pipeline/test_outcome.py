@@ -14,24 +14,24 @@ from tuneport.data.dataset import Dataset
 from tuneport.measure.accuracy import Evaluation
 from tuneport.measure.language import perplexity
 from tuneport.models.open import open_model
-from tuneport.pipeline.evaluation import Evaluated, Role, Scored
-from tuneport.pipeline.outcome import outcome_of
+from tuneport.pipeline.comparison import Comparison, ModelScore, Role
+from tuneport.pipeline.outcome import summarize
 
 COUNT = 100
 LABELS = np.zeros(COUNT, dtype=np.int64)
 
 
-def scored(role: Role, right: int) -> Scored:
+def scored(role: Role, right: int) -> ModelScore:
     """A model that is right on the first samples."""
     predicted = (np.arange(COUNT) >= right).astype(np.int64)
     found = Evaluation(float(right), COUNT, "zero-shot", predicted=predicted, labels=LABELS, classes=("a", "b"))
-    return Scored(role, role, found.accuracy, found)
+    return ModelScore(role, role, found.accuracy, found)
 
 
-def evaluated(**right: int) -> Evaluated:
+def evaluated(**right: int) -> Comparison:
     test = Dataset(["text"] * COUNT, LABELS, ("a", "b"), name="mnist")
     models = {role: scored(role, count) for role, count in right.items()}  # type: ignore[arg-type]
-    return Evaluated(test, np.arange(COUNT), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
+    return Comparison(test, np.arange(COUNT), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -45,39 +45,39 @@ def evaluated(**right: int) -> Evaluated:
     ],
 )
 def test_a_change_is_named_where_chance_cannot_make_it(target: int, port: int, word: str, sentence: str) -> None:
-    found = outcome_of(evaluated(target=target, port=port), scale=1.0)
+    found = summarize(evaluated(target=target, port=port), scale=1.0)
     assert (found.outcome, found.headline) == (word, f"accuracy on mnist: {sentence}")
 
 
 def test_advice_does_not_repeat_what_was_done() -> None:
-    found = outcome_of(evaluated(target=72, port=60), scale=0.25, rule="safe")
+    found = summarize(evaluated(target=72, port=60), scale=0.25, rule="safe")
     assert "did harm; try more samples, or --distill 300" in found.headline
 
 
 def test_a_scale_of_zero_is_no_port() -> None:
     for given in (None, evaluated(target=72, port=72)):
-        found = outcome_of(given, scale=0.0, rule="auto")
+        found = summarize(given, scale=0.0, rule="auto")
         assert found.outcome == "nothing moved"
         assert "nothing moved" in found.headline
         assert "the chosen scale is 0, and the output is the target as it was" in found.headline
         assert found.recommendation.startswith("Keep the old model: no strength of this change helps")
-        asked = outcome_of(given, scale=0.0)
+        asked = summarize(given, scale=0.0)
         assert "; the scale is 0, and the output" in asked.headline.replace(": the", "; the")
         assert asked.recommendation.startswith("Leave the scale to the samples"), "no other strength was tried"
-    alone = outcome_of(None, scale=0.0, head=True)
+    alone = summarize(None, scale=0.0, head=True)
     assert (alone.outcome, alone.headline) == (
         "not measured",
         "the gain was not measured; only the head changed: the scale is 0",
     )
-    gained = outcome_of(evaluated(target=50, port=80), scale=0.0, head=True)
+    gained = summarize(evaluated(target=50, port=80), scale=0.0, head=True)
     assert gained.headline.endswith("80.0 %: the transfer helped; only the head changed: the scale is 0")
-    harmed = outcome_of(evaluated(target=50, port=40), scale=0.0, head=True)
+    harmed = summarize(evaluated(target=50, port=40), scale=0.0, head=True)
     assert "try more samples, or --distill 300; only" in harmed.headline, "no scale is safer than 0"
-    assert outcome_of(evaluated(target=50, port=50, distilled=80), scale=1.0, distilled=True).outcome == "gain"
+    assert summarize(evaluated(target=50, port=50, distilled=80), scale=1.0, distilled=True).outcome == "gain"
 
 
 def test_nothing_is_claimed_without_a_test_split() -> None:
-    found = outcome_of(None, scale=1.0, reason="the data have no test split")
+    found = summarize(None, scale=1.0, reason="the data have no test split")
     assert (found.outcome, found.headline) == ("not measured", "the gain was not measured: the data have no test split")
 
 
@@ -93,7 +93,7 @@ def test_nothing_is_claimed_without_a_test_split() -> None:
     ],
 )
 def test_one_recommendation(right: dict[str, int], words: str) -> None:
-    assert outcome_of(evaluated(**right), scale=1.0).recommendation.startswith(words)
+    assert summarize(evaluated(**right), scale=1.0).recommendation.startswith(words)
 
 
 def test_rows_have_intervals_and_samples_that_turned() -> None:
@@ -133,8 +133,8 @@ def test_a_model_is_not_kept_or_dropped_for_how_its_turns_end(tmp_path: Path) ->
         "target": spoken(tmp_path / "target", None, word=9, mark=9),
         "port": spoken(tmp_path / "port", None, word=7, mark=7),
     }
-    rows = {role: Scored(role, role, each.bits_per_character, each) for role, each in models.items()}  # type: ignore
+    rows = {role: ModelScore(role, role, each.bits_per_character, each) for role, each in models.items()}  # type: ignore
     test = Dataset([answer for _, answer in ANSWERS], None, (), name="words")
-    found = Evaluated(test, np.arange(4), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
-    assert outcome_of(found, scale=1.0).recommendation.startswith("Keep the old model while you can")
+    found = Comparison(test, np.arange(4), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
+    assert summarize(found, scale=1.0).recommendation.startswith("Keep the old model while you can")
     assert [rows[role].value / rows["port"].value for role in ("finetuned", "target")] == pytest.approx([5 / 7, 9 / 7])

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 
 from builders import toy
 from builders.folders import SAMPLES, Zoo, cross
+from builders.runs import Case, measured, port, prepare
 from tuneport.data.formats import read_plain
-from tuneport.job import Job
-from tuneport.pipeline.outlook import expected, statistics_bytes
-from tuneport.pipeline.port import port
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.statistics import measure_job
+from tuneport.pipeline.estimate import describe, statistics_bytes
 
 
 def answered(module: nn.Module, layer: str, counts: Counter[str], name: str) -> None:
@@ -35,7 +32,7 @@ class TestPlan:
         self, zoo: Zoo, tmp_path: Path, family: str, scale: float | None
     ) -> None:
         job, test = prepare(*zoo.trio(family), zoo.data, samples=SAMPLES), read_plain(zoo.data, "test")
-        planned = expected(job, scale=scale, tested=len(test))["expected"]
+        planned = describe(job, scale=scale, tested=len(test))["describe"]
         counts: Counter[str] = Counter()
         pair = next(pair for pair in job.plan.pairs if pair.target.block is not None)
         answered(job.source.module, pair.source.weight, counts, "source")
@@ -45,16 +42,16 @@ class TestPlan:
 
     def test_the_plan_agrees_with_the_transfer(self, zoo: Zoo) -> None:
         for source, target in (("vit", "vit"), ("clip", "clip_vision"), ("siglip_vision", "siglip_vision")):
-            job: Job = prepare(
+            job: Case = prepare(
                 zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-target"], zoo.data, samples=SAMPLES
             )
-            outlook, result = expected(job), cross(zoo, source, target)
+            outlook, result = describe(job), cross(zoo, source, target)
             assert outlook["samples"] == SAMPLES
             assert [(row["target"], row["source"]) for row in outlook["layers"]] == [
                 (record.target, record.source) for record in result.records
             ]
             assert outlook["not_transported"] == result.record["not_transported"]
-            assert outlook["expected"]["statistics_bytes"] > 0
+            assert outlook["describe"]["statistics_bytes"] > 0
 
 
 class TestStatistics:
@@ -67,7 +64,7 @@ class TestStatistics:
     ) -> None:
         monkeypatch.setattr("tuneport.maps.covariance._drop_zeros", lambda source, target: (source, target))
         job = prepare(*zoo.trio(family), zoo.data, samples=SAMPLES, max_tokens=limit)
-        sums = {id(found): found for found in measure_job(job).covariances.values()}.values()
+        sums = {id(found): found for found in measured(job).covariances.values()}.values()
         assert any(found.rows is not None for found in sums) == (limit is not None)
         assert statistics_bytes(job) == sum(found.nbytes for found in sums)
 
@@ -83,7 +80,7 @@ class TestStatistics:
         batches = toy.batches(64)
         options = {"loss": loss, "pairs": toy.plan(source, target).pairs}
         job = prepare(source, toy.finetuned(source), target, batches, **options)
-        sums = {id(found): found for found in measure_job(job).covariances.values()}.values()
+        sums = {id(found): found for found in measured(job).covariances.values()}.values()
         assert statistics_bytes(job) >= sum(found.nbytes for found in sums) > 0
         once = prepare(source, toy.finetuned(source), target, iter(batches), **options)
         assert statistics_bytes(once) == statistics_bytes(job)

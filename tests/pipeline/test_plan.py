@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from builders.folders import SAMPLES, Zoo, cross, edit_weights
+from builders.runs import prepare
 from tuneport.errors import CheckpointError, PairingError
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import transfer
 
 

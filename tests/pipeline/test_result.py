@@ -22,7 +22,7 @@ from tuneport import TuneportError
 from tuneport.errors import CheckpointError
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.change import apply
+from tuneport.pipeline.arithmetic import apply
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import load_task_vector
 
@@ -144,7 +144,7 @@ class TestSaved:
 
     def test_an_unknown_kind(self, zoo: Zoo, tmp_path: Path) -> None:
         with pytest.raises(TuneportError, match="model, adapter or task-vector, not as 'zip'"):
-            cross(zoo, "vit", "vit", method="naive").save(tmp_path / "out", kind="zip")
+            cross(zoo, "vit", "vit", method="naive").save(tmp_path / "out", as_="zip")
 
     @pytest.mark.parametrize("file", ["config.json", "heads/animals.safetensors"])
     def test_a_disk_that_fills_up_while_companions_are_copied(
@@ -170,12 +170,12 @@ class TestSaved:
         for folder in (*trio, *(path.parent for path in trio)):
             for kind in ("model", "adapter"):
                 with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):
-                    result.save(folder, kind=kind, rank=2, overwrite=True)
+                    result.save(folder, as_=kind, rank=2, overwrite=True)
         for file in (trio[2] / "model.safetensors", data):
             with pytest.raises(
                 CheckpointError, match=r"cannot be (overwritten: it holds|written: it is inside) the input"
             ):
-                result.save(file, kind="task-vector", overwrite=True)
+                result.save(file, as_="task-vector", overwrite=True)
         bare = replace(result, record={**result.record, "target": {"name": "moved"}})
         with pytest.raises(CheckpointError, match="cannot be overwritten: it holds the input"):
             bare.save(trio[2], overwrite=True)
@@ -184,7 +184,7 @@ class TestSaved:
     def test_saved_as_a_task_vector_it_applies_to_the_same_model(self, zoo: Zoo, tmp_path: Path) -> None:
         result = cross(zoo, "vit", "vit", head_fit="none")
         result.save(tmp_path / "model")
-        result.save(tmp_path / "tau.safetensors", kind="task-vector")
+        result.save(tmp_path / "tau.safetensors", as_="task-vector")
         apply(load_task_vector(tmp_path / "tau.safetensors"), zoo["vit-target"], tmp_path / "applied")
         first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "applied"))
         assert first.keys() == second.keys()

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from builders.folders import LARGE, SMALL, Zoo, build, load, perturb, write_data
+from builders.runs import prepare, run
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import same_weights, weights_fingerprint
 from tuneport.pipeline import labels, sanity
-from tuneport.pipeline.change import extract, fingerprint_of
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.sanity import look
-from tuneport.pipeline.transfer import run, transfer
+from tuneport.pipeline.arithmetic import extract, fingerprint_of
+from tuneport.pipeline.checks import check_inputs
+from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import save_task_vector
 
 Trio = tuple[Path, Path, Path]
@@ -86,7 +86,7 @@ def test_what_cannot_be_a_fine_tune_is_refused(
     with pytest.raises(CheckpointError, match=words) as refused:
         transfer(*trio, data, samples=SAMPLES)
     assert "`accept_unlikely=True`" in str(refused.value)
-    assert look(prepare(*trio, data, samples=SAMPLES, accept_unlikely=True)).change is not None
+    assert check_inputs(prepare(*trio, data, samples=SAMPLES, accept_unlikely=True)).change is not None
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ class TestFingerprint:
     def test_what_a_transfer_writes_names_the_target(self, zoo: Zoo, tmp_path: Path) -> None:
         base, tuned, target = zoo.trio("clip_vision")
         made = transfer(base, tuned, target, method="naive")
-        made.save(tmp_path / "tau.safetensors", kind="task-vector")
-        made.save(tmp_path / "lora", kind="adapter", energy=1.0)
+        made.save(tmp_path / "tau.safetensors", as_="task-vector")
+        made.save(tmp_path / "lora", as_="adapter", energy=1.0)
         other = build("clip_vision", replace(LARGE, seed=5), tmp_path / "other")
         for name in ("tau.safetensors", "lora"):
             assert prepare(target, tmp_path / name, target, signals="naive").task_vector

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from builders.runs import Case, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
-from tuneport.job import FEWEST, Job, first_half
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import SCALES, Scaled, Score, choose_scale, score_of_classes
-from tuneport.pipeline.transfer import run
+from tuneport.measure.samples import FEWEST, first_half
+from tuneport.models.weights import Scaled
+from tuneport.pipeline.scale import SCALES, Score, choose_scale, score_of_classes
 from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import ScaleRule
@@ -214,7 +214,7 @@ def test_each_half_judges_the_maps_of_the_other(groups: int) -> None:
     source, target = ToyViT(), ToyViT(width=40, depth=3)
     tuned, pairs, given = finetuned(source), plan(source, target).pairs, batches(count=32, batch=8)
 
-    def job(samples: list) -> Job:
+    def job(samples: list) -> Case:
         return prepare(source, tuned, target, samples, loss=loss, pairs=pairs, signals="bico")
 
     passes = Passes((pairs[:5], pairs[5:]), 0, (0, 0)) if groups == 2 else None

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from builders.runs import prepare, run
 from builders.texts import gpt_tokenizer, make, write
 from paper.preflight import judge, try_transfer
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.data.views import VIEWS
-from tuneport.job import Drawn
 from tuneport.measure.language import likelihood
 from tuneport.measure.objectives import read_answers
+from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model
-from tuneport.pipeline.outlook import expected
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.estimate import describe
 from tuneport.pipeline.scale import (
     MOST_ANSWERS,
     TOKEN_SCALES,
@@ -35,7 +35,7 @@ from tuneport.pipeline.scale import (
     questions_of,
     score_of_classes,
 )
-from tuneport.pipeline.transfer import run, transfer
+from tuneport.pipeline.transfer import transfer
 from tuneport.types import ScaleRule
 
 QUESTIONS = [f"the {name} of the {place}" for name in ("cat", "dog", "bird", "ship") for place in ("town", "river")]
@@ -172,7 +172,7 @@ def test_answers_need_evidence_to_leave_the_target(rule: ScaleRule) -> None:
 def test_views_have_the_answers_of_their_samples(kind: str, trio: list[Path]) -> None:
     """`bico+` measures views of the questions, each with the same answer as its question."""
     job = prepare(*trio, data_of(kind), signals="bico+", samples=16)
-    assert isinstance(job.samples, Drawn)
+    assert isinstance(job.samples, DatasetSamples)
     views = job.samples.views(job.seed)
     assert views is not None
     answers, wanted = read_answers(views.chosen), read_answers(job.samples.chosen)
@@ -210,7 +210,7 @@ def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, 
             rows.append(len(given["input_ids"]))
 
     job.target.module.register_forward_pre_hook(count, with_kwargs=True)
-    planned = expected(job, "naive", scale="auto")["expected"]["answers"]["target"]
+    planned = describe(job, "naive", scale="auto")["describe"]["answers"]["target"]
     run(job, "naive", scale="auto")
     assert sum(rows) == planned == len(TOKEN_SCALES) * (1 if cached else answers) * 16
 

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from builders import browser
 from builders.folders import Zoo, load, write_data
+from builders.runs import port, prepare
 from tuneport.cli import app
 from tuneport.data.formats import read_plain
 from tuneport.data.tasks import TASKS
-from tuneport.pipeline.port import port
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.answer import Answer
 from tuneport.report.page import _ENVIRONMENT, report_page

@@ -16,11 +16,10 @@ from safetensors import safe_open
 import tuneport
 from builders.folders import Zoo, load, write_data
 from builders.loras import adapted, saved
+from builders.runs import port, prepare
 from tuneport.data.formats import read_plain
 from tuneport.models.base import describe_any
-from tuneport.pipeline.change import apply, extract
-from tuneport.pipeline.port import port
-from tuneport.pipeline.prepare import prepare
+from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.card import model_card
 from tuneport.report.page import report_page
@@ -72,7 +71,7 @@ class TestSchema:
 
     def test_transfer_to_a_task_vector(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         job = prepare(*zoo.trio("vit"), zoo.data, samples=24, head_fit="none")
-        port(job, tmp_path / "tau.safetensors", kind="task-vector")
+        port(job, tmp_path / "tau.safetensors", as_="task-vector")
         with safe_open(tmp_path / "tau.safetensors", "pt") as file:
             record = json.loads(file.metadata()["record"])
         valid(record)
@@ -103,7 +102,7 @@ class TestSchema:
         pytest.importorskip("peft")
         adapter = saved(adapted(load(zoo["vit-base"]), target_modules=["q_proj"]), tmp_path / "lora")
         result = transfer(zoo["vit-base"], adapter, zoo["vit-target"], zoo.data, scale=1, samples=24)
-        result.save(tmp_path / "out", kind="adapter")
+        result.save(tmp_path / "out", as_="adapter")
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         valid(stored)
         assert set(stored["finetuned"]["adapter"]) == {"rank", "base_model", "task_type"}

@@ -9,25 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from builders.runs import Case, measured, passes_for, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
-from tuneport.job import Given, Job
+from tuneport.measure.samples import UserBatches
 from tuneport.methods import METHODS
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.statistics import measure_job
-from tuneport.pipeline.transfer import run
 from tuneport.runtime import passes
-from tuneport.runtime.budget import COPIES, passes_of, plan_passes
+from tuneport.runtime.budget import COPIES
 from tuneport.runtime.forecast import LiveBytes
 
 
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches run in two parts, as with wide models."""
-    monkeypatch.setattr(Job, "samples_at_once", 8)
+    monkeypatch.setattr(Case, "samples_at_once", 8)
 
 
-def job(method: str = "bico", budget: int | None = None, **options) -> Job:
+def job(method: str = "bico", budget: int | None = None, **options) -> Case:
     torch.manual_seed(0)
     source, target = ToyViT(), ToyViT(width=40, depth=3)
     return prepare(
@@ -45,10 +43,10 @@ def job(method: str = "bico", budget: int | None = None, **options) -> Job:
 @pytest.mark.parametrize(("scale", "method"), [(1.0, "bico"), (1.0, "theseus"), ("auto", "bico")])
 def test_groups_give_the_same_bits(scale, method: str) -> None:
     whole = run(job(method), method, scale=scale)
-    least = plan_passes(job(method), None, method=method)
+    least = passes_for(job(method), None, method=method)
     budget = least.fixed_bytes + max(least.group_bytes) * 3 // 4
     small = job(method, budget)
-    groups = plan_passes(small, budget, method=method).groups
+    groups = passes_for(small, budget, method=method).groups
     assert len(groups) > 1
     assert [pair.target.name for group in groups for pair in group] == [pair.target.name for pair in small.plan.pairs]
     divided = run(small, method, scale=scale)
@@ -64,10 +62,10 @@ def test_groups_give_the_same_bits(scale, method: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, "auto"])
 def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(job(), scale=scale)
-    assert passes_of(job(), "bico", scale) is None
+    assert passes_for(job(), "bico", scale) is None
     monkeypatch.setattr(passes, "free_memory", lambda: 250_000)
     divided = run(job(), scale=scale)
-    groups = passes_of(job(), "bico", scale).groups
+    groups = passes_for(job(), "bico", scale).groups
     size, signals = passes.sum_bytes(job(), COPIES if scale == "auto" else 1), METHODS["bico"].signals
     sizes = [sum(size(pair, signal) for pair in group for signal in pair.wanted(signals)) for group in groups]
     assert len(groups) > 1
@@ -77,14 +75,16 @@ def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch:
         assert torch.equal(divided.task_vector.dense(name), whole.task_vector.dense(name))
     assert divided.scale == whole.scale
     monkeypatch.setattr(passes, "free_memory", lambda: 260_000)  # a little more: the same groups
-    assert [len(group) for group in passes_of(job(), "bico", scale).groups] == list(map(len, groups))
+    assert [len(group) for group in passes_for(job(), "bico", scale).groups] == list(map(len, groups))
 
 
 def test_what_cannot_be_divided_is_measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "free_memory", lambda: 0)
-    assert passes_of(job(), "bico", 1.0) is not None
-    assert passes_of(replace(job(), samples=Given(iter([]))), "bico", 1.0) is None  # batches that can be read once
-    assert passes_of(job(), "naive", 1.0) is None
+    assert passes_for(job(), "bico", 1.0) is not None
+    assert (
+        passes_for(replace(job(), samples=UserBatches(iter([]))), "bico", 1.0) is None
+    )  # batches that can be read once
+    assert passes_for(job(), "naive", 1.0) is None
 
 
 def test_a_limit_of_tokens_makes_sums_smaller() -> None:
@@ -100,7 +100,7 @@ def test_a_limit_of_tokens_makes_sums_smaller() -> None:
 def test_the_peak_is_the_expected_one(method: str) -> None:
     """Of the bytes of tensors, counted while the job runs; models and result were there before."""
     found = job(method)
-    expected = plan_passes(found, None, method=method)
+    expected = passes_for(found, None, method=method)
     models = sum(4 * p.numel() for m in (found.source, found.target) for p in m.module.parameters())
     live = LiveBytes()
     with live:
@@ -112,27 +112,27 @@ def test_models_that_read_values_are_planned_by_one_sample(monkeypatch: pytest.M
     def curious(module: nn.Module, batch: Any) -> Tensor:
         return loss(module, batch) / float(batch[0].square().mean())
 
-    usual, odd = plan_passes(job(), None), plan_passes(job(loss=curious), None)
+    usual, odd = passes_for(job(), None), passes_for(job(loss=curious), None)
     assert odd.fixed_bytes == usual.fixed_bytes
     assert abs(odd.peak_bytes / usual.peak_bytes - 1) < 0.1
     ran = []
     monkeypatch.setattr("builders.toy.ToyViT.forward", lambda *_: ran.append(1))
-    plan_passes(job("naive"), None, method="naive")
+    passes_for(job("naive"), None, method="naive")
     assert not ran, "a method without signals runs no model"
 
 
 def test_a_token_limit_lowers_the_expected_peak() -> None:
-    assert plan_passes(job(max_tokens=2), None).peak_bytes < plan_passes(job(), None).peak_bytes
+    assert passes_for(job(max_tokens=2), None).peak_bytes < passes_for(job(), None).peak_bytes
 
 
 def test_a_budget_below_one_layer_is_refused_with_the_least_sufficient_one() -> None:
     with pytest.raises(
         TuneportError, match=r"a `memory_budget` of 9.77 KiB is too small: the models and the result take"
     ):
-        plan_passes(job(), 10_000)
-    once = replace(job(), samples=Given(iter(batches())))
+        passes_for(job(), 10_000)
+    once = replace(job(), samples=UserBatches(iter(batches())))
     with pytest.raises(TuneportError, match=r"needs batches that can be read more than once: pass a list"):
-        plan_passes(once, 10**9)
+        passes_for(once, 10**9)
 
 
 def test_limits_below_one_are_refused_before_any_work() -> None:
@@ -143,10 +143,10 @@ def test_limits_below_one_are_refused_before_any_work() -> None:
 
 
 def test_max_tokens_count_over_the_whole_measurement() -> None:
-    few = measure_job(job(max_tokens=30))
+    few = measured(job(max_tokens=30))
     assert {covariance.tokens for covariance in few.covariances.values()} == {30}
     assert few.samples == 48
-    fit, rest = replace(job(max_tokens=30), samples=Given(batches(count=48, batch=4))).halves()
+    fit, rest = replace(job(max_tokens=30), samples=UserBatches(batches(count=48, batch=4))).halves()
     assert fit is not rest
-    both = measure_job(fit) + measure_job(rest)
+    both = measured(fit) + measured(rest)
     assert {covariance.tokens for covariance in both.covariances.values()} <= {28, 29, 30}

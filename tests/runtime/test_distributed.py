@@ -10,13 +10,11 @@ import torch
 from torch import distributed as dist
 
 from builders.processes import run_together
+from builders.runs import measured, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
 from tuneport.pipeline import statistics
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.statistics import measure_job
-from tuneport.pipeline.transfer import run
 from tuneport.runtime import distributed
 from tuneport.runtime.distributed import Ranks, gather_entries, processes, ranks
 from tuneport.task_vectors.low_rank import LowRank
@@ -108,12 +106,12 @@ def test_the_shares_of_two_processes_draw_the_tokens_of_one(monkeypatch: pytest.
     source, target = ToyViT(), ToyViT(width=40, depth=3)
     given = {"loss": loss, "pairs": plan(source, target).pairs, "signals": "bico", "max_tokens": 33}
     job = prepare(source, finetuned(source), target, batches(count=44, batch=8), **given)
-    whole = measure_job(job)
+    whole = measured(job)
     monkeypatch.setattr(statistics, "reduce_statistics", lambda found, _: found)
     parts = []
     for rank in range(2):
         monkeypatch.setattr(distributed, "ranks", lambda rank=rank: Ranks(rank, 2))
-        parts.append(measure_job(job))
+        parts.append(measured(job))
     total = parts[0] + parts[1]
     assert [part.samples for part in parts] == [24, 20]
     assert list(total.covariances) == list(whole.covariances)

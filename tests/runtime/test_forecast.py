@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import toy
-from tuneport.pipeline.prepare import prepare
+from builders.runs import prepare
 from tuneport.runtime.forecast import Forecast, NeedsValuesError, meta_errors
 
 READS = {

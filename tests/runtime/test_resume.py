@@ -21,13 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from builders.folders import Zoo
 from builders.forwards import count_forwards
+from builders.runs import Case, port, prepare
 from tuneport.errors import CheckpointError
-from tuneport.job import Job
 from tuneport.maps.covariance import CrossCovariance
 from tuneport.maps.statistics import Statistics, WeightGradient
 from tuneport.methods import METHODS
-from tuneport.pipeline.port import port
-from tuneport.pipeline.prepare import prepare
 from tuneport.runtime.passes import Passes
 from tuneport.runtime.resume import Work, fingerprint, load_statistics, save_statistics
 from tuneport.task_vectors.lora_write import AdapterForm
@@ -190,7 +188,7 @@ class TestWork:
         assert names(tmp_path / "elsewhere") == []
 
 
-def job_of(zoo: Zoo, **options: Any) -> Job:
+def job_of(zoo: Zoo, **options: Any) -> Case:
     given = {"samples": SAMPLES, "batch_size": BATCH, **options}
     return prepare(*zoo.trio("clip_vision"), zoo.data, **given)
 
@@ -252,7 +250,7 @@ class TestPort:
             pytest.skip("measures nothing")
         base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
 
-        def job() -> Job:
+        def job() -> Case:
             return prepare(base, tuned, base, zoo.data, signals=method, samples=SAMPLES, batch_size=BATCH)
 
         first = job()
@@ -286,15 +284,15 @@ class TestPort:
         self, zoo: Zoo, tmp_path: Path, kind: str, given: dict[str, Any]
     ) -> None:
         out = tmp_path / ("tau.safetensors" if kind == "task-vector" else "out")
-        first = port(job_of(zoo), out, scale=1, kind=kind, **given)
+        first = port(job_of(zoo), out, scale=1, as_=kind, **given)
         notes: list[str] = []
         with count_forwards() as ran:
-            again = port(job_of(zoo), out, scale=1, kind=kind, resume=True, note=notes.append, **given)
+            again = port(job_of(zoo), out, scale=1, as_=kind, resume=True, note=notes.append, **given)
         assert ran == []
         assert json.dumps(again) == json.dumps(first)
         assert notes == [f"{out} was complete already"]
         with pytest.raises(CheckpointError, match="exists already"):
-            port(job_of(zoo, seed=1), out, scale=1, kind=kind, resume=True)
+            port(job_of(zoo, seed=1), out, scale=1, as_=kind, resume=True)
 
 
 def command(zoo: Zoo, out: Path, *more: str) -> list[str]:

@@ -117,7 +117,7 @@ def test_lora_is_transferred_as_a_lora(
     with monkeypatch.context() as patch:
         patch.setattr(LowRank, "dense", forbidden)
         result = tuneport.transfer(source, folder, target, data(), **options)
-        out = result.save(tmp_path / "out", kind="adapter")
+        out = result.save(tmp_path / "out", as_="adapter")
     ranks = {record.target: record.rank for record in result.records}
     assert set(ranks.values()) == {2, 3}
     for name in result.task_vector:
@@ -180,7 +180,7 @@ def test_fused_weights_stay_exact(fused: tuple[bool, bool], tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(LowRank, "dense", forbidden)
         result = tuneport.transfer(source, folder, target, toy.batches(64), loss=toy.loss)
-        out = result.save(tmp_path / "out", kind="adapter")
+        out = result.save(tmp_path / "out", as_="adapter")
     name = "blocks.0.attn.qkv.weight" if fused[1] else "blocks.0.attn.q_proj.weight"
     # separate layers with factors of their own add up; layers that share the input factor go on sharing it
     assert result.task_vector[name].rank == (4 if fused == (False, True) else 2)
@@ -239,7 +239,7 @@ def test_low_rank_results_apply_like_dense_results(tmp_path: Path) -> None:
     assert result.scale == result.record["scale"]
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), clip(24, 3, 1).parameters(), strict=True))
     result = tuneport.transfer(source, folder, target, batches, loss=clip_loss)
-    result.save(tmp_path / "tau.safetensors", kind="task-vector")
+    result.save(tmp_path / "tau.safetensors", as_="task-vector")
     vector = load_task_vector(tmp_path / "tau.safetensors")
     assert isinstance(vector["vision_model.embeddings.patch_embedding.weight"], LowRank)
     tensors = result.tensors()

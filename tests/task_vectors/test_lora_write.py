@@ -30,9 +30,9 @@ def test_full_fine_tune_as_an_adapter_of_chosen_rank(tmp_path: Path) -> None:
     tuned = toy.finetuned(source)
     result = tuneport.transfer(source, tuned, target, images(), loss=clip_loss)
     with pytest.raises(TuneportError, match="not low-rank"):
-        result.save(tmp_path / "none", kind="adapter")
+        result.save(tmp_path / "none", as_="adapter")
     assert not (tmp_path / "none").exists()
-    out = result.save(tmp_path / "out", kind="adapter", rank=4)
+    out = result.save(tmp_path / "out", as_="adapter", rank=4)
     record = json.loads((out / "tuneport.json").read_text())
     written = read(out, target)
     assert len(record["adapter"]["modules"]) == len(result.records)
@@ -50,7 +50,7 @@ def test_full_fine_tune_as_an_adapter_of_chosen_rank(tmp_path: Path) -> None:
     changed.load_state_dict(dict(written.apply_to(target.state_dict())))
     batch = images()[0]
     torch.testing.assert_close(outputs(loaded, batch), outputs(changed, batch), atol=1e-5, rtol=1e-4)
-    exact = result.save(tmp_path / "exact", kind="adapter", energy=1.0)
+    exact = result.save(tmp_path / "exact", as_="adapter", energy=1.0)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(target), exact).eval()
     torch.testing.assert_close(outputs(loaded, batch), outputs(result.apply(), batch), atol=1e-5, rtol=1e-4)
     ranks = {item["rank"] for item in json.loads((exact / "tuneport.json").read_text())["adapter"]["modules"]}
@@ -65,7 +65,7 @@ def test_adapters_of_every_family_load(family: str, zoo: Zoo, tmp_path: Path) ->
     """A full fine-tune, cut at nothing: peft's model is the target plus all that has a place in an adapter."""
     source, tuned, target = zoo.trio(family)
     result = tuneport.transfer(source, tuned, target, method="naive")
-    out = result.save(tmp_path / "out", kind="adapter", energy=1.0)
+    out = result.save(tmp_path / "out", as_="adapter", energy=1.0)
     record = json.loads((out / "tuneport.json").read_text())
     assert record["options"]["energy"] == 1.0
     homeless = no_place(result.target.module, result.task_vector)
@@ -82,7 +82,7 @@ def test_tensors_that_an_adapter_cannot_hold_are_listed(tmp_path: Path) -> None:
     source, target = clip(), clip(24, 3, 1)
     tuned = seeded(clip, 7)
     result = tuneport.transfer(source, tuned, target, method="naive", accept_unlikely=True)
-    out = result.save(tmp_path / "out", kind="adapter", rank=2)
+    out = result.save(tmp_path / "out", as_="adapter", rank=2)
     reasons = {
         item["tensor"]: item["reason"] for item in json.loads((out / "tuneport.json").read_text())["not_transported"]
     }

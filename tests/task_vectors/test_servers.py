@@ -31,7 +31,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_summary_says_what_vllm_makes_of_an_adapter(result: Any, tmp_path: Path) -> None:
     words = []
     for name, uniform in (("several", False), ("one", True)):
-        out = result.save(tmp_path / name, kind="adapter", uniform_rank=uniform)
+        out = result.save(tmp_path / name, as_="adapter", uniform_rank=uniform)
         record = json.loads((out / "tuneport.json").read_text())
         words.append(dict(summary_rows(record))["server"])
         assert (not record["adapter"]["vllm"]["refused"]) == uniform

@@ -85,7 +85,7 @@ def test_plain_peft_loads_what_is_written(case: str, dtype: str, full: bool, tmp
         tuned = tuned.merge_and_unload()
     result = tuneport.transfer(source, tuned if full else folder, target, method="naive")
     rank = 4 if full else None
-    out = result.save(tmp_path / "out", kind="adapter", rank=rank, adapter_dtype=dtype, uniform_rank=full)
+    out = result.save(tmp_path / "out", as_="adapter", rank=rank, adapter_dtype=dtype, uniform_rank=full)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(target), out).eval()
     # peft makes a bare model's adapter a plain one unless it is told the task
     assert type(loaded).__name__ == ("PeftModel" if full and case == "bare" else kind)

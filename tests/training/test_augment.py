@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from builders.folders import Zoo
-from tuneport.job import Drawn
+from builders.runs import prepare
+from tuneport.measure.samples import DatasetSamples
 from tuneport.models.tokenizer import Encoded
-from tuneport.pipeline.prepare import prepare
 from tuneport.training import augment
 from tuneport.training.augment import PIXELS, Reader, blend, turn
 from tuneport.types import Sides
 
 
 @pytest.fixture(scope="module")
-def drawn(zoo: Zoo) -> Drawn:
+def drawn(zoo: Zoo) -> DatasetSamples:
     job = prepare(*zoo.trio("clip"), zoo.data, samples=8)
-    assert isinstance(job.samples, Drawn)
+    assert isinstance(job.samples, DatasetSamples)
     return job.samples
 
 
@@ -29,7 +29,7 @@ def both(pixels: Tensor) -> Sides[Encoded]:
     return Sides(*(Encoded({PIXELS: pixels}, None, ()) for _ in range(2)))
 
 
-def test_images_are_encoded_once_and_as_without_a_cache(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_encoded_once_and_as_without_a_cache(drawn: DatasetSamples, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.array([5, 0, 5, 3])
     found = Reader(drawn, 1, 0).plain(rows)
     wanted = next(replace(drawn.take(rows), size=4).encoded())
@@ -82,7 +82,7 @@ def test_blends_are_the_same_for_both_and_between_their_parts() -> None:
     assert not torch.equal(found.source.inputs[PIXELS], pixels)
 
 
-def test_views_follow_from_the_seed(drawn: Drawn) -> None:
+def test_views_follow_from_the_seed(drawn: DatasetSamples) -> None:
     def view(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return Reader(drawn, 2, 0).view(np.arange(4), 1, blended=True).target.inputs[PIXELS]

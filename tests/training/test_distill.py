@@ -14,21 +14,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from tuneport.pipeline.lesson import prepare_lesson, run_lesson
 
 from builders.classifiers import WIDER, bert
 from builders.folders import Zoo
+from builders.runs import prepare, run
 from builders.texts import LARGE, SENTENCES, SMALL, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport import transfer
 from tuneport.data.choices import with_answers
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.job import Drawn
-from tuneport.pipeline.change import extract
-from tuneport.pipeline.lesson import prepare_lesson, run_lesson
-from tuneport.pipeline.prepare import SCORED, prepare
+from tuneport.measure.samples import DatasetSamples
+from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import run
+from tuneport.pipeline.samples import SCORED
 from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import save_task_vector
@@ -192,7 +192,7 @@ class TestEverySampleCounts:
         """Three held-out images are one pass, or one of two images and one of the third."""
 
         def first(pass_size: int) -> dict[str, Any]:
-            def compared(samples: Drawn) -> Matching:
+            def compared(samples: DatasetSamples) -> Matching:
                 found = replace(matching_of(samples), loss=mse_loss, agreement=mse_loss, augmented=False)
                 return replace(found, pass_size=pass_size)
 
@@ -205,7 +205,7 @@ class TestEverySampleCounts:
             assert apart[key] == pytest.approx(together[key], rel=1e-5)
 
     def test_a_loss_that_is_no_number_is_an_error(self, ported: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-        def compared(samples: Drawn) -> Matching:
+        def compared(samples: DatasetSamples) -> Matching:
             return replace(matching_of(samples), loss=lambda _, student: student.sum() * torch.nan)
 
         monkeypatch.setattr(distill, "matching_of", compared)
@@ -285,7 +285,7 @@ class TestLora:
         peft = pytest.importorskip("peft")
         found = ported.distill(4, lora=2)
         assert found.record["distilled"]["best"] > 0
-        out = found.save(tmp_path / "adapter", kind="adapter")
+        out = found.save(tmp_path / "adapter", as_="adapter")
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(ported.target.module), out).merge_and_unload()
         pixels = torch.randn(2, 3, 24, 24)
         one, two = (module(pixel_values=pixels).image_embeds for module in (loaded, found.apply()))

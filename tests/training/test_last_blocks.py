@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tuneport.training.last_blocks import LastBlocks, stack_of
 
 from builders.folders import FAMILIES, Zoo
 from tuneport import transfer
@@ -13,7 +14,6 @@ from tuneport.errors import TuneportError
 from tuneport.models.open import open_model
 from tuneport.pipeline.result import Result
 from tuneport.training import last_blocks
-from tuneport.training.last_blocks import LastBlocks, stack_of
 from tuneport.training.state import StateFile
 
 

@@ -9,26 +9,44 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 from functools import cache
-from inspect import signature
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..config import (
+    ApplyConfig,
+    ApplyInputs,
+    Config,
+    Declared,
+    DemoConfig,
+    DemoInputs,
+    DistillConfig,
+    DistillInputs,
+    EvaluateConfig,
+    EvaluateInputs,
+    ExtractConfig,
+    ExtractInputs,
+    MergeConfig,
+    MergeInputs,
+    PlanConfig,
+    PlanInputs,
+    TransferConfig,
+    TransferInputs,
+)
 from ..errors import TuneportError, brief, lacks_memory
+from .command import Run, command
+from .interrupts import stopped_by_signals
 from .models import apply, distill, evaluate, extract, merge
 from .plan import plan
-from .signals import stopped_by_signals
 from .terminal import fail, say, tell
-from .tour import demo, methods, samplers
+from .tour import demo, methods
 from .transfer import transfer
 
 LESS_MEMORY = (
-    'Pass a `memory_budget`, a smaller `batch_size` or `max_tokens`, or `dtype="bfloat16"`, as far as the command has '
-    "them."
+    'Pass a `memory_budget`, a smaller `batch_size` or `max_tokens`, or `dtype="bfloat16"`, if the command has them.'
 )
 
 
@@ -55,28 +73,37 @@ app = typer.Typer(
 )
 DEBUG = False
 
-# In the order of the help, each with the example that ends its own.
-COMMANDS: dict[Callable[..., None], str | None] = {
-    transfer: "tuneport transfer --source old-base --finetuned old-base-cars --target new-base "
-    "--data cars/ --out new-base-cars",
-    plan: "tuneport plan --source old-base --finetuned old-base-cars --target new-base --data cars/",
-    distill: "tuneport distill --finetuned old-base-cars --target new-base --data photos/ --out new-base-cars",
-    extract: "tuneport extract old-base old-base-cars -o cars.safetensors",
-    apply: "tuneport apply cars.safetensors old-base -o old-base-cars --scale 0.7",
-    merge: "tuneport merge cars.safetensors birds.safetensors --base old-base --as model -o old-base-both",
-    evaluate: "tuneport evaluate new-base-cars --data cars/ --head cars",
-    methods: None,
-    samplers: None,
-    demo: "tuneport demo",
+LONG = "--source old-base --finetuned old-base-cars --target new-base"
+
+# In the order of the help: the function, its inputs, its options, and a usual call.
+COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]] = {
+    transfer: (TransferInputs, TransferConfig, (f"tuneport transfer {LONG} --data cars/ --out new-cars",)),
+    plan: (PlanInputs, PlanConfig, (f"tuneport plan {LONG} --data cars/",)),
+    distill: (
+        DistillInputs,
+        DistillConfig,
+        ("tuneport distill --finetuned old-cars --target new-base --data photos/ --out new-cars",),
+    ),
+    evaluate: (EvaluateInputs, EvaluateConfig, ("tuneport evaluate new-cars --data cars/ --head cars",)),
+    extract: (ExtractInputs, ExtractConfig, ("tuneport extract old-base old-cars -o cars.safetensors",)),
+    apply: (ApplyInputs, ApplyConfig, ("tuneport apply cars.safetensors old-base -o old-cars --scale 0.7",)),
+    merge: (
+        MergeInputs,
+        MergeConfig,
+        ("tuneport merge cars.safetensors birds.safetensors --base old-base --as model -o both",),
+    ),
+    methods: (None, Config, ()),
+    demo: (DemoInputs, DemoConfig, ("tuneport demo",)),
 }
-for command, example in COMMANDS.items():
-    app.command(epilog=example and f"Example: {example}")(command)
+for run, (inputs, config, examples) in COMMANDS.items():
+    app.command()(command(run, inputs, config, examples))
 
 
 @cache
 def parameter_names() -> frozenset[str]:
     """The parameters of all commands, by their names in Python."""
-    return frozenset(name.strip("_") for command in COMMANDS for name in signature(command).parameters)
+    classes = [cls for inputs, config, _ in COMMANDS.values() for cls in (inputs, config) if cls is not None]
+    return frozenset(item.name.rstrip("_") for cls in classes for item, _ in cls.options())
 
 
 def _version(wanted: bool) -> None:

@@ -2,108 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import Any
 
-import typer
-
-from ..errors import TuneportError
-from . import options
-from .terminal import emit_json, say, show
-from .transfer import print_kept, print_notes
-
-if TYPE_CHECKING:
-    from ..pipeline.options import Options
+from ..config import PlanConfig, PlanInputs
+from .terminal import emit_json, note, say, show
+from .transfer import print_kept
 
 
-def plan(
-    source: options.Source,
-    target: options.Target,
-    finetuned: Annotated[
-        list[str] | None,
-        typer.Option(help="The fine-tuned old base, an adapter of it, or a task-vector file."),
-    ] = None,
-    data: options.Data = None,
-    method: options.MethodName = "bico",
-    samples: options.Samples = None,
-    shots: options.Shots = None,
-    sampler: options.SamplerName = "random",
-    seed: options.Seed = 0,
-    scale: options.Scale = None,
-    head: options.HeadName = None,
-    head_fit: options.HeadFit = "auto",
-    labels: options.LabelsName = None,
-    loss: options.LossName = None,
-    completion: options.CompletionName = "svd",
-    norms: options.NormsName = "keep",
-    exclude: options.Exclude = None,
-    columns: options.Columns = None,
-    max_length: options.MaxLength = None,
-    roles: options.Roles = None,
-    max_tokens: options.MaxTokens = None,
-    memory_budget: options.MemoryBudget = None,
-    batch_size: options.BatchSize = 32,
-    device: options.Device = "auto",
-    dtype: options.DtypeName = "float32",
-    shapes_only: Annotated[
-        bool,
-        typer.Option(
-            "--shapes-only",
-            help="Read config.json only, no weights and no data: text models of any size. Needs --memory-budget.",
-        ),
-    ] = False,
-    length: Annotated[int, typer.Option(help="With --shapes-only: tokens per text.", min=1)] = 256,
-    layers: options.Layers = False,
-    accept_unlikely: options.AcceptUnlikely = False,
-    trust_remote_code: options.TrustRemoteCode = False,
-    json: options.Json = False,
-) -> None:
+def plan(inputs: PlanInputs, config: PlanConfig, json: bool) -> None:
     """Show what a transfer would do, without doing it: the pairing, what stays and why, the memory."""
-    given = options.prepare_options(locals())
-    if shapes_only:
-        _plan_shapes(source, target, method, length, given, json)
-        return
-    if finetuned is None:
-        raise TuneportError("--finetuned is needed; only --shapes-only does without it.")
-    from ..pipeline.evaluation import USUAL, usual_test
-    from ..pipeline.outlook import expected
-    from ..pipeline.prepare import prepare
-    from ..pipeline.sanity import check_weights
-    from ..pipeline.transfer import check_scale
+    from ..pipeline.estimate import estimate, estimate_shapes
 
-    strength = check_scale(scale)
-    job = prepare(source, finetuned, target, data, signals=method, **given)
-    check_weights(job)
-    test = usual_test(job, data, given.get("columns"))
-    outlook = expected(job, method, scale=strength, tested=0 if isinstance(test, str) else min(len(test), USUAL))
-    print_notes(job)
+    shapes = config.shapes_only
+    found = estimate_shapes(inputs.source, inputs.target, config) if shapes else estimate(inputs, config)
+    for text in found.pop("notes", ()):
+        note(text)
     if json:
-        emit_json(outlook)
+        emit_json(found)
+    elif config.shapes_only:
+        _print_shapes(found, config)
     else:
-        _print_plan(outlook, layers)
+        _print_plan(found, config.layers)
 
 
-def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
+def _print_plan(found: Mapping[str, Any], layers: bool) -> None:
     from ..io.sizes import format_bytes
     from ..report.summary import PLAN_COLUMNS, moved_words, plan_rows
 
-    title = f"{outlook['method']}: {len(outlook['layers'])} layers"
+    title = f"{found['method']}: {len(found['layers'])} layers"
     if layers:
         rows = [
             [word for side in ("target", "source") for word in (row[side], "{} x {}".format(*row[f"{side}_shape"]))]
-            for row in outlook["layers"]
+            for row in found["layers"]
         ]
         show(rows, "target layer", "shape", "source layer", "shape", title=title, fold=True)
     else:
-        show(plan_rows(outlook["layers"]), *PLAN_COLUMNS, title=title, fold=True)
-    say(f"would move: {moved_words(outlook)}")
-    print_kept(outlook)
-    if "same_tokenizer" in outlook:
-        words = "the models have one tokenizer" if outlook["same_tokenizer"] else "the tokenizers differ"
-        if found := outlook.get("tokens"):
-            share = "{target_matched} of the {target_tokens} tokens of the target have a partner".format(**found)
-            words += f": {share} in the source ({100 * found['share']:.0f} %)"
+        show(plan_rows(found["layers"]), *PLAN_COLUMNS, title=title, fold=True)
+    say(f"would move: {moved_words(found)}")
+    print_kept(found)
+    if "same_tokenizer" in found:
+        words = "the models have one tokenizer" if found["same_tokenizer"] else "the tokenizers differ"
+        if tokens := found.get("tokens"):
+            share = "{target_matched} of the {target_tokens} tokens of the target have a partner".format(**tokens)
+            words += f": {share} in the source ({100 * tokens['share']:.0f} %)"
         say(words)
-    cost = outlook["expected"]
+    cost = found["expected"]
     say(
         f"expected: {format_bytes(cost['statistics_bytes'])} of statistics; for the scale and the scores, the source "
         f"answers {cost['answers']['source']} samples and the target {cost['answers']['target']}"
@@ -121,25 +65,16 @@ def _print_plan(outlook: dict[str, Any], layers: bool) -> None:
             )
 
 
-def _plan_shapes(source: str, target: str, method: str, length: int, given: Options, json: bool) -> None:
+def _print_shapes(found: Mapping[str, Any], config: PlanConfig) -> None:
     """Plans for several devices."""
     from ..io.sizes import format_bytes
-    from ..pipeline.outlook import plan_devices, prepare_shapes
 
-    device = "cuda" if given["device"] == "auto" else given["device"]
-    names = ("batch_size", "dtype", "max_tokens", "memory_budget", "samples")
-    known: dict[str, Any] = {name: value for name, value in given.items() if name in names}
-    job = prepare_shapes(source, target, method=method, length=length, device=device, **known)
-    lines = plan_devices(job, method=method)
-    if json:
-        emit_json({"options": job.record["options"], "plans": lines})
-        return
     rows = []
-    for line in lines:
+    for line in found["plans"]:
         cells = [line.get("error", ""), "", "", ""]
         if "error" not in line:
             sizes = [format_bytes(line[name]) for name in ("peak_bytes", "home_bytes", "fetched_bytes")]
             cells = [str(line["runs"]), *sizes]
         rows.append([str(line["devices"]), *cells])
     columns = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device")
-    show(rows, *columns, title=f"{len(job.plan.pairs)} layers, {len(job.samples)} texts of {length} tokens")
+    show(rows, *columns, title=f"{found['layers']} layers, {found['samples']} texts of {config.length} tokens")

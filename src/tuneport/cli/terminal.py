@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from ..types import Events
+
 out_console = Console()
 err_console = Console(stderr=True)
 
@@ -83,7 +85,7 @@ def as_options(text: str) -> str:
     known = parameter_names()
 
     def spelled(found: re.Match[str]) -> str:
-        name, value = "as" if found[1] == "kind" else found[1], found[2]
+        name, value = found[1].rstrip("_"), found[2]
         if name not in known:
             return found[0].strip("`")
         flag = f"--{name.replace('_', '-')}"
@@ -150,25 +152,35 @@ class _Bars:
             self._told = time.monotonic()
 
 
-@contextmanager
-def progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; the callback advances it by a number of samples."""
-    with watched(words, total) as (advance, _):
-        yield advance
+class Bar(Events):
+    """A bar on stderr that follows a run; a context."""
 
+    def __init__(self, words: str) -> None:
+        self._bars = _Bars(transient=True)
+        self._task = self._bars.add(words, None)
 
-@contextmanager
-def watched(words: str, total: int) -> Iterator[tuple[Callable[[int], None], Callable[[Any], None]]]:
-    """A bar on stderr; the second callback shows a text, or a point of the curve of a distillation, for its words."""
-    with _Bars(transient=True) as bar:
-        task = bar.add(words, total or None)
+    def __enter__(self) -> Bar:
+        self._bars.__enter__()
+        return self
 
-        def watch(mark: Any) -> None:
-            if not isinstance(mark, str):
-                mark = f"distilling, loss {mark.held_out_loss:.3g}, agreement {100 * mark.agreement:.0f} %"
-            bar.update(task, description=mark)
+    def __exit__(self, *error: object) -> None:
+        self._bars.__exit__(*error)
 
-        yield lambda done: bar.update(task, advance=done), watch
+    def note(self, text: str) -> None:
+        note(text)
+
+    def step(self, name: str) -> None:
+        self._bars.update(self._task, description=name)
+
+    def plan(self, total: int) -> None:
+        self._bars.update(self._task, total=total or None)
+
+    def advance(self, count: int) -> None:
+        self._bars.update(self._task, advance=count)
+
+    def mark(self, mark: Any) -> None:
+        agreement = f"agreement {100 * mark.agreement:.0f} %"
+        self.step(f"distilling, loss {mark.held_out_loss:.3g}, {agreement}")
 
 
 @contextmanager

@@ -20,21 +20,19 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from ..config import TransferConfig
 from ..data.formats import read_plain
 from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
 from ..measure.accuracy import zero_shot
-from ..methods import METHODS
 from ..models.base import Model
 from ..models.heads import choose_head
 from ..models.open import open_model
-from ..pipeline.evaluation import evaluate
-from ..pipeline.outcome import outcome_of
-from ..pipeline.prepare import prepare
-from ..pipeline.result import Result
-from ..pipeline.statistics import measure_job, problem_of
-from ..pipeline.transfer import run
+from ..outputs import output_of
+from ..pipeline.comparison import Role, compare
+from ..pipeline.outcome import summarize
+from ..pipeline.transfer import prepare, run
 from ..report.record import write_record
 from ..training.loop import Schedule
 from ..types import Stage, count_steps
@@ -72,25 +70,21 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         schedule = Schedule(STEPS, batch_size=64, learning_rate=1e-3)
         tuned = finetune(small, train, schedule, count_steps(stage, "fine-tuning the source", STEPS))
         save_finetuned(small, tuned, folder / "small-mirrored")
-        signals = frozenset().union(*(METHODS[name].signals for name in PORTED))
-        job = prepare(
-            small, folder / "small-mirrored", large, data, signals=signals, head="digits", samples=SAMPLES, seed=seed
-        )
-        inputs = {key: {**job.record[key], "path": str(out / name)} for key, name in WRITTEN.items()}
-        job = replace(job, record={**job.record, **inputs})
-        statistics = measure_job(job, progress=count_steps(stage, "measuring both models", SAMPLES))
         porting = count_steps(stage, "porting", len(PORTED))
         for name in PORTED:
-            moved = METHODS[name].transfer(problem_of(job, statistics))
-            ported = Result(large, moved.task_vector, moved.records, (), 1.0, {})
-            found[f"target, ported by {name}"] = accuracy(ported.apply())
+            config = TransferConfig.of(method=name, head="digits", samples=SAMPLES, seed=seed, scale=1.0)
+            setup = prepare(small, folder / "small-mirrored", large, data, config)
+            inputs = {key: {**setup.about[key], "path": str(out / place)} for key, place in WRITTEN.items()}
+            best = run(replace(setup, about={**setup.about, **inputs}), config)  # the last is bico
+            found[f"target, ported by {name}"] = accuracy(best.apply())
             porting(1)
-        best = run(job, "bico", scale=1.0)
-        scored = evaluate(job, {"port": (large, best.written())}, test)
+        made: dict[Role, Any] = {"port": (large, output_of(config).written(best.update))}
+        scored = compare(setup.models, setup.change, setup.calibration, made, test, config, name="small-mirrored")
         more = {
             "out": str(out / "large-mirrored"),
+            "as": "model",
             **scored.record(),
-            **asdict(outcome_of(scored, scale=best.scale)),
+            **asdict(summarize(scored, scale=best.scale)),
         }
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         # smaller batches: the target is larger, and its fine-tuning takes most of the demo's time

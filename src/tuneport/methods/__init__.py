@@ -20,7 +20,7 @@ METHODS: dict[str, Method] = {
     "bico+": BilinearAlignment(
         "input",
         "output_gradient",
-        rehearses=True,
+        uses_augmented_inputs=True,
         summary="bico with changed views of the samples",
     ),
     "theseus": BilinearAlignment(

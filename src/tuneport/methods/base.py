@@ -15,7 +15,7 @@ from ..maps.statistics import Statistics
 from ..pairing import Kept, Plan
 from ..task_vectors.low_rank import LowRank
 from ..task_vectors.vector import TaskVector
-from ..types import Completion, Signal
+from ..types import Signal
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +28,12 @@ class Problem:
     plan: Plan
     task_vector: Mapping[str, Tensor | LowRank]
     statistics: Statistics = field(default_factory=Statistics)
-    completion: Completion = "svd"
     source_weights: Mapping[str, Tensor] = field(default_factory=dict)
     target_weights: Mapping[str, Tensor] = field(default_factory=dict)
     memory_budget: int | None = None
 
     def __repr__(self) -> str:
-        return f"Problem({self.plan!r}, {self.statistics!r}, completion={self.completion!r})"
+        return f"Problem({self.plan!r}, {self.statistics!r})"
 
 
 @dataclass(frozen=True)
@@ -82,16 +81,16 @@ class Transfer:
 class Method(ABC):
     """Moves a task vector from the source to the target.
 
-    Law (`check_method` asserts it): `transfer` returns entries with the target's names and shapes, float32 and finite;
-    the same problem gives the same bits; every target tensor is either in the task vector or in `kept`; a zero task
-    vector gives a zero task vector.
+    Contract (`check_method` asserts it): `transfer` returns entries with the target's names and shapes, float32 and
+    finite; the same problem gives the same bits; every target tensor is either in the task vector or in `kept`; a zero
+    task vector gives a zero task vector.
     """
 
     summary: str = ""
     moves_loose: bool = False  # tensors outside linear layers are moved as well
     keeps_rank: bool = False  # a low-rank update stays low-rank, as its factors: no dense update, no SVD
     by_layer: bool = False  # each pair is moved by itself, so that a transfer may be made in groups of layers
-    rehearses: bool = False  # augmented samples are measured too (`tuneport.data.views`)
+    uses_augmented_inputs: bool = False  # augmented samples are measured too (`tuneport.data.views`)
 
     @property
     @abstractmethod

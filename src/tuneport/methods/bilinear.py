@@ -18,7 +18,7 @@ from ..maps.procrustes import Alignment, MapSolver
 from ..maps.statistics import Key
 from ..pairing import LayerPair, LoosePair, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
-from ..types import Signal
+from ..types import Completion, Signal
 from .base import Method, Problem, Transfer
 from .entries import NOT_RUN, Entries, bias_of, keep_layer, matrix_of, record_of, spectrum_of
 
@@ -30,12 +30,14 @@ class BilinearAlignment(Method):
     """Align the input side by `in_signal` and the output side by `out_signal`; None pads with zeros or crops.
 
     With `moves_loose`, tensors outside linear layers are padded or cropped too; otherwise the target keeps its own.
+    `completion` says how a rank-deficient map is completed.
     """
 
     in_signal: Signal | None
     out_signal: Signal | None
     moves_loose: bool = False
-    rehearses: bool = False
+    uses_augmented_inputs: bool = False
+    completion: Completion = "svd"
     summary: str = ""
 
     keeps_rank = True
@@ -81,7 +83,7 @@ class BilinearAlignment(Method):
         blocks = blocks_of(problem.plan.pairs)
         known = problem.statistics.covariances
         keys = [[key for pair in block for key in self._keys(pair) if key and key in known] for block in blocks]
-        solver = MapSolver(problem.statistics, problem.completion, problem.memory_budget)
+        solver = MapSolver(problem.statistics, self.completion, problem.memory_budget)
         for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):
             yield from ((pair, maps) for pair in block)
 

@@ -1,6 +1,1 @@
-"""One transfer, from inputs to a Result. Public for authors of methods: run and problem_of."""
-
-from .statistics import problem_of
-from .transfer import run
-
-__all__ = ["problem_of", "run"]
+"""The commands' work from end to end: transfer, distill, evaluate, and arithmetic on task vectors."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..io.checkpoint import open_checkpoint
-from ..io.companions import companion_bytes, copy_companions
-from ..io.fingerprint import same_weights, weights_fingerprint
+from ..errors import CheckpointError, TuneportError
+from ..io.checkpoint import open_checkpoint, read_json
+from ..io.fingerprint import same_weights
 from ..io.hub import local
-from ..io.output import check_new_folder, new_folder
-from ..io.tensors import describe, renamed
-from ..io.validate import check_finite, check_unquantised
-from ..job import AddedTokens
+from ..io.tensors import renamed
+from ..io.validate import check_finite
 from ..models.base import Model, ModelLike
-from ..models.open import describe_module, open_model, open_stored, path_of
-from ..report.provenance import files_identity, package_version, versions
-from ..report.record import Input, write_record
+from ..models.open import describe_module, open_stored
 from ..task_vectors.lora_convert import as_lora
 from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
 from ..types import Sides
-from .vocabulary import added_rows, cut_tables
+from .vocabulary import AddedTokens, added_rows, cut_tables
 
 Finetuned = ModelLike | Adapter | TaskVector
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a fine-tune changed in the source, by live names.
+
+    Args:
+        vector: the change that is moved; a head that is fitted is no part of it.
+        parts: the fine-tunes whose changes are added, as they were opened.
+        whole: the change that makes the source its fine-tune, also in the tensors of `exclude`, if the fine-tune
+            labels samples or its head is fitted.
+        added: tokens that the fine-tune added.
+        fits_head: whether the target's head is fitted to the scores of the fine-tune.
+    """
+
+    vector: TaskVector
+    parts: tuple[Finetuned, ...] = ()
+    whole: TaskVector | None = None
+    added: AddedTokens | None = None
+    fits_head: bool = False
+
+    @property
+    def teacher(self) -> TaskVector:
+        """The change that makes the source the teacher of a head or of labels."""
+        return self.vector if self.whole is None else self.whole
+
+    @property
+    def task_type(self) -> str | None:
+        """peft's name of the task, if the fine-tune is an adapter."""
+        return self.parts[0].task_type if self.parts and isinstance(self.parts[0], Adapter) else None
 
 
 def opened(finetuned: Finetuned) -> Finetuned:
@@ -128,7 +153,7 @@ def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Se
     if isinstance(given, TaskVector):
         vector = given
     else:
-        vector = _between(source.tensors, cut_tables(source, finetuned, given), exclude)
+        vector = between(source.tensors, cut_tables(source, finetuned, given), exclude)
     return vector.rename({name: live[name] for name in vector if name in live})
 
 
@@ -147,7 +172,7 @@ def is_task_vector(path: Path) -> bool:
     return is_file and open_checkpoint(path).metadata.get("format") == FORMAT
 
 
-def _between(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor], exclude: Sequence[str]) -> TaskVector:
+def between(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor], exclude: Sequence[str]) -> TaskVector:
     """The task vector of two models under the names of the base."""
     tensors = _under_names_of(base, finetuned)
     vector = TaskVector.between(base, tensors, exclude)
@@ -185,86 +210,35 @@ def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
     return next((outer[name] for name in bare if name in outer), "")
 
 
-def extract(base: str | Path, finetuned: str | Path, *, exclude: Sequence[str] = ()) -> TaskVector:
-    """The task vector `finetuned - base` of two checkpoints, read lazily, under the names in the base's files."""
-    base, finetuned = local(base), local(finetuned)
-    tensors = open_stored(base).tensors
-    if is_adapter(finetuned):
-        vector = _extract_adapter(base, tensors, open_adapter(finetuned), exclude)
-    else:
-        check_no_parts(finetuned)
-        vector = _between(tensors, open_stored(finetuned).tensors, exclude)
-        check_finite(tensors, list(vector))
-    check_changes(vector, vector, exclude, "extract")
-    return vector
-
-
-def _extract_adapter(
-    base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
-) -> TaskVector:
-    """The change of an adapter under the names in the base's files; the base is opened only if they differ."""
+def stated_fingerprint(finetuned: Finetuned) -> str:
+    """The fingerprint of its base that a task-vector file, or an adapter by tuneport, has; else nothing."""
     try:
-        vector = task_vector_of(adapter, stored)
-    except CheckpointError:
-        if not Path(base).is_dir():
-            raise
-        model = open_model(base)
-        adapter = as_lora(adapter, model.module)
-        live = {name: file for name, file in model.file_names.items() if name not in stored}
-        turned = {model.file_names[name] for name in transposed_weights(model.module)}
-        vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
-    return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
-
-
-def apply(
-    vector: TaskVector | str | Path, base: str | Path, out: str | Path, *, scale: float = 1.0, overwrite: bool = False
-) -> Path:
-    """Write `base + scale * vector` as a folder like that of the base; the vector may be a file."""
-    file = None if isinstance(vector, TaskVector) else Path(vector)
-    vector = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
-    record = {
-        "command": "apply",
-        "scale": scale,
-        "vector": files_identity(file, [file]) if file is not None else {"name": "TaskVector"},
-    }
-    write_model(vector, local(base), out, record, scale=scale, overwrite=overwrite)
-    return Path(out)
-
-
-def write_model(
-    vector: TaskVector, base: Path, out: str | Path, record: Mapping[str, Any], *, scale: float, overwrite: bool
-) -> None:
-    """Write `base + scale * vector` as a folder like that of the base, with a record of what was done."""
-    stored = open_stored(base)
-    check_unquantised(stored.tensors, vector)
-    tensors = vector.apply_to(stored.tensors, scale)
-    size = companion_bytes(stored.folder) + sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
-    check_new_folder(out, overwrite, needed_bytes=size, inputs=[path_of(base)])
-    with new_folder(out, overwrite=overwrite) as folder:
-        copy_companions(stored.folder, folder)
-        stored.write(folder, tensors)
-        facts = {"out": str(out), "tensors": len(vector), "base": base_identity(base)}
-        write_record(folder / "tuneport.json", {**record, **facts, **made_by()})
-
-
-def fingerprint_of(base: str | Path) -> str:
-    """The fingerprint of the weights of a base, for what is made of it."""
-    return weights_fingerprint(open_stored(local(base)).tensors)
-
-
-def other_base_note(vector: str | Path, base: str | Path) -> str:
-    """A note if a task-vector file was made for other weights; adding it to them may still be wanted."""
-    stated = open_checkpoint(Path(vector)).metadata.get("base_fingerprint", "")
-    if stated and same_weights(stated, open_stored(local(base)).tensors) is False:
-        return f"{vector} was made for other weights than those of {base}"
+        if isinstance(finetuned, Adapter):
+            folder = finetuned.files[0].parent if finetuned.files else None
+            known = folder is not None and (folder / "tuneport.json").is_file()
+            record: Mapping[str, Any] = {}
+            if known and folder is not None:
+                record = read_json(folder / "tuneport.json", "a run record", limit=10**8)
+            return str(record.get("base_fingerprint", ""))
+        if isinstance(finetuned, (str, Path)) and is_task_vector(Path(finetuned)):
+            return open_checkpoint(Path(finetuned)).metadata.get("base_fingerprint", "")
+    except (TuneportError, AttributeError):
+        return ""
     return ""
 
 
-def base_identity(base: Path) -> Input:
-    """The name and the SHA-256 of the weights of a base."""
-    return files_identity(base, getattr(open_stored(base).tensors, "files", ()))
+def check_base(source: Model, finetuned: Finetuned) -> None:
+    """Refuse a task-vector file or an adapter whose fingerprint is that of another base."""
+    stated = stated_fingerprint(finetuned)
+    if stated and same_weights(stated, source.tensors) is False:
+        name = finetuned.name if isinstance(finetuned, Adapter) else finetuned
+        raise CheckpointError(
+            f"{name} was made for other weights than those of {source.name}: give its own base as `source`, "
+            "or pass `accept_unlikely=True`."
+        )
 
 
-def made_by() -> dict[str, Any]:
-    """The versions that a record of an output names."""
-    return {"tuneport": package_version("tuneport"), "versions": versions()}
+def is_whole(source: Model, change: Change, exclude: Sequence[str]) -> bool:
+    """Whether the fine-tuned source is known whole, and can run."""
+    known = set(change.vector) <= {name for name, _ in source.module.named_parameters()}
+    return known and not source.offloaded and not exclude

@@ -1,4 +1,4 @@
-"""Classification heads: carried to the target whole, and fitted there in closed form.
+"""Classification heads: carried to the target whole, and fitted there in closed form; labels by the fine-tuned source.
 
 A head that was fresh when training began has no meaning as a difference. The source takes the trained head as it is. On
 the target, the last layer of the head is a ridge regression from its inputs to the class scores of the fine-tuned
@@ -9,9 +9,10 @@ A token classifier is fitted on the tokens of the texts, matched by their spans,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels, with_prompts
-from ..errors import CheckpointError, first_of
+from ..errors import CheckpointError, DataError, first_of
 from ..io.tensors import describe
-from ..job import Drawn, Job, Samples
 from ..maps.ridge import ridge
 from ..measure.accuracy import encode_batches
+from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..measure.tokens import scores_on
 from ..models.base import Labelling, Model
+from ..models.heads import Head
 from ..models.open import as_classifier, labelling_of
+from ..models.weights import changed, finetuned
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .change import Finetuned, change_of
+from .change import Change, Finetuned, change_of
 
 MOST_TOKENS = 20_000  # that fit the head of a token classifier: the cost grows with their number
 TASK_TYPES = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # of peft
@@ -67,8 +70,10 @@ def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bo
     return Sides(source, as_classifier(models.target, labelling, trust_remote_code=trust_remote_code))
 
 
-def take_head(source: Model, finetuned: Finetuned, vector: TaskVector, exclude: Sequence[str]) -> TaskVector:
-    """Give the source its trained head, whole, and return what the `vector` of a fine-tune changes in other tensors."""
+def take_head(
+    source: Model, finetuned: Finetuned, vector: TaskVector, exclude: Sequence[str]
+) -> tuple[Model, TaskVector]:
+    """The source with its trained head, whole, and what the `vector` of a fine-tune changes in other tensors."""
     others = [glob for glob in exclude if not any(source.matches(name, [glob]) for name in source.head)]
     whole = vector if len(others) == len(exclude) else change_of(source, finetuned, others)
     lost = sorted(name for name in source.fresh if name.endswith("weight") and name not in whole)
@@ -79,21 +84,28 @@ def take_head(source: Model, finetuned: Finetuned, vector: TaskVector, exclude: 
             "give that as `source`, or train with it in modules_to_save."
         )
     stored = source.stored_parameters()
-    changed = {name: stored[name].double() + whole.dense(name).double().cpu() for name in source.head if name in whole}
-    put(source.module, changed)
-    return vector.subset(name for name in vector if name not in source.head)
+    head = {name: stored[name].double() + whole.dense(name).double().cpu() for name in source.head if name in whole}
+    return source.with_head(head, rounded=False), vector.subset(name for name in vector if name not in source.head)
 
 
-def with_scores(samples: Drawn, scores: NDArray[Any]) -> Drawn:
-    """The samples with the scores of a teacher."""
+def with_scores(
+    samples: DatasetSamples, scores: NDArray[Any] | None, base: NDArray[Any] | None = None
+) -> DatasetSamples:
+    """The samples with the scores of a teacher, and of its base; those that are not given stay."""
+    given = {"scores": scores, "base_scores": base}
     model = samples.models.source
-    if model.task == "token":
-        found = np.empty(len(scores), dtype=object)
-        found[:] = [(spans, _centred(values.T, model).T) for spans, values in scores]
-    else:
-        found = _centred(torch.as_tensor(scores).T, model).T.numpy()
-    chosen = replace(samples.chosen, scores=found)
+    found: dict[str, Any] = {name: _centred_rows(rows, model) for name, rows in given.items() if rows is not None}
+    chosen = replace(samples.chosen, **found)
     return replace(samples, dataset=chosen, indices=np.arange(len(chosen)))
+
+
+def _centred_rows(scores: NDArray[Any], model: Model) -> NDArray[Any]:
+    """The `scores` of a `Dataset`, centred over the classes."""
+    if model.task != "token":
+        return _centred(torch.as_tensor(scores).T, model).T.numpy()
+    found = np.empty(len(scores), dtype=object)
+    found[:] = [(spans, _centred(values.T, model).T) for spans, values in scores]
+    return found
 
 
 def _centred(scores: Tensor, model: Model) -> Tensor:
@@ -113,7 +125,7 @@ def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Ten
     Where the model has its own layer for the classes, the regression also starts from there and fits the difference;
     the start with the smaller leave-one-out error wins.
     """
-    assert isinstance(samples, Drawn)
+    assert isinstance(samples, DatasetSamples)
     data, path = samples.chosen, model.classifier
     assert data.scores is not None
     if path is None:
@@ -153,26 +165,37 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
     return X[::every], Y[::every]
 
 
-@contextmanager
-def fitted(job: Job, module: nn.Module, samples: Samples) -> Iterator[Mapping[str, Tensor]]:
-    """Context in which the target's head is fitted on these samples, if the job fits heads; yields the head."""
-    head = fit_head(job.target, module, samples) if job.fits_head else {}
-    before = {name: module.get_parameter(name).detach().clone() for name in head}
-    put(module, head)
-    try:
-        yield head
-    finally:
-        put(module, before)
+def before_port(target: Model, samples: Samples, *, fits: bool) -> Model:
+    """The target that a port is compared with: as it was, if it has a head of its own for the classes.
+
+    A target without one gets a head in the same way as the port, fitted on its features without the port: the head's
+    gain is not the port's.
+    """
+    if not fits or target.classifier is None or f"{target.classifier}.weight" in target.own_head:
+        return target
+    return target.with_head(fit_head(target, target.module, samples))
 
 
-def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give values to some parameters of a module."""
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            module.get_parameter(name).copy_(tensor)
+def fitted(target: Model, module: nn.Module, samples: Samples, *, fits: bool) -> AbstractContextManager[None]:
+    """Context in which the head of the target, which `module` is, is fitted on these samples, if `fits` is true."""
+    return changed(module, fit_head(target, module, samples) if fits else {})
 
 
-def _fit_projection(model: Model, module: nn.Module, samples: Drawn) -> dict[str, Tensor]:
+def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
+    """Context in which the target has the head that it is measured with, if its samples have scores of the base.
+
+    That head says of the target's base features what the trained head says of the source's: both models are measured
+    with the same function of their features, so that their gradients compare. It is fitted on these samples only, so
+    that samples which judge what is measured have no part in it.
+    """
+    head = dict[str, Tensor]()
+    if isinstance(samples, DatasetSamples) and samples.dataset.base_scores is not None:
+        base = replace(samples.dataset, scores=samples.dataset.base_scores)
+        head = fit_head(target, target.module, replace(samples, dataset=base))
+    return changed(target.module, head)
+
+
+def _fit_projection(model: Model, module: nn.Module, samples: DatasetSamples) -> dict[str, Tensor]:
     """The projection with which the zero-shot scores are nearest to those of the samples.
 
     The change of the projection is in the span of the class embeddings: a ridge regression finds what the cosines lack,
@@ -207,3 +230,69 @@ def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_si
             return [forward(module, batch).double().cpu() for batch, _ in batches]
     finally:
         setattr(parent, name, layer)
+
+
+def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> NDArray[Any]:
+    """The scores of a `Dataset` that the model, with its change, gives to the samples; it is restored after."""
+    model.require_in_memory("labelling samples", "give a larger one, or data with labels")
+    with finetuned(model, change), frozen(model.module), torch.no_grad():
+        batches = encode_batches(model, data, batch_size)
+        found = [head.scores(model, model.module, batch).double().cpu() for batch, _ in batches]
+    return torch.cat(found).numpy() if model.task != "token" else _by_spans(model, data, chain(*found))
+
+
+def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[Any]:
+    """The spans of the tokens of each text and their scores, NaN for special tokens, of rows (T, classes)."""
+    assert model.reader is not None
+    rows = np.empty(len(data), dtype=object)
+    texts = with_prompts(data).inputs if model.prompted else data.inputs
+    for number, (text, scores) in enumerate(zip(texts, found, strict=True)):
+        encoded = model.reader.texts([text])  # without padding, which is on the right
+        assert encoded.inside is not None
+        inside = encoded.inside[0]
+        rows[number] = encoded.spans[0][0], scores[: len(inside)].masked_fill(~inside[:, None], torch.nan)
+    return rows
+
+
+def labelled_by(scores: NDArray[Any], model: Model, classes: tuple[str, ...], data: Dataset) -> Dataset:
+    """The samples with the classes of the model's highest scores; labels of their own are not looked at.
+
+    Samples without one class each have no labels: their scores say what is right.
+    """
+    labels = scores.argmax(-1).astype(np.int64) if model.labels_samples else None
+    return replace(data, labels=labels, classes=classes)
+
+
+def agreement(labelled: Dataset, known: Dataset) -> float | None:
+    """The share of labels that are those that the data have; None where they have none, or other classes."""
+    if known.labels is None or labelled.labels is None:
+        return None
+    try:
+        known = align_labels(known, labelled.classes)
+    except DataError:
+        return None
+    return float(np.mean(known.labels == labelled.labels))
+
+
+def with_teacher_scores(
+    models: Sides[Model], change: Change, samples: Samples, scores: tuple[NDArray[Any], NDArray[Any]] | None = None
+) -> Samples:
+    """The samples with the scores of the fine-tuned source and of its base, to which heads of the target are fitted.
+
+    Args:
+        models: both models.
+        change: what the fine-tune changed; where no head is fitted, the samples stay as they are.
+        samples: what is scored.
+        scores: of the base and of the fine-tuned source, where they are known.
+    """
+    if not change.fits_head:
+        return samples
+    assert isinstance(samples, DatasetSamples)
+    assert samples.heads is not None
+    head, chosen = samples.heads.source, samples.chosen
+    base, tuned = scores or (None, None)
+    if base is None and chosen.base_scores is None and models.target.classifier is not None:
+        base = scores_by(models.source, TaskVector({}), head, chosen, batch_size=samples.size)
+    if tuned is None and chosen.scores is None:
+        tuned = scores_by(models.source, change.teacher, head, chosen, batch_size=samples.size)
+    return with_scores(samples, None if chosen.scores is not None else tuned, base)

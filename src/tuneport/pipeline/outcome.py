@@ -1,4 +1,4 @@
-"""What a transfer has come to, in words: gain, harm, or neither, and what to do next.
+"""Summarize a transfer: gain, harm, or neither, and what to do next.
 
 A change on the test split counts as a gain or as harm where chance makes it in fewer than one of twenty cases: by the
 sign test on the samples that turned right and wrong, or by two standard errors of the bits per character.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..training.distill import STEPS
-from .evaluation import Evaluated, Scored
+from .comparison import Comparison, ModelScore
 
 Word = Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]
 FORMS = {"accuracy": (".1f", " %"), "bits per character": (".3f", ""), "fidelity": (".3f", "")}
@@ -26,8 +26,8 @@ class Outcome:
     recommendation: str
 
 
-def outcome_of(
-    evaluated: Evaluated | None,
+def summarize(
+    evaluated: Comparison | None,
     *,
     scale: float,
     rule: str | None = None,
@@ -76,17 +76,17 @@ GIVEN = "Leave the scale to the samples, or give one above 0: nothing was added 
 UNKNOWN = "Evaluate the output before you use it: tuneport evaluate needs data with a labelled test split."
 
 
-def _recommended(evaluated: Evaluated, change: int, distilled: bool) -> str:
+def _recommended(evaluated: Comparison, change: int, distilled: bool) -> str:
     form, unit = FORMS[evaluated.metric]
 
-    def value(of: Scored) -> str:
+    def value(of: ModelScore) -> str:
         return f"{of.value:{form}}{unit}"
 
     after, old = evaluated.written, evaluated.scored.get("finetuned")
     on = "more texts" if evaluated.metric == "bits per character" else "labels"
     more = f"fine-tune the target on {on}" if distilled else f"add {MORE}, or fine-tune the port on {on}"
     if change < 0:
-        keep = "the target as it was" if old is None else f"the old model ({value(old)})"
+        keep = evaluated.scored["target"].words if old is None else f"the old model ({value(old)})"
         return f"Keep {keep}, or {more}: this output is worse than the target without it."
     if old is not None and evaluated.better(old, after) < 0:
         return f"Keep the old model while you can ({value(old)} against {value(after)}), or {more}."

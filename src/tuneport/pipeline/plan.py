@@ -1,4 +1,4 @@
-"""The layers that a task vector moves, and a reason for every tensor that it does not move.
+"""The layers that a task vector moves, a reason for every tensor that it does not move, and the account of both.
 
 `pairing` knows layers only; this module adds the fine-tune, exclusions and classes of two models. Every tensor of the
 target is moved or listed with a reason, and so is every change of the fine-tune that no target tensor takes.
@@ -12,11 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..config import MeasureConfig
 from ..errors import PairingError, first_of
-from ..job import Job
 from ..layers import Layer, LooseTensor
+from ..methods.entries import matrix_of
 from ..models.base import MIXTURE, Model
 from ..pairing import (
+    KEPT_BY_KIND,
     DepthRule,
     Kept,
     LayerPair,
@@ -26,11 +28,43 @@ from ..pairing import (
     nearest_block,
     pair_layers,
 )
+from ..task_vectors.account import Part
+from ..task_vectors.low_rank import as_dense, norm_of
 from ..task_vectors.vector import TaskVector
-from ..types import Norms
+from ..types import Norms, Sides
+from .change import Change
+from .vocabulary import AddedTokens
 
+TABLES = ("embedding", "vocabulary head")
+NOT_MOVED = "not moved by this method"
+KINDS = {  # of tensors outside layers, in the plural
+    "normalisation": "norms",
+    "position embedding": "position embeddings",
+    "class token": "class tokens",
+    "embedding": "embeddings",
+    "vocabulary head": "vocabulary head",
+    "logit scale": "temperature",
+    "layer scale": "layer scales",
+    "learnt token": "learnt tokens",
+    "convolution": "convolutions",
+}
 FITTED = "fitted to the scores of the fine-tuned source, not moved"
 NO_PARAMETER = "no parameter of the model that the configuration describes"
+
+
+def make_plan(models: Sides[Model], change: Change, config: MeasureConfig) -> Plan:
+    """Pair the layers that a fine-tune changed, as the options ask for."""
+    target = models.target
+    projection = frozenset({target.projection.weight} if target.projection is not None else ())
+    return plan_of(
+        *models,
+        change.vector,
+        pairs=config.pairs,
+        roles=config.roles,
+        depth_rule=config.depth_rule or nearest_block,
+        exclude=config.exclude,
+        fitted=(target.head or projection) if change.fits_head else frozenset(),
+    )
 
 
 def plan_of(
@@ -184,15 +218,68 @@ def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     return {"classifier": torch.eye(len(order), dtype=torch.float64)[order]}
 
 
-def not_transported_by(job: Job, moved: Collection[str], kept: Iterable[Kept]) -> tuple[Kept, ...]:
+def not_transported_by(target: Model, plan: Plan, moved: Collection[str], kept: Iterable[Kept]) -> tuple[Kept, ...]:
     """Every tensor of the target's files that is not among the `moved`, with the reason, in the order of the files."""
     reasons: dict[str, str] = {}
-    whole = {layer.name: layer.weight for layer in job.target.layers if layer.weight not in moved}
-    for item in (*kept, *job.plan.kept):  # the reason of the method comes first
+    whole = {layer.name: layer.weight for layer in target.layers if layer.weight not in moved}
+    for item in (*kept, *plan.kept):  # the reason of the method comes first
         tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
-        stored = job.target.file_names.get(tensor, tensor)
+        stored = target.file_names.get(tensor, tensor)
         if item.tensor not in moved:
             reasons.setdefault(stored, item.reason)
-    changed = {job.target.file_names.get(name, name) for name in moved}
-    listed = [Kept(name, reasons.pop(name, NO_PARAMETER)) for name in job.target.tensors if name not in changed]
+    changed = {target.file_names.get(name, name) for name in moved}
+    listed = [Kept(name, reasons.pop(name, NO_PARAMETER)) for name in target.tensors if name not in changed]
     return (*listed, *(Kept(name, reason) for name, reason in reasons.items()))
+
+
+def changed_parts(
+    source: Model, change: Change, plan: Plan, moved: Collection[str], kept: Iterable[Kept] = ()
+) -> tuple[Part, ...]:
+    """All parts that the fine-tune changed; `moved` and `kept` are a method's parameters of the target."""
+    stays = {item.tensor for item in kept}
+    return tuple(part for part in _parts(source, change, plan, moved, stays) if part.square > 0)
+
+
+def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], stays: Collection[str]) -> Iterator[Part]:
+    vector = change.vector
+    reasons = {item.tensor: item.reason for item in plan.dropped}
+    pairs: dict[str, list[Layer]] = {}
+    for pair in plan.pairs:
+        if pair.target.name not in stays:
+            pairs.setdefault(pair.source.name, []).append(pair.target)
+    for layer in source.layers:
+        takers = pairs.get(layer.name, [])
+        if layer.weight in vector:
+            targets = tuple(target.weight for target in takers if target.weight in moved)
+            square = norm_of(matrix_of(layer, vector[layer.weight])) ** 2
+            yield Part(layer.name, "layers", square, targets, reasons.get(layer.name, NOT_MOVED))
+        if layer.bias is not None and layer.bias in vector:
+            targets = tuple(target.bias for target in takers if target.bias is not None and target.bias in moved)
+            square = norm_of(layer.vector(as_dense(vector[layer.bias]))) ** 2
+            reason = reasons.get(layer.bias, reasons.get(layer.name, NOT_MOVED))
+            yield Part(source.file_names.get(layer.bias, layer.bias), "biases", square, targets, reason)
+    loose = {pair.source.name: pair.target.name for pair in plan.loose if pair.target.name in moved}
+    kinds = {part.name: part.kind for part in (*source.loose, *source.vocabulary_head)}
+    owned = {name for layer in source.layers for name in (layer.weight, layer.bias)}
+    added = change.added or AddedTokens()
+    yield from added.parts
+    for name in vector:
+        if name not in owned:
+            kind = kinds.get(name, "parameter")
+            stated = KEPT_BY_KIND[kind].replace("the target keeps its own", NOT_MOVED)
+            targets = (loose[name],) if name in loose else ()
+            reason = source.outside.get(name, stated)
+            yield Part(
+                source.file_names.get(name, name),
+                KINDS.get(kind, "other parameters"),
+                _square_without(vector, name, added.rows if kind in TABLES else ()),
+                targets,
+                reason,
+            )
+
+
+def _square_without(vector: TaskVector, name: str, rows: Collection[int]) -> float:
+    """The squared norm of a change, without these rows of it."""
+    square, count = vector.norm(name) ** 2, vector.shape(name)[0] if rows else 0
+    inside = [row for row in rows if row < count]
+    return max(0.0, square - norm_of(vector.dense(name)[inside]) ** 2) if inside else square

@@ -31,24 +31,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..data.choices import each_answer, fewer_choices
 from ..data.dataset import UNLABELLED, with_prompts
-from ..io.tensors import describe
-from ..job import Drawn, Job, Samples
 from ..measure.batches import PairedBatch
+from ..measure.measurement import Calibration, Measurement
 from ..measure.objectives import HeadLoss, TokenLoss, batch_for, questions_at_once
+from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..methods import Transfer
-from ..task_vectors.lora_write import AdapterForm
-from ..task_vectors.low_rank import as_dense
-from ..task_vectors.vector import TaskVector
-from ..types import ScaleRule
-from .adapter import whole_modules
+from ..models.base import Model
+from ..outputs import Output, Update
+from ..types import Loss, ScaleRule
 from .heads import fitted
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
-# of language models: between real ones a quarter can be too much, and none has gained beyond 1
-TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)
+TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)  # of language models
 MOST_ANSWERS = 8  # that a sample is judged by: each of them takes time
-UNLIKELY = -1e6  # the score of an answer that other samples have, and of a token after the end of a text
+PAD_SCORE = -1e6  # the score of an answer that other samples have, and of a token after the end of a text
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
 RULES: dict[ScaleRule, tuple[float, float]] = {"auto": (0.0, 2.0), "safe": (2.0, 3.0)}
@@ -163,118 +160,7 @@ def _error(one: Score, other: Score) -> float:
     return float((one.losses - other.losses).std()) / math.sqrt(len(one.losses))
 
 
-class Scaled:
-    """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end.
-
-    Low-rank deltas are multiplied one tensor at a time. `exact` holds the weights by name before they were rounded to
-    the dtype that the module runs in: a change smaller than the last digit would be lost on a rounded weight. The sum
-    is rounded to the dtype of `exact`, in which it would be written, and the delta as in an adapter of the `form`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        delta: TaskVector,
-        exact: Mapping[str, Tensor] | None = None,
-        form: AdapterForm | None = None,
-    ) -> None:
-        self.module = module
-        self._exact = exact or {}
-        self._form = form
-        self._parts = [
-            (name, parameter, parameter.detach().clone(), delta[name].to(parameter.device))
-            for name, parameter in module.named_parameters()
-            if name in delta
-        ]
-
-    def set(self, scale: float) -> None:
-        """Give the module the weights of this scale."""
-        with torch.no_grad():
-            for name, parameter, own, delta in self._parts:
-                change = as_dense(delta * scale if self._form is None else self._form.rounded(delta * scale))
-                base = self._base(name, own)
-                new = base + change.to(torch.promote_types(base.dtype, change.dtype))
-                parameter.copy_(new.to(describe(self._exact, name).dtype) if name in self._exact else new)
-
-    def _base(self, name: str, own: Tensor) -> Tensor:
-        """The exact weight, read when it is needed, if it has more digits."""
-        if name in self._exact:
-            exact = describe(self._exact, name)
-            if exact.shape == tuple(own.shape) and torch.finfo(exact.dtype).eps < torch.finfo(own.dtype).eps:
-                return self._exact[name].to(own.device)
-        return own
-
-    def __enter__(self) -> Scaled:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with torch.no_grad():
-            for _, parameter, own, _ in self._parts:
-                parameter.copy_(own)
-
-
-def scaled_as_written(job: Job, vector: TaskVector) -> Scaled:
-    """The target with a task vector as it will be written: of an adapter, what it holds."""
-    target = job.target
-    if job.form is not None:
-        vector = job.form.cut(vector, target.module, whole_modules(target, vector, job.fits_head)).vector
-    return Scaled(target.module, vector, target.stored_parameters(), job.form)
-
-
-def choose_on_halves(sides: tuple[Job, Job], moved: Iterable[Transfer], rule: ScaleRule = "auto") -> ScaleChoice:
-    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
-
-    What will be written is judged.
-
-    Args:
-        sides: the job on each half, as `Job.halves` gives it.
-        moved: the transfer from each half; a generator solves the second after the first is judged.
-        rule: how the scale is chosen.
-    """
-    held_out = sides[0] is not sides[1]
-    answers: dict[float, list[Answers]] = {scale: [] for scale in scales_of(sides[0])}
-    for done, maker, judge in zip(moved, sides, reversed(sides), strict=False):
-        questions = questions_of(judge, judge.samples)
-        with scaled_as_written(judge, done.task_vector) as scaled:
-            for scale, seen in answers.items():
-                scaled.set(scale)
-                with fitted(judge, scaled.module, maker.samples):
-                    seen += answers_of(judge, scaled.module, questions)
-        if not held_out:
-            break
-    samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
-    return choose_scale(
-        lambda scale: score_of(sides[0], answers[scale]),
-        samples=samples,
-        held_out=held_out,
-        candidates=tuple(answers),
-        rule=rule,
-    )
-
-
-def scales_of(job: Job) -> tuple[float, ...]:
-    """The candidates for the scale of a job."""
-    return TOKEN_SCALES if job.losses is not None and isinstance(job.losses.target, TokenLoss) else SCALES
-
-
-def judged_by_loss(job: Job) -> bool:
-    """Whether the samples have no classes, and each of them has a loss: that of its tokens, or of its numbers."""
-    loss = None if job.losses is None else job.losses.target
-    if isinstance(loss, TokenLoss):
-        return not answers_per_sample(job)
-    return isinstance(loss, HeadLoss) and not job.target.labels_samples
-
-
-def answers_per_sample(job: Job) -> int:
-    """The most answers that a sample of a language model is judged by; 0 if it has none to choose from."""
-    loss = None if job.losses is None else job.losses.target
-    if not isinstance(loss, TokenLoss) or not isinstance(job.samples, Drawn) or job.samples.dataset.labels is None:
-        return 0
-    count = len(job.samples.dataset.label_texts or job.samples.dataset.classes)
-    return min(count, MOST_ANSWERS) if count > 1 else 0
-
-
-class Question(NamedTuple):
+class EvalBatch(NamedTuple):
     """A batch of the target's inputs; with answers to choose from, a row for each, their counts, and the right ones."""
 
     batch: Any
@@ -282,52 +168,127 @@ class Question(NamedTuple):
     right: Tensor | None = None
 
 
-def questions_of(job: Job, samples: Samples) -> list[Question]:
-    """What the target is asked about samples to judge a scale."""
-    most = answers_per_sample(job)
-    if not most or not isinstance(samples, Drawn):
-        return [Question(batch.target if isinstance(batch, PairedBatch) else batch) for batch in samples]
-    found, data, size = [], fewer_choices(samples.chosen, most), questions_at_once(job.target, samples.size, most)
-    for start in range(0, len(data), size):
-        part = data.subset(np.arange(start, min(start + size, len(data))))
-        asked, counts = each_answer(part)
-        batch = batch_for(job.target, samples.objective.encode(job.target, with_prompts(asked)))
-        found.append(Question(batch, counts, torch.as_tensor(part.labels)))
-    return found
-
-
 # of a batch: class scores and labels, of samples or of tokens, or the loss of each sample
-Answers = tuple[Tensor, Tensor | None]
+Scores = tuple[Tensor, Tensor | None]
 
 
-def answers_of(job: Job, module: nn.Module, questions: Sequence[Question]) -> list[Answers]:
-    """The answers of the target, which `module` is."""
-    assert job.losses is not None
-    loss, found = job.losses.target, list[Answers]()
-    with frozen(module), torch.no_grad():
-        for batch, counts, right in questions:
-            if isinstance(loss, TokenLoss) and right is not None:
-                losses = pad_sequence(loss.each(module, batch, counts).split(list(counts)), True, -UNLIKELY)
-                found.append((-losses, right))
-            elif isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and job.target.regresses):
-                found.append((loss.each(module, batch), None))
-            elif job.heads is not None:
-                found.append((job.heads.target.scores(job.target, module, batch[0]).cpu(), batch[1].cpu()))
-            else:  # the mean of the batch for each of its samples
-                size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-                mean = float(loss(module, batch)) / size
-                found.append((torch.full((size,), mean, dtype=torch.float64), None))
-    return found
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Scores the target with a change, as it will be written.
+
+    Args:
+        target: the model.
+        calibration: the task of the samples.
+        output: the format in which the change will be written.
+        fits_head: whether the target's head is fitted for each scale.
+    """
+
+    target: Model
+    calibration: Calibration
+    output: Output
+    fits_head: bool = False
+
+    @property
+    def loss(self) -> Loss | None:
+        return None if self.calibration.losses is None else self.calibration.losses.target
+
+    @property
+    def candidates(self) -> tuple[float, ...]:
+        """The scales to choose from."""
+        return TOKEN_SCALES if isinstance(self.loss, TokenLoss) else SCALES
+
+    @property
+    def judged_by_loss(self) -> bool:
+        """Whether the samples have no classes, and each of them has a loss: that of its tokens, or of its numbers."""
+        if isinstance(self.loss, TokenLoss):
+            return not self.answers_per_sample
+        return isinstance(self.loss, HeadLoss) and not self.target.labels_samples
+
+    @property
+    def answers_per_sample(self) -> int:
+        """The most answers that a sample of a language model is judged by; 0 if it has none to choose from."""
+        samples = self.calibration.samples
+        if not isinstance(self.loss, TokenLoss) or not isinstance(samples, DatasetSamples):
+            return 0
+        count = len(samples.dataset.label_texts or samples.dataset.classes)
+        return min(count, MOST_ANSWERS) if samples.dataset.labels is not None and count > 1 else 0
+
+    def batches(self, samples: Samples) -> list[EvalBatch]:
+        """What the target is asked about samples."""
+        most = self.answers_per_sample
+        if not most or not isinstance(samples, DatasetSamples):
+            return [EvalBatch(batch.target if isinstance(batch, PairedBatch) else batch) for batch in samples]
+        found, data, size = [], fewer_choices(samples.chosen, most), questions_at_once(self.target, samples.size, most)
+        for start in range(0, len(data), size):
+            part = data.subset(np.arange(start, min(start + size, len(data))))
+            asked, counts = each_answer(part)
+            batch = batch_for(self.target, samples.objective.encode(self.target, with_prompts(asked)))
+            found.append(EvalBatch(batch, counts, torch.as_tensor(part.labels)))
+        return found
+
+    def score_batches(self, module: nn.Module, batches: Sequence[EvalBatch]) -> list[Scores]:
+        """The scores of the target, which `module` is."""
+        loss, heads, found = self.loss, self.calibration.heads, list[Scores]()
+        assert loss is not None
+        with frozen(module), torch.no_grad():
+            for batch, counts, right in batches:
+                if isinstance(loss, TokenLoss) and right is not None:
+                    losses = pad_sequence(loss.each(module, batch, counts).split(list(counts)), True, -PAD_SCORE)
+                    found.append((-losses, right))
+                elif isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and self.target.regresses):
+                    found.append((loss.each(module, batch), None))
+                elif heads is not None:
+                    found.append((heads.target.scores(self.target, module, batch[0]).cpu(), batch[1].cpu()))
+                else:  # the mean of the batch for each of its samples
+                    size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
+                    mean = float(loss(module, batch)) / size
+                    found.append((torch.full((size,), mean, dtype=torch.float64), None))
+        return found
+
+    def summarize(self, scores: Sequence[Scores]) -> Score:
+        """The score of all batches."""
+        labels = [label for _, label in scores if label is not None]
+        if labels:
+            values = _together([value for value, _ in scores], PAD_SCORE)
+            found = score_of_classes(values, _together(labels, UNLABELLED))
+            return replace(found, by_likelihood=self.answers_per_sample > 0)
+        values = torch.cat([value for value, _ in scores])
+        return Score(float(values.mean()), losses=values if self.judged_by_loss else None)
 
 
-def score_of(job: Job, answers: Sequence[Answers]) -> Score:
-    """The score of answers in a job."""
-    labels = [label for _, label in answers if label is not None]
-    if labels:
-        found = score_of_classes(_together([value for value, _ in answers], UNLIKELY), _together(labels, UNLABELLED))
-        return replace(found, by_likelihood=answers_per_sample(job) > 0)
-    values = torch.cat([value for value, _ in answers])
-    return Score(float(values.mean()), losses=values if judged_by_loss(job) else None)
+def choose_on_halves(
+    judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule = "auto"
+) -> ScaleChoice:
+    """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
+
+    What will be written is judged.
+
+    Args:
+        judge: scores the target.
+        sides: the measurement on each half, as `Measurement.halves` gives it.
+        moved: the transfer from each half; a generator solves the second after the first is judged.
+        rule: how the scale is chosen.
+    """
+    held_out = sides[0] is not sides[1]
+    scores: dict[float, list[Scores]] = {scale: [] for scale in judge.candidates}
+    for done, maker, other in zip(moved, sides, reversed(sides), strict=False):
+        batches = judge.batches(other.samples)
+        update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
+        with judge.output.scaled(update) as scaled:
+            for scale, seen in scores.items():
+                scaled.set(scale)
+                with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
+                    seen += judge.score_batches(scaled.module, batches)
+        if not held_out:
+            break
+    samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
+    return choose_scale(
+        lambda scale: judge.summarize(scores[scale]),
+        samples=samples,
+        held_out=held_out,
+        candidates=tuple(scores),
+        rule=rule,
+    )
 
 
 def _together(batches: Sequence[Tensor], fill: float) -> Tensor:

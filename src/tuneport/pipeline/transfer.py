@@ -1,47 +1,81 @@
-"""A transfer from end to end (Algorithm 1 of the paper): prepare, measure, move, and return a Result.
+"""A transfer from end to end: Algorithm 1 of the paper on one screen.
 
-Works on paths and on live modules, and changes nothing that is given. `pipeline.port` writes the result to files.
+Works on paths and on live modules, and changes nothing that is given. `pipeline.run` writes the result to files.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
+from ..config import MeasureConfig, TransferConfig
 from ..errors import MethodError, TuneportError, first_of
-from ..job import Job
+from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss
-from ..methods import LayerRecord, Method, Transfer, get_method, name_of
-from ..models.base import ModelLike
+from ..methods import Method, Transfer, get_method, name_of
+from ..models.base import Model, ModelLike
+from ..models.open import pick_device
+from ..outputs import Update, output_of
 from ..pairing import Plan
-from ..report.record import to_json
 from ..runtime.budget import passes_of
 from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
-from ..task_vectors.lora_write import AdapterForm
+from ..task_vectors.account import account
 from ..task_vectors.low_rank import norm_of
-from ..types import Progress, Say, ScaleRule
-from .change import Finetuned
-from .heads import fit_head
-from .labels import measurable
-from .move import Moved, move
-from .moved import account, changed_parts
-from .options import Options
-from .outcome import outcome_of
-from .plan import not_transported_by
-from .prepare import Data, prepare
+from ..types import Events, ScaleRule, Sides, Signal
+from .change import Change, Finetuned
+from .checks import check_inputs
+from .heads import fit_head, with_teacher_scores
+from .inputs import open_models, read_change
+from .outcome import summarize
+from .plan import changed_parts, make_plan, not_transported_by
+from .record import check_entry, choice_entry, conditions_of, describe_inputs, layer_entries, rule_of
 from .result import Result
-from .sanity import Seen, look
-from .scale import RULES, scaled_as_written
+from .samples import Data, are_samples, draw_samples
+from .scale import Judge
+from .solve import Solution, solve
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """A checked transfer that has not run: every error in the input was found.
+
+    Args:
+        models: source and target, with the heads that they need.
+        change: what the fine-tune changed in the source.
+        plan: the paired layers.
+        calibration: samples, losses and heads.
+        about: options, inputs with their SHA-256, and notes, for the record.
+    """
+
+    models: Sides[Model]
+    change: Change
+    plan: Plan
+    calibration: Calibration
+    about: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"Setup({' to '.join(model.name for model in self.models)}: {self.plan!r}, {self.calibration.samples!r})"
+
+    def measurement(self, config: MeasureConfig, method: Method) -> Measurement:
+        """What is measured for a method.
+
+        Raises:
+            MethodError: if the method needs signals that the setup was not prepared for, or cannot serve the plan.
+        """
+        if missing := sorted(method.signals - self.calibration.signals):
+            known = ", ".join(sorted(self.calibration.signals)) or "no signals"
+            raise MethodError(f"the method needs {', '.join(missing)}, and the setup was prepared for {known}.")
+        method.check(self.plan)
+        device = pick_device(config.device) if config.memory_budget is not None else None
+        limits = Limits(config.max_tokens, config.memory_budget, device, seed=config.seed)
+        return Measurement(self.models, self.plan, self.calibration, limits).with_signals(method.signals)
 
 
 def transfer(
@@ -50,11 +84,8 @@ def transfer(
     target: ModelLike,
     data: Data | None = None,
     *,
-    method: str | Method = "bico",
-    scale: float | ScaleRule | None = None,
-    form: AdapterForm | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[Options],
+    events: Events | None = None,
+    **options: Any,
 ) -> Result:
     """Port a fine-tune of `source` to `target` (Algorithm 1 of the paper).
 
@@ -62,68 +93,161 @@ def transfer(
     strength on calibration samples, and may choose zero; `scale="safe"` needs evidence beyond the smallest candidate.
 
     Args:
-        source, finetuned, target, data, options: see `prepare`.
-        method: the name of a method, or a Method.
-        scale: the strength, or the rule that chooses it; see `scale_for`.
-        form: of the adapter that the result will be saved as: the scale is chosen for what it holds.
-        progress: called with the number of samples that were measured since the last call.
+        source: the old base model, as a path, a name or a live module.
+        finetuned: the fine-tuned source, an adapter of it, or a task vector; of a list, the changes are added.
+        target: the new base model.
+        data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
+        events: listens to the run.
+        options: the fields of `TransferConfig`.
+
+    Returns:
+        The result, which can be applied and saved.
+
+    Raises:
+        TuneportError: if an input or an option is not usable.
     """
-    method = get_method(method)
-    strength = check_scale(scale)
-    scored = None if strength is None else isinstance(strength, str)
-    job = prepare(source, finetuned, target, data, signals=method, scored=scored, **options)
-    return run(replace(job, form=form), method, scale=strength, progress=progress)
+    config = TransferConfig.of(**options)
+    return run(prepare(source, finetuned, target, data, config), config, events=events)
+
+
+def prepare(
+    source: ModelLike,
+    finetuned: Finetuned | Sequence[Finetuned],
+    target: ModelLike,
+    data: Data | None,
+    config: MeasureConfig,
+    *,
+    signals: frozenset[Signal] | None = None,
+) -> Setup:
+    """Open everything, pair the layers and draw the samples; nothing is measured.
+
+    `signals` are those of several methods, in place of those of the method of the options.
+    """
+    wanted = get_method(config.method).signals if signals is None else signals
+    models = open_models(source, target, config)
+    models, change = read_change(models, finetuned, config, has_samples=are_samples(data))
+    calibration, drawn = draw_samples(models, change, data, config, wanted, scored=_scored(config))
+    plan = make_plan(models, change, config)
+    return Setup(models, change, plan, calibration, describe_inputs(models, change, plan, calibration, drawn, config))
 
 
 def run(
-    job: Job,
-    method: str | Method = "bico",
+    setup: Setup,
+    config: TransferConfig,
     *,
-    scale: float | ScaleRule | None = None,
-    progress: Progress | None = None,
-    work: Work | None = None,
     passes: Passes | None = None,
-    note: Say | None = None,
-    step: Say | None = None,
+    work: Work | None = None,
+    events: Events | None = None,
 ) -> Result:
     """Measure both models, align them, and carry the task vector over.
 
     Args:
-        job: prepared for the signals of the method.
-        method: the name of a method, or a Method.
-        scale: the strength, or the rule that chooses it; see `scale_for`.
-        progress: called with the number of samples that were measured since the last call.
+        setup: prepared with the same options.
+        config: the options.
+        passes: which layers are measured together; unless given, what the memory needs.
         work: keeps what is measured, and gives back what an earlier run under the same conditions has measured.
-        passes: which layers are measured together; unless given, what the memory of the machine or of the job needs.
-        note: called, before anything is measured, with what the fine-tuned source does on the samples.
-        step: called with the name of each step as it begins.
+        events: listens to the run.
     """
-    method = get_method(method)
-    scale = scale_for(job, scale)
-    job = job.for_(method)
-    at_once = method.signals and not method.by_layer
+    method, output, change = get_method(config.method), output_of(config), setup.change
+    scale, events = choose_rule(setup, config.scale), events or Events()
+    measurement = setup.measurement(config, method)
+    _check_processes(method, scale, work)
+    started = time.perf_counter()
+    if passes is None:
+        passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
+    checked = check_inputs(setup.models.source, change, setup.plan, setup.calibration, config)
+    if checked.sentence:
+        events.note(checked.sentence)
+    samples = with_teacher_scores(setup.models, change, setup.calibration.samples, checked.scores)
+    measurement = replace(measurement, calibration=replace(measurement.calibration, samples=samples))
+    judge = Judge(setup.models.target, measurement.calibration, output, change.fits_head)
+    solution = solve(measurement, change, method, scale, judge, passes=passes, work=work, events=events)  # lines 3 to 9
+    _check_moved(change, solution.transfer)
+    head = _refitted(judge, solution)
+    setup = replace(setup, calibration=measurement.calibration)
+    facts = {
+        **asdict(summarize(None, scale=solution.scale, rule=rule_of(scale), head=bool(head))),
+        "sanity": check_entry(checked, None if head else solution.choice),
+        "fingerprint": fingerprint(conditions_of(setup.about, config, method, scale)),
+    }
+    return _result(setup, config, solution, head, facts, time.perf_counter() - started)  # line 11
+
+
+def _result(
+    setup: Setup,
+    config: TransferConfig,
+    solution: Solution,
+    head: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    seconds: float,
+) -> Result:
+    """The result, with its record; `facts` are further entries of it."""
+    done, plan, source = solution.transfer, setup.plan, setup.models.source
+    kept = not_transported_by(setup.models.target, plan, done.task_vector, done.kept)
+    parts = changed_parts(source, setup.change, plan, done.task_vector, done.kept)
+    record: dict[str, Any] = {
+        **setup.about,
+        "method": name_of(get_method(config.method)),
+        "scale": solution.scale,
+        "samples": solution.counted.samples,
+        "seconds": round(seconds, 3),
+        "seconds_by_stage": {
+            "measure": round(solution.measuring, 3),
+            "transport": round(seconds - solution.measuring, 3),
+        },
+        "passes": dict(solution.counted.passes),
+        "layers": layer_entries(plan, done.records),
+        "not_transported": [asdict(item) for item in kept],
+        **account(parts),
+        **facts,
+    }
+    if solution.choice is not None:
+        record["scale_choice"] = choice_entry(solution.choice)
+    if head:
+        assert setup.calibration.heads is not None
+        record["head"] = {"tensors": sorted(head), "classes": list(setup.calibration.heads.target.classes)}
+    target = setup.models.target.with_head(head) if head else setup.models.target
+    fits, task = setup.change.fits_head, setup.change.task_type
+    update = Update(target, done.task_vector, solution.scale, fits, task, parts)
+    return Result(update, done.records, kept, config, record, setup)
+
+
+def _scored(config: MeasureConfig) -> bool | None:
+    """Whether samples are scored: to choose a scale, for an evaluation or a distillation; None: if they can be."""
+    if isinstance(config, TransferConfig) and (config.evaluate or config.distill is not None):
+        return True
+    return None if config.scale is None else isinstance(config.scale, str)
+
+
+def choose_rule(setup: Setup, scale: float | ScaleRule | None) -> float | ScaleRule:
+    """The scale that was asked for; else a rule that chooses it where samples can be scored, else 1 as in the paper.
+
+    Samples can be scored if they have classes or are predicted token by token, by whole models in one process. The
+    rule for images is "safe", for texts "auto".
+    """
+    if scale is not None:
+        return scale
+    heads, losses = setup.calibration.heads, setup.calibration.losses
+    judged = heads is not None or (losses is not None and isinstance(losses.target, TokenLoss))
+    if not judged or ranks().size > 1 or any(model.offloaded for model in setup.models):
+        return 1.0
+    return "safe" if setup.models.target.kind == "image" else "auto"
+
+
+def _check_processes(method: Method, scale: float | ScaleRule, work: Work | None) -> None:
+    """Refuse what several processes cannot do."""
+    at_once = bool(method.signals) and not method.by_layer
     if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
         raise TuneportError(
             'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with '
             "several processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
         )
-    started = time.perf_counter()
-    if passes is None:
-        passes = passes_of(job, method, scale)
-    seen = look(job)
-    if note is not None and seen.sentence:
-        note(seen.sentence)
-    job = measurable(job, seen.scores)
-    moved = move(job, method, scale, passes=passes, progress=progress, work=work, step=step)  # lines 3 to 9
-    _check_moved(job, moved.transfer)
-    head = _refitted(job, moved)
-    return _result(job, method, scale, moved, head, seen, time.perf_counter() - started)  # line 11
 
 
-def _check_moved(job: Job, done: Transfer) -> None:
+def _check_moved(change: Change, done: Transfer) -> None:
     """Raise a MethodError if neither a layer nor a head is changed; a scale of zero is a choice, and no error."""
     entries = done.task_vector.values()
-    if job.fits_head or any(record.norm_target for record in done.records) or any(map(norm_of, entries)):
+    if change.fits_head or any(record.norm_target for record in done.records) or any(map(norm_of, entries)):
         return
     reasons = Counter(item.reason for item in done.kept).most_common()
     found = first_of((f"{reason} ({count} tensors)" for reason, count in reasons), 3) or "the change is zero"
@@ -132,115 +256,11 @@ def _check_moved(job: Job, done: Transfer) -> None:
     )
 
 
-def _refitted(job: Job, moved: Moved) -> Mapping[str, Tensor]:
-    """The target's head, fitted on its ported features; nothing if the job fits no head."""
-    if not job.fits_head:
+def _refitted(judge: Judge, solution: Solution) -> Mapping[str, Tensor]:
+    """The target's head, fitted on its ported features; nothing if no head is fitted."""
+    if not judge.fits_head:
         return {}
-    with scaled_as_written(job, moved.transfer.task_vector) as ported:
-        ported.set(moved.scale)
-        return fit_head(job.target, ported.module, job.samples)
-
-
-def scale_for(job: Job, scale: float | ScaleRule | None) -> float | ScaleRule:
-    """The scale that was asked for; else a rule that chooses it where samples can be scored, else 1 as in the paper.
-
-    Samples can be scored if they have classes or are predicted token by token, by whole models in one process. The rule
-    for images is "safe": "auto" can harm there. It has not harmed on texts, where "safe" costs half of the gain
-    (docs/what-we-tried.md).
-    """
-    asked = check_scale(scale)
-    if asked is not None:
-        return asked
-    judged = job.heads is not None or (job.losses is not None and isinstance(job.losses.target, TokenLoss))
-    if not judged or ranks().size > 1 or any(model.offloaded for model in job.models):
-        return 1.0
-    return "safe" if job.target.kind == "image" else "auto"
-
-
-def check_scale(scale: float | str | None) -> float | ScaleRule | None:
-    """A finite number, or the name of a rule that chooses one; None stays None."""
-    if scale is None or scale in RULES:
-        return scale
-    try:
-        number = float(scale)
-    except ValueError:
-        raise TuneportError(f"the scale must be a number, auto or safe, got {scale!r}.") from None
-    if not math.isfinite(number):
-        raise TuneportError(f"the scale must be a finite number, auto or safe, got {scale}.")
-    return number
-
-
-def conditions_of(job: Job, method: Method, scale: float | str) -> dict[str, Any]:
-    """Everything that decides the result, as JSON values; the paths of the inputs do not."""
-    inputs = {key: dict(job.record[key]) for key in ("source", "finetuned", "target", "data")}
-    for identity in inputs.values():
-        identity.pop("path", None)
-    kept = {key: job.record[key] for key in ("tuneport", "options", "versions")}
-    plain: dict[str, Any] = json.loads(to_json({**kept, "method": name_of(method), **inputs, "scale": scale}))
-    return plain
-
-
-def _result(
-    job: Job,
-    method: Method,
-    scale: float | ScaleRule,
-    moved: Moved,
-    head: Mapping[str, Tensor],
-    seen: Seen,
-    seconds: float,
-) -> Result:
-    done = moved.transfer
-    kept = not_transported_by(job, done.task_vector, done.kept)
-    parts = changed_parts(job, done.task_vector, done.kept)
-    record: dict[str, Any] = {
-        **job.record,
-        "method": name_of(method),
-        "scale": moved.scale,
-        "samples": moved.counted.samples,
-        "seconds": round(seconds, 3),
-        "fingerprint": fingerprint(conditions_of(job, method, scale)),
-        "seconds_by_stage": {"measure": round(moved.measuring, 3), "transport": round(seconds - moved.measuring, 3)},
-        "passes": dict(moved.counted.passes),
-        "layers": _layer_entries(job.plan, done.records),
-        "not_transported": [asdict(item) for item in kept],
-        **account(parts),
-        "sanity": seen.record(_of_target(seen, moved)),
-        **asdict(outcome_of(None, scale=moved.scale, rule=scale if isinstance(scale, str) else None, head=bool(head))),
-    }
-    if (choice := moved.choice) is not None:
-        candidates = [
-            {"scale": value, "loss": found.loss, "accuracy": found.accuracy, "sharpness": found.sharpness}
-            for value, found in choice.scores.items()
-        ]
-        about = {"rule": choice.rule, "samples": choice.samples, "held_out": choice.held_out}
-        record["scale_choice"] = {**about, "candidates": candidates}
-    if head:
-        assert job.heads is not None
-        record["head"] = {"tensors": sorted(head), "classes": list(job.heads.target.classes)}
-    target = job.target.with_head(head) if head else job.target
-    return Result(target, done.task_vector, done.records, kept, moved.scale, record, job, parts)
-
-
-def _of_target(seen: Seen, moved: Moved) -> float | None:
-    """The score of the target on the same samples, where the choice of the scale has found it."""
-    if moved.choice is None or moved.choice.samples != seen.samples:
-        return None
-    found = moved.choice.scores[0.0]
-    if seen.metric == "loss":
-        return found.loss if found.accuracy is None else None
-    return None if found.accuracy is None else round(found.accuracy * seen.samples)
-
-
-def _layer_entries(plan: Plan, records: Iterable[LayerRecord]) -> list[dict[str, Any]]:
-    """The records of the layers, each with its role and block and the largest possible ranks of its maps."""
-    places = {
-        pair.target.name: {
-            "role": pair.target.role,
-            "stack": pair.target.stack,
-            "block": pair.target.block,
-            "width_in": min(pair.source.in_features, pair.target.in_features),
-            "width_out": min(pair.source.out_features, pair.target.out_features),
-        }
-        for pair in plan.pairs
-    }
-    return [{**asdict(record), **places.get(record.target, {})} for record in records]
+    update = Update(judge.target, solution.transfer.task_vector, fits_head=True)
+    with judge.output.scaled(update) as ported:
+        ported.set(solution.scale)
+        return fit_head(judge.target, ported.module, judge.calibration.samples)

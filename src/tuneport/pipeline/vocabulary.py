@@ -8,6 +8,7 @@ ratio of the norms of these rows. No sample is needed for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..io.tensors import LazyTensors, TensorSpec, describe
-from ..job import AddedTokens, Part
 from ..maps.procrustes import procrustes
 from ..models.base import Model
 from ..models.open import tokenizer_of
+from ..task_vectors.account import Part
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.lora_read import plain_names
 from ..task_vectors.low_rank import Entry, LowRank
@@ -26,6 +27,15 @@ from ..task_vectors.vector import TaskVector
 from ..types import Sides
 
 TIED = "the target's output layer is tied to its embedding, which takes the row of the embedding"
+
+
+@dataclass(frozen=True, eq=False)
+class AddedTokens:
+    """Tokens that the fine-tune added: the change that puts their rows into the target, and the account of them."""
+
+    vector: TaskVector = field(default_factory=lambda: TaskVector({}))
+    parts: tuple[Part, ...] = ()
+    rows: frozenset[int] = frozenset()  # of the fine-tune's tables
 
 
 def tables_of(model: Model) -> dict[str, str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import EvaluateConfig, EvaluateInputs
+from ..config import repeat_command as command_line
 from .plots import Figure, is_finite, tracks
 from .record import Record
-from .summary import SCORE_FORMS, column_words, repeat_command
+from .summary import SCORE_FORMS, data_reference, repeat_command
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "gain": ("good", "▲"),
@@ -97,20 +98,20 @@ def _about(record: Record) -> str:
 
 def _measuring(record: Record) -> str | None:
     """The command that scores the output; None if it would need other data, or more than a record knows."""
-    out, data = record.get("out"), record.get("data", {})
+    out, data, place = record.get("out"), record.get("data", {}), data_reference(record)
     unlabelled = "labels" in data and data["labels"]["agreement"] is None
-    if not out or not data.get("path") or unlabelled or record.get("as", "model") != "model":
+    if not out or not place or unlabelled or record.get("as", "model") != "model":
         return None
-    place = f"{data['task']}:{data['path']}" if data.get("task") else data["path"]
-    options = record.get("options", {})
-    more = [(name, options.get(name.replace("-", "_"))) for name in ("head", "max-length")] + column_words(options)
-    words = [word for name, value in more if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["tuneport", "evaluate", out, "--data", place, *words])
+    options = EvaluateConfig.from_json(
+        {key: value for key, value in record.get("options", {}).items() if key in ("head", "columns", "max_length")}
+    )
+    return command_line("evaluate", EvaluateInputs(model=(out,), data=place), options)
 
 
 def _distilling(record: Record, outcome: str, advice: str) -> str | None:
     """The command with the distillation that the advice names; after harm it starts from a safe scale."""
-    named = re.search(r"--distill \d+", advice)
-    safer = {"scale_choice": {"rule": "safe"}} if outcome == "harm" else {}
-    command = repeat_command({**record, **safer, "out": f"{record.get('out')}-distilled"})
-    return f"{command} {named[0]}" if named and command and "distilled" not in record else None
+    named = re.search(r"--distill (\d+)", advice)
+    if named is None or "distilled" in record:
+        return None
+    safer = {"scale": "safe"} if outcome == "harm" else {}
+    return repeat_command(record, out=f"{record.get('out')}-distilled", distill=int(named[1]), **safer)

@@ -77,28 +77,12 @@ class Data(TypedDict):
     labels: NotRequired[Labels]
 
 
-class Options(TypedDict):
-    samples: int | None
-    shots: int | None
-    sampler: str
-    seed: Count
-    head: str | None
-    head_fit: NotRequired[Literal["auto", "none", "projection"]]
-    labels: NotRequired[Literal["data", "source"] | None]
-    loss: NotRequired[str | None]
-    completion: Literal["svd", "none"]
-    norms: NotRequired[Literal["keep", "rotate"]]
-    columns: NotRequired[Mapping[str, str]]
-    max_length: NotRequired[Positive | None]
-    max_tokens: Positive | None
-    memory_budget: Positive | None
-    batch_size: Positive
-    exclude: Sequence[str]
-    roles: Mapping[str, str | None]
-    python: NotRequired[list[str]]
+class Resolved(TypedDict):
+    """What options became: the device and dtype that models ran in, and the name of the objective."""
+
     device: str
-    dtype: NotRequired[Dtype]
-    accept_unlikely: NotRequired[bool]
+    dtype: Dtype
+    loss: str | None
 
 
 class Blocks(TypedDict):
@@ -111,7 +95,8 @@ class PreparedRecord(TypedDict):
 
     tuneport: str
     command: Literal["transfer", "distill"]
-    options: Options
+    options: dict[str, Any]  # the fields of the command's config
+    resolved: Resolved
     source: Input
     finetuned: Input
     target: Input
@@ -122,11 +107,17 @@ class PreparedRecord(TypedDict):
     notes: NotRequired[list[str]]
 
 
-def write_record(path: Path, record: Record) -> None:
-    """Write the run record as JSON, with a list of the files in its folder; call it when all others are written."""
+def write_record(path: Path, record: Record) -> Record:
+    """Write the run record as JSON, with a list of the files in its folder; call it when all others are written.
+
+    Returns:
+        The record with that list.
+    """
     folder = path.parent
     files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
-    path.write_text(to_json({**record, "files": sorted({*files, path.name})}) + "\n", encoding="utf-8")
+    record = {**record, "files": sorted({*files, path.name})}
+    path.write_text(to_json(record) + "\n", encoding="utf-8")
+    return record
 
 
 def to_json(record: Any) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
+from ..config import Config, Declared, DistillConfig, DistillInputs, TransferConfig, TransferInputs
+from ..config import repeat_command as command_line
+from ..errors import TuneportError
 from .record import Record
 
 SCORE_FORMS = {"accuracy": (".1f", " %"), "bits per character": (".4f", ""), "fidelity": (".3f", "")}
@@ -94,8 +96,7 @@ def score_words(record: Record) -> str:
 def distilled_words(found: Mapping[str, Any]) -> str:
     """What a distillation did, from its entry in a record."""
     first, best = found["curve"][0], next(mark for mark in found["curve"] if mark["step"] == found["best"])
-    whole = "the last blocks" if found["blocks"] == "last" else "all linear layers"
-    what = f"a LoRA of rank {found['lora']}" if found["lora"] else whole
+    what = f"a LoRA of rank {found['lora']}" if found["lora"] else "all linear layers"
     left = f"; {count} samples had nothing to compare" if (count := found.get("left_out")) else ""
     if not found["best"]:
         return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start{left}"
@@ -204,87 +205,38 @@ def _ranges(numbers: Iterable[int | None]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def repeat_command(record: Record) -> str | None:
-    """The command that repeats the run; None if the run used Python objects that no command can name."""
-    places: dict[str, Any] = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
-    if several := record.get("finetuned", {}).get("parts"):
-        paths = [part.get("path") for part in several]
-        places["finetuned"] = paths if all(paths) else None
-    if record.get("data", {}).get("name"):
-        task, path = record["data"].get("task"), record["data"].get("path")
-        places["data"] = f"{task}:{path}" if task and path else path
-    options = {**record.get("options", {}), "as": record.get("as")}
-    if not all(places.values()) or options.get("python"):
-        return None
-    choice = record.get("scale_choice")
-    given = {
-        **places,
-        "out": record.get("out", "OUT"),
-        "method": record["method"],
-        "shots": options.get("shots"),
-        "samples": None if options.get("shots") else options.get("samples"),
-        "scale": choice.get("rule", "auto") if choice else f"{record['scale']:g}",
-        "distill": record.get("distilled", {}).get("steps"),
-    }
-    repeated = {key: value for key, default in REPEATED.items() if (value := options.get(key)) != default}
-    given = _distill_options(given, repeated, record) if record.get("command") == "distill" else given | repeated
-    pairs = [(key.replace("_", "-"), value) for key, value in given.items() if value is not None]
-    pairs += column_words(options)
-    pairs += [("exclude", pattern) for pattern in options.get("exclude", ())]
-    pairs += [("roles", f"{role}={other or 'none'}") for role, other in options.get("roles", {}).items()]
-    listed = [(name, each) for name, value in pairs for each in (value if isinstance(value, list) else [value])]
-    words = [word for name, value in listed for word in (f"--{name}", str(value))]
-    words += ["--uniform-rank"] if options.get("uniform_rank") else []
-    words += ["--accept-unlikely"] if options.get("accept_unlikely") else []
-    words += ["--compare"] if "verdict" in record else []
-    if record.get("command") != "distill":
-        words += _evaluate_option(record.get("evaluation"))
-    return shlex.join(["tuneport", record.get("command", "transfer"), *words])
+def repeat_command(record: Record, **changes: Any) -> str | None:
+    """The command that repeats the run, with `changes` of its options or of `out`.
 
-
-def column_words(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the option that names the columns of a table, if it was given.
-
-    >>> column_words({"columns": {"text": "sentence", "label": "y"}})
-    [('columns', 'text=sentence,label=y')]
+    Returns:
+        The command; None if the run used Python objects that no command can name.
     """
-    named = ",".join(f"{name}={own}" for name, own in (options.get("columns") or {}).items())
-    return [("columns", named)] if named else []
+    places: dict[str, Any] = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
+    several = record.get("finetuned", {}).get("parts")
+    tuned = tuple(part.get("path") for part in several) if several else (places["finetuned"],)
+    place = data_reference(record)
+    unnamed = bool(record.get("data", {}).get("name")) and place is None
+    if unnamed or not all((places["source"], places["target"], *tuned)):
+        return None
+    out = str(changes.pop("out", record.get("out", "OUT")))
+    try:
+        if record.get("command") == "distill":
+            base = None if places["source"] == tuned[0] else places["source"]
+            inputs: Declared = DistillInputs(
+                finetuned=tuned[0], target=places["target"], data=place or "", out=out, source=base
+            )
+            config: Config = DistillConfig.from_json({**record.get("options", {}), **changes})
+        else:
+            inputs = TransferInputs(
+                source=places["source"], finetuned=tuned, target=places["target"], data=place, out=out
+            )
+            config = TransferConfig.from_json({**record.get("options", {}), **changes})
+        return command_line(record.get("command", "transfer"), inputs, config)
+    except TuneportError:
+        return None
 
 
-def _evaluate_option(found: Mapping[str, Any] | None) -> list[str]:
-    """What asks for the same evaluation: by default at most 500 labelled samples are scored."""
-    if found is None:
-        return ["--no-evaluate"]
-    return ["--evaluate"] if found["samples"] > 500 or found["protocol"] in ("perplexity", "fidelity") else []
-
-
-def _distill_options(given: dict[str, Any], repeated: dict[str, Any], record: Record) -> dict[str, Any]:
-    """The options of `tuneport distill`, out of those of a transfer."""
-    taught, wanted = record["distilled"], ("finetuned", "target", "data", "out", "samples")
-    same = {key: value for key, value in repeated.items() if key in ("sampler", "seed", "head", "device", "dtype")}
-    base = {} if given["source"] == given["finetuned"] else {"source": given["source"]}
-    more = {key: taught[key] for key in ("steps", "learning_rate", "batch_size", "lora", "blocks")}
-    return {**base, **{key: given[key] for key in wanted}, **more, **same}
-
-
-REPEATED: dict[str, Any] = {  # the options that a command repeats, with their defaults
-    "sampler": "random",
-    "seed": 0,
-    "head": None,
-    "head_fit": "auto",
-    "labels": None,
-    "loss": None,
-    "completion": "svd",
-    "norms": "keep",
-    "max_length": None,
-    "max_tokens": None,
-    "memory_budget": None,
-    "batch_size": 32,
-    "device": None,
-    "dtype": "float32",
-    "as": "model",
-    "rank": None,
-    "energy": None,
-    "adapter_dtype": "float32",
-}
+def data_reference(record: Record) -> str | None:
+    """What names the data on the command line, with its task."""
+    task, path = record.get("data", {}).get("task"), record.get("data", {}).get("path")
+    return f"{task}:{path}" if task and path else path

@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
-from ..job import Job
+from ..measure.measurement import Measurement
 from ..measure.signals import NEEDS_BACKWARD
-from ..methods import Method, get_method, name_of
+from ..methods import Method, name_of
 from ..models.offload import Placement, block_paths, sizes
-from ..pairing import LayerPair
-from ..types import ScaleRule, Sides
+from ..pairing import LayerPair, Plan
+from ..task_vectors.vector import TaskVector
+from ..types import Sides
 from .distributed import ranks
 from .forecast import Forecast, NeedsValuesError
 from .passes import Passes, by_weight, grouped, passes_that_fit
@@ -28,67 +29,86 @@ SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forec
 COPIES = 3  # sums of a signal that are held while a scale is chosen: of both halves, and of all samples
 
 
-def passes_of(job: Job, method: str | Method, scale: float | ScaleRule) -> Passes | None:
-    """The passes within a job's memory budget; without one, those whose sums fit into memory, None for one pass."""
-    if job.memory_budget is not None:
-        return plan_passes(job, job.memory_budget, method=method)
-    method, copies = get_method(method), COPIES if isinstance(scale, str) else 1
-    return passes_that_fit(job.for_(method), copies) if method.by_layer and ranks().size == 1 else None
+def passes_of(measurement: Measurement, vector: TaskVector, method: Method, *, chooses_scale: bool) -> Passes | None:
+    """Divide the layers so that they fit into the memory budget; without one, so that their sums fit into memory.
+
+    Args:
+        measurement: what is measured, with the signals of the method.
+        vector: the task vector that will be moved.
+        method: that moves it.
+        chooses_scale: whether the samples choose the scale.
+
+    Returns:
+        The passes; None for one pass over all layers.
+    """
+    budget = measurement.limits.memory_budget
+    if budget is not None:
+        return plan_passes(measurement, vector, method, budget)
+    copies = COPIES if chooses_scale else 1
+    return passes_that_fit(measurement, copies) if method.by_layer and ranks().size == 1 else None
 
 
 def plan_passes(
-    job: Job, budget: int | None, forecast: Forecast | None = None, *, method: str | Method = "bico"
+    measurement: Measurement, vector: TaskVector, method: Method, budget: int | None, forecast: Forecast | None = None
 ) -> Passes:
-    """Divide a job's layers so that the predicted peak stays within `budget` bytes; None: all layers at once.
+    """Divide the layers so that the predicted peak stays within `budget` bytes; None: all layers at once.
 
     A `forecast` of the same models and batches, if there is one, is used again.
     """
-    method = get_method(method)
-    job = job.for_(method)
-    offloaded = budget is not None and job.needs_placement
+    offloaded = budget is not None and measurement.needs_placement
     try:
-        forecast = forecast or Forecast.of(job)
+        forecast = forecast or Forecast.of(measurement)
     except NeedsValuesError:
         if offloaded:
             raise
-        forecast = Forecast.of(job, on_meta=False)
-    forecast = replace(forecast, job=job, samples=len(job.samples) or forecast.samples)
-    if offloaded and not job.signals:  # the models never run
-        pairs = job.plan.pairs
-        return Passes((pairs,), result_bytes(job, method), (forecast.solving_bytes(pairs),))
-    return _Division(job, method, budget, forecast, offloaded).passes()
+        forecast = Forecast.of(measurement, on_meta=False)
+    forecast = replace(forecast, measurement=measurement, samples=len(measurement.samples) or forecast.samples)
+    if offloaded and not measurement.signals:  # the models never run
+        pairs = measurement.plan.pairs
+        return Passes((pairs,), result_bytes(measurement.plan, vector, method), (forecast.solving_bytes(pairs),))
+    return _Division(measurement, vector, method, forecast, offloaded, budget).passes()
 
 
 class _Division:
-    """How the layers of a job are divided; `_placements` is None if its models are on the device they run on."""
+    """How layers are divided; `_placements` is None if the models are on the device they run on."""
 
-    def __init__(self, job: Job, method: Method, budget: int | None, forecast: Forecast, offloaded: bool) -> None:
-        self._job, self._method, self._budget, self._forecast = job, method, budget, forecast
-        self._device = job.runs_on
+    def __init__(
+        self,
+        measurement: Measurement,
+        vector: TaskVector,
+        method: Method,
+        forecast: Forecast,
+        offloaded: bool,
+        budget: int | None,
+    ) -> None:
+        self._measurement, self._method, self._budget, self._forecast = measurement, method, budget, forecast
+        self._device = measurement.runs_on
         slack = 0.0 if self._device.type == "cpu" else SLACK
         self._limit = math.inf if budget is None else int(budget * (1 - slack))
-        self._paths = [block_paths(model.layers) for model in job.models]
-        found = [sizes(model.module, paths) for model, paths in zip(job.models, self._paths, strict=True)]
+        self._paths = [block_paths(model.layers) for model in measurement.models]
+        found = [sizes(model.module, paths) for model, paths in zip(measurement.models, self._paths, strict=True)]
         self._blocks = [blocks for _, blocks in found]
         self._models = sum(rest + sum(blocks.values()) for rest, blocks in found)
         self._placements: Sides[Placement] | None = None
-        self._result = result = result_bytes(job, method)  # on the device to the end
+        self._result = result = result_bytes(measurement.plan, vector, method)  # on the device to the end
         self._one_block = self._returned = 0
         self._in_files = False
         if offloaded:
             self._placements = self._placed(recomputed=False)
-            weights = (pair.source.weight for pair in job.plan.pairs)
-            smallest = min(weights, key=lambda name: math.prod(job.task_vector.spec(name).shape))
-            home = job.task_vector[smallest].device.type  # the result is where the source's task vector is
+            weights = (pair.source.weight for pair in measurement.plan.pairs)
+            smallest = min(weights, key=lambda name: math.prod(vector.spec(name).shape))
+            home = vector[smallest].device.type  # the result is where the source's task vector is
             on_device = (home if home != "meta" else "cpu") == self._device.type
             crowded = result > int(self._limit) // 4 if on_device else result + self._models > free_memory()
             self._in_files = method.by_layer and crowded
             self._result = result if on_device and not self._in_files else 0
-            self._one_block = result_bytes(job, method, by_block=True) if on_device and self._in_files else 0
+            self._one_block = (
+                result_bytes(measurement.plan, vector, method, by_block=True) if on_device and self._in_files else 0
+            )
             self._returned = 0 if on_device else result
 
     def passes(self) -> Passes:
-        pairs = self._job.plan.pairs
+        pairs = self._measurement.plan.pairs
         if self._peak(pairs) > self._limit and self._placements is not None:
             self._placements = self._placed(fetched=self._paths)
             if self._peak(pairs) <= self._limit:
@@ -99,7 +119,7 @@ class _Division:
         passes = Passes(tuple(groups), self._fixed(), tuple(group_bytes))
         if self._placements is None:
             return passes
-        coming, times = self._coming(), 2 if NEEDS_BACKWARD & self._job.signals else 1
+        coming, times = self._coming(), 2 if NEEDS_BACKWARD & self._measurement.signals else 1
         batches = -(-self._forecast.samples // self._forecast.size)
         return replace(
             passes,
@@ -111,7 +131,7 @@ class _Division:
         )
 
     def _placed(self, *, recomputed: bool = True, fetched: Sequence[Sequence[str]] = ((), ())) -> Sides[Placement]:
-        homes = [model.parameters() if model.offloaded else None for model in self._job.models]
+        homes = [model.parameters() if model.offloaded else None for model in self._measurement.models]
         blocks = self._paths if recomputed else ((), ())
         sides = zip(blocks, map(frozenset, fetched), homes, strict=True)
         return Sides(*(Placement(self._device, *side) for side in sides))
@@ -154,7 +174,7 @@ class _Division:
 
     def _bound(self, group: Sequence[LayerPair]) -> int:
         """An upper bound on a group's bytes beyond the fixed ones, which needs no run of the forecast."""
-        pairs = self._job.plan.pairs
+        pairs = self._measurement.plan.pairs
         measuring = max(map(self._live, (pairs[:1], pairs[-1:]))) + self._forecast.signal_bytes(group)
         return self._forecast.statistics_bytes(group) + max(measuring, self._solving(group) - self._fixed())
 
@@ -165,7 +185,7 @@ class _Division:
 
     def _divided(self) -> list[tuple[LayerPair, ...]]:
         """Groups whose peaks stay within the budget: by the bound, and smaller if the forecast of a group is higher."""
-        pairs, fixed = self._job.plan.pairs, self._fixed()
+        pairs, fixed = self._measurement.plan.pairs, self._fixed()
         limit = spare = int(self._limit) - fixed
         largest = max(map(self._bound, by_weight(pairs)))
         for _ in range(8):
@@ -191,11 +211,11 @@ class _Division:
         )
 
 
-def result_bytes(job: Job, method: Method, by_block: bool = False) -> int:
+def result_bytes(plan: Plan, vector: TaskVector, method: Method, by_block: bool = False) -> int:
     """The dense entries of the target's task vector in float32; with `by_block`, those of its largest block."""
     dense: dict[tuple[str, int | None], dict[str, int]] = {}
-    for pair in job.plan.pairs:
-        if not method.keeps_rank or job.task_vector.spec(pair.source.weight).rank is None:
+    for pair in plan.pairs:
+        if not method.keeps_rank or vector.spec(pair.source.weight).rank is None:
             block = dense.setdefault((pair.target.stack, pair.target.block), {})
             block[pair.target.weight] = 4 * math.prod(pair.target.weight_shape)
     found = [sum(block.values()) for block in dense.values()]

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..errors import TuneportError
-from ..job import Samples
 from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics
+from ..measure.samples import Samples
 from ..methods import Problem, Transfer
 from ..pairing import Plan, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank

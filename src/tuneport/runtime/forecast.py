@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
-from ..job import Job
 from ..maps.completion import completes_thin
 from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
@@ -30,6 +29,7 @@ from ..maps.procrustes import held_bytes
 from ..maps.statistics import Key
 from ..measure.batches import PairedBatch, move_batch, split_batch
 from ..measure.capture import measure_pairs
+from ..measure.measurement import Measurement
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
 from ..pairing import LayerPair
@@ -127,10 +127,10 @@ class Forecast:
     """Memory model of groups of layers, extrapolated from one batch.
 
     `sums` holds the tokens of `batch`, which has `size` samples, by (target layer, signal); `at_once` samples of the
-    job's `samples` run together. Without `on_meta` the batch runs through the models themselves.
+    measurement's `samples` run together. Without `on_meta` the batch runs through the models themselves.
     """
 
-    job: Job
+    measurement: Measurement
     batch: PairedBatch | None
     size: int
     at_once: int
@@ -140,23 +140,23 @@ class Forecast:
     _peaks: dict[Any, int] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, job: Job, *, on_meta: bool = True) -> Forecast:
-        """Run one batch of a job on the meta device; or one sample through its models, for those that need values."""
-        if not job.signals:
-            return cls(job, None, 1, 1, 1)
-        batch = job.samples.typical()
+    def of(cls, measurement: Measurement, *, on_meta: bool = True) -> Forecast:
+        """Run one batch on the meta device; or one sample through the models, for those that need values."""
+        if not measurement.signals:
+            return cls(measurement, None, 1, 1, 1)
+        batch = measurement.samples.largest_batch()
         if batch is None:
             raise TuneportError("a `memory_budget` needs batches that can be read more than once: pass a list.")
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
-        batch, at_once = next(split_batch(batch, None if job.needs_placement else job.samples_at_once))
+        batch, at_once = next(split_batch(batch, None if measurement.needs_placement else measurement.samples_at_once))
         batch, size = (batch, at_once) if on_meta else next(split_batch(batch, 1))
-        samples = len(job.samples) or size
-        match = batch.match or job.match or match_tokens(None, None)
+        samples = len(measurement.samples) or size
+        match = batch.match or measurement.calibration.match or match_tokens(None, None)
         if on_meta:
             source, target = (move_batch(side, torch.device("meta")) for side in (batch.source, batch.target))
             batch = replace(batch, source=source, target=target, match=by_shape(match))
-        found = cls(job, replace(batch, size=size, match=batch.match or match), size, at_once, samples, on_meta)
-        return replace(found, sums=found._run(job.plan.pairs, None, None)[0])
+        found = cls(measurement, replace(batch, size=size, match=batch.match or match), size, at_once, samples, on_meta)
+        return replace(found, sums=found._run(measurement.plan.pairs, None, None)[0])
 
     def peak(self, pairs: Sequence[LayerPair], placements: Sides[Placement] | None = None) -> int:
         """The most bytes of signals, graphs and fetched weights while these pairs are measured on one batch."""
@@ -164,7 +164,11 @@ class Forecast:
             return 0
         key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements or ()))
         if key not in self._peaks:
-            limit = None if self.job.max_tokens is None else TokenLimit(self.job.max_tokens, self.samples)
+            limit = (
+                None
+                if self.measurement.limits.max_tokens is None
+                else TokenLimit(self.measurement.limits.max_tokens, self.samples)
+            )
             self._peaks[key] = self._run(pairs, placements, limit)[1] * self.at_once // self.size
         return self._peaks[key]
 
@@ -187,7 +191,7 @@ class Forecast:
         maps: Counter[tuple[str, int | None]] = Counter()
         works: dict[tuple[int, int], list[int]] = {}
         blocks = {pair.target.name: (pair.target.stack, pair.target.block) for pair in pairs}
-        device, budget = self.job.runs_on, self.job.memory_budget
+        device, budget = self.measurement.runs_on, self.measurement.limits.memory_budget
         for layer, found in self._of(pairs):
             mapped, working = solving_bytes(found.shape, self._tokens(found), device)
             maps[blocks[layer]] += mapped
@@ -210,7 +214,7 @@ class Forecast:
     def _tokens(self, found: ShapeSum) -> int:
         """The tokens of all samples that enter a sum."""
         tokens = found.tokens * self.samples // self.size
-        return min(tokens, self.job.max_tokens or tokens)
+        return min(tokens, self.measurement.limits.max_tokens or tokens)
 
     def _token_bytes(self, found: ShapeSum) -> int:
         return self._tokens(found) * sum(found.shape) * found.signal_dtype.itemsize
@@ -223,9 +227,9 @@ class Forecast:
         self, pairs: Sequence[LayerPair], placements: Sides[Placement] | None, limit: TokenLimit | None
     ) -> tuple[Sums, int]:
         """Measure these pairs on the batch; the sums, and the peak of live bytes."""
-        job = self.job
-        assert job.losses is not None
-        modules = Sides(*(shapes_of(model.module) if self.on_meta else model.module for model in job.models))
+        measurement = self.measurement
+        assert measurement.calibration.losses is not None
+        modules = Sides(*(shapes_of(model.module) if self.on_meta else model.module for model in measurement.models))
 
         def make_sum(_key: Key, source: int, target: int, _device: torch.device) -> ShapeSum:
             return ShapeSum((source, target), self._is_dense)
@@ -240,9 +244,9 @@ class Forecast:
                 modules.target,
                 pairs,
                 [self.batch],
-                signals=job.signals,
-                source_loss=job.losses.source,
-                target_loss=job.losses.target,
+                signals=measurement.signals,
+                source_loss=measurement.calibration.losses.source,
+                target_loss=measurement.calibration.losses.target,
                 limit=limit,
                 make_sum=make_sum,
             )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..io.sizes import free_memory
-from ..job import Job
 from ..maps.covariance import CrossCovariance
+from ..measure.measurement import Measurement
 from ..models.offload import Placement
 from ..pairing import LayerPair, blocks_of
 from ..types import Sides
@@ -40,35 +40,43 @@ class Passes:
         return self.fixed_bytes + max(self.group_bytes, default=0)
 
 
-def jobs_of(job: Job, passes: Passes | None) -> list[Job]:
-    """A job for each group."""
-    return [job] if passes is None else _jobs(replace(job, placements=passes.placements), passes.groups)
+def groups_of(measurement: Measurement, passes: Passes | None) -> list[Measurement]:
+    """A measurement for each group."""
+    if passes is None:
+        return [measurement]
+    limits = replace(measurement.limits, placements=passes.placements)
+    return _parts(replace(measurement, limits=limits), passes.groups)
 
 
-def jobs_by_block(job: Job) -> list[Job]:
-    """A job for each block of the target."""
-    return _jobs(job, blocks_of(job.plan.pairs))
+def by_block(measurement: Measurement) -> list[Measurement]:
+    """A measurement for each block of the target."""
+    return _parts(measurement, blocks_of(measurement.plan.pairs))
 
 
-def _jobs(job: Job, groups: Sequence[Sequence[LayerPair]]) -> list[Job]:
-    """A job for each group of pairs; tensors outside layers are part of the first."""
-    plans = [replace(job.plan, pairs=tuple(pairs), loose=() if i else job.plan.loose) for i, pairs in enumerate(groups)]
-    return [replace(job, plan=plan) for plan in plans]
+def _parts(measurement: Measurement, groups: Sequence[Sequence[LayerPair]]) -> list[Measurement]:
+    """A measurement for each group of pairs; tensors outside layers are part of the first."""
+    plans = [
+        replace(measurement.plan, pairs=tuple(pairs), loose=() if i else measurement.plan.loose)
+        for i, pairs in enumerate(groups)
+    ]
+    return [measurement.with_plan(plan) for plan in plans]
 
 
-def passes_that_fit(job: Job, copies: int) -> Passes | None:
-    """The groups of layers that a job without a memory budget is measured in; None for one group.
+def passes_that_fit(measurement: Measurement, copies: int) -> Passes | None:
+    """The groups of layers that a measurement without a memory budget is measured in; None for one group.
 
     `copies` is the number of sums that are held of each signal. Groups need samples that can be read again.
     """
-    jobs = jobs_that_fit(job, job.signals, sum_bytes(job, copies))
-    if len(jobs) == 1 or job.samples.typical() is None:
+    found = groups_that_fit(measurement, measurement.signals, sum_bytes(measurement, copies))
+    if len(found) == 1 or measurement.samples.largest_batch() is None:
         return None
-    return Passes(tuple(each.plan.pairs for each in jobs), 0, ())
+    return Passes(tuple(each.plan.pairs for each in found), 0, ())
 
 
-def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, str], int]) -> list[Job]:
-    """Jobs of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
+def groups_that_fit(
+    measurement: Measurement, signals: Iterable[str], size: Callable[[LayerPair, str], int]
+) -> list[Measurement]:
+    """Groups of consecutive layers whose sums, of `size` bytes, take at most half of the memory that is left.
 
     The other half is for signals, maps and the work on them. The limit is a power of two: a run that continues after
     a kill divides the layers as before, unless the free memory has crossed it. Then it measures anew.
@@ -78,26 +86,28 @@ def jobs_that_fit(job: Job, signals: Iterable[str], size: Callable[[LayerPair, s
     def total(pairs: Iterable[LayerPair]) -> int:
         return sum(size(pair, signal) for pair in pairs for signal in pair.wanted(wanted))
 
-    device, left = job.runs_on, free_memory()
-    if job.memory_budget is not None:
-        left = job.memory_budget - sum(part.nbytes for model in job.models for part in model.module.parameters())
+    device, left = measurement.runs_on, free_memory()
+    if measurement.limits.memory_budget is not None:
+        left = measurement.limits.memory_budget - sum(
+            part.nbytes for model in measurement.models for part in model.module.parameters()
+        )
     elif device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         left = torch.cuda.mem_get_info(device)[0] + cached
-    if total(job.plan.pairs) <= left / 4:
-        return [job]
+    if total(measurement.plan.pairs) <= left / 4:
+        return [measurement]
     most = 2 ** int(math.log2(left / 2)) if left > 2 else 0
-    groups = grouped(job.plan.pairs, total, most)
-    return _jobs(job, groups) if len(groups) > 1 else [job]
+    groups = grouped(measurement.plan.pairs, total, most)
+    return _parts(measurement, groups) if len(groups) > 1 else [measurement]
 
 
-def sum_bytes(job: Job, copies: int) -> Callable[[LayerPair, str], int]:
+def sum_bytes(measurement: Measurement, copies: int) -> Callable[[LayerPair, str], int]:
     """The bytes of so many sums of a signal at a pair: matrices, or the few tokens of a limit, which they share."""
 
     def size(pair: LayerPair, signal: str) -> int:
         n, m = pair.widths(signal)
-        if job.max_tokens is not None:
-            tokens = 4 * job.max_tokens * (n + m)
+        if measurement.limits.max_tokens is not None:
+            tokens = 4 * measurement.limits.max_tokens * (n + m)
             if CrossCovariance.keeps_tokens(tokens, (n, m)):
                 return tokens
         return copies * 8 * n * m

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..job import Drawn
+from ..measure.samples import DatasetSamples
 from ..models.tokenizer import Encoded
 from ..types import Sides
 
@@ -32,7 +32,7 @@ MIXED = 1.0  # share of the images of a batch that are blended with another one
 class Reader:
     """Reads samples by number, as both models read them; `copies` augmented views of each are drawn from `seed`."""
 
-    samples: Drawn
+    samples: DatasetSamples
     copies: int
     seed: int
 
@@ -66,7 +66,7 @@ class Reader:
         return Sides(*kept)
 
 
-def _encode(samples: Drawn) -> Sides[Encoded]:
+def _encode(samples: DatasetSamples) -> Sides[Encoded]:
     """All samples in one batch."""
     return next(replace(samples, size=len(samples)).encoded())
 

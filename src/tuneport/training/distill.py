@@ -9,7 +9,8 @@ can be saved and continued with the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -19,19 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import DistillConfig
 from ..errors import DataError, TuneportError
-from ..job import Drawn
+from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.tokenizer import Encoded
-from ..types import Blocks, Progress, Sides
+from ..models.weights import finetuned
+from ..task_vectors.vector import TaskVector
+from ..types import Events, Sides
 from .augment import Reader
-from .last_blocks import StoredViews, stack_of
 from .loop import Schedule, passes, run_steps
 from .matching import Matching, matching_of, unlabelled
 from .state import StateFile
+from .student import student_of
 
-STEPS = 300
+STEPS = DistillConfig.steps  # by default
 FEWEST = 8  # samples
 FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
 READ = 128  # samples that are read at once to see which can be compared
@@ -40,62 +44,6 @@ MOST_HELD_OUT = 200
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
 VIEWS = 4  # augmented copies of each held-out sample
-LAST_BATCH = 16  # samples of an update of the last blocks
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What is asked of a distillation.
-
-    The learning rate follows from the student's width unless it is given, and the batch size from the matching.
-    All `blocks` are trained, or only the last ones, with stored inputs (`tuneport.training.last_blocks`).
-    """
-
-    steps: int = STEPS
-    learning_rate: float | None = None
-    lora: int | None = None
-    seed: int = 0
-    batch_size: int | None = None
-    blocks: Blocks = "all"
-
-    def check(self) -> None:
-        """Raise a TuneportError for numbers that make no sense."""
-        if self.steps < 1:
-            raise TuneportError(f"a distillation needs at least one step, got {self.steps}.")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
-            raise TuneportError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
-        if self.lora is not None and self.lora < 1:
-            raise TuneportError(f"`lora` must be a rank of at least 1, got {self.lora}.")
-        if self.batch_size is not None and self.batch_size < FEWEST_OF_BATCH:
-            raise TuneportError(f"`batch_size` must be at least {FEWEST_OF_BATCH}, got {self.batch_size}.")
-        if self.blocks == "last" and self.lora is not None:
-            raise TuneportError('`blocks="last"` trains whole weights: leave `lora` out.')
-
-    def stack(self, samples: Drawn) -> str | None:
-        """The path of the stack whose last blocks alone are trained; None if all blocks are."""
-        if self.blocks == "all":
-            return None
-        images, target = samples.dataset.kind == "image", samples.models.target
-        found = stack_of(target) if images and samples.heads is not None else None
-        if found is None:
-            raise TuneportError(
-                f'`blocks="last"` needs images, a head, and one stack of several blocks: {target.name} or its samples '
-                'lack one of them. Pass `blocks="all"`.'
-            )
-        return found
-
-    def schedule(self, model: Model, usual: int) -> Schedule:
-        """Ten steps of warm-up, no weight decay: the start is where the student shall stay near."""
-        rate = RATE / median_low(layer.in_features for layer in model.layers)
-        rate *= LORA_RATE if self.lora is not None else 1.0
-        return Schedule(
-            self.steps,
-            self.batch_size or usual,
-            self.learning_rate or rate,
-            weight_decay=0.0,
-            seed=self.seed,
-            warmup=min(10, self.steps // 3),
-        )
 
 
 @dataclass(frozen=True)
@@ -123,13 +71,29 @@ class Distilled:
     best: int
 
 
+def schedule_of(config: DistillConfig, model: Model, usual: int) -> Schedule:
+    """Ten steps of warm-up, no weight decay: the start is where the student shall stay near.
+
+    The learning rate follows from the student's width unless it is given, and the batch size is the `usual` one.
+    """
+    rate = RATE / median_low(layer.in_features for layer in model.layers)
+    rate *= LORA_RATE if config.lora is not None else 1.0
+    return Schedule(
+        config.steps,
+        config.batch_size or usual,
+        config.learning_rate or rate,
+        weight_decay=0.0,
+        seed=config.seed,
+        warmup=min(10, config.steps // 3),
+    )
+
+
 def distill(
-    samples: Drawn,
+    samples: DatasetSamples,
     student: nn.Module,
-    lesson: Lesson,
+    config: DistillConfig,
     *,
-    progress: Progress | None = None,
-    watch: Callable[[Mark], None] | None = None,
+    events: Events | None = None,
     saved: StateFile | None = None,
 ) -> Distilled:
     """Train the student in place on the answers of the teacher, and leave it in its best state.
@@ -137,44 +101,36 @@ def distill(
     Args:
         samples: with both models; the module of the source is the teacher. Their labels are not used.
         student: a copy of the target's module; its parameters that need a gradient are trained.
-        lesson: steps, learning rate and blocks.
-        progress: called with 1 after each step.
-        watch: called with each point of the curve.
+        config: steps, learning rate, batch size and seed.
+        events: listens to the run.
         saved: keeps the state of the run, and gives back that of a killed one.
     """
-    lesson.check()
-    samples = unlabelled(samples)
+    events, samples = events or Events(), unlabelled(samples)
     matching = matching_of(samples)
     compared = _comparable(samples, matching)
     held_out, taught = divide(compared)
-    stack = lesson.stack(samples)
-    schedule = lesson.schedule(samples.models.target, matching.batch_size if stack is None else LAST_BATCH)
+    schedule = schedule_of(config, samples.models.target, matching.batch_size)
     teacher, precision = samples.models.source.module, _autocast(samples.models.target)
     lengths = None
     if samples.dataset.kind != "image":
         lengths = torch.tensor([len(str(text)) for text in taught.chosen.inputs])
-    reader, exam = Reader(taught, lesson.steps, lesson.seed), Reader(held_out, VIEWS, lesson.seed)
-    marks = {round(lesson.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
-    stops = {mark for mark in marks if 0 < mark <= lesson.steps}
+    reader, exam = Reader(taught, config.steps, config.seed), Reader(held_out, VIEWS, config.seed)
+    marks = {round(config.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
+    stops = {mark for mark in marks if 0 < mark <= config.steps}
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
-        if views is not None:
-            return views.loss(rows)
         if matching.augmented:
             return run.loss(reader.view(rows.numpy(), step, blended=True))
         return run.loss(reader.plain(rows.numpy()))
 
     with frozen(teacher):
         student.eval()
-        views = None if stack is None else StoredViews(teacher, student, matching, precision, reader, stack)
-        count = len(taught) if views is None else len(views)
+        count = len(taught)
         run = _Run(teacher, student, matching, precision)
         first = run.begin(schedule, exam, saved)
-        if first and progress is not None:
-            progress(first)
-        if watch is not None:
-            for mark in run.curve:
-                watch(mark)
+        events.advance(first)
+        for mark in run.curve:
+            events.mark(mark)
         what = f"the distillation of {samples.models.target.name}"
         for step, loss in run_steps(
             what,
@@ -185,16 +141,15 @@ def distill(
             loss_of,
             first=first,
             stops=stops,
-            progress=progress,
+            progress=events.advance,
             pass_size=matching.pass_size,
             lengths=lengths,
         ):
             run.losses.append(loss)
             if step in stops:
                 run.mark(step, exam)
-                if watch is not None:
-                    watch(run.curve[-1])
-            if saved is not None and (saved.due or step == lesson.steps):
+                events.mark(run.curve[-1])
+            if saved is not None and (saved.due or step == config.steps):
                 run.save(step, saved)
     with torch.no_grad():
         for name, parameter in run.trained.items():
@@ -308,7 +263,7 @@ class _Run:
             return wanted, self.matching.ask.target(self.student, batch.target)
 
 
-def _comparable(samples: Drawn, matching: Matching) -> Drawn:
+def _comparable(samples: DatasetSamples, matching: Matching) -> DatasetSamples:
     """The samples on which teacher and student can be compared."""
     if matching.comparable is None:
         return samples
@@ -322,7 +277,7 @@ def _comparable(samples: Drawn, matching: Matching) -> Drawn:
     return found
 
 
-def divide(samples: Drawn) -> tuple[Drawn, Drawn]:
+def divide(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
     """The samples that are held out, and those that the student learns from."""
     if len(samples) < FEWEST:
         raise DataError(
@@ -336,3 +291,49 @@ def _autocast(model: Model) -> AbstractContextManager[Any]:
     """Half-precision models compute in their dtype, while what is trained stays in float32."""
     dtype = next(model.module.parameters()).dtype
     return torch.autocast(model.device.type, dtype, enabled=dtype in (torch.float16, torch.bfloat16))
+
+
+def teach(
+    samples: Samples,
+    target: Model,
+    change: TaskVector,
+    start: TaskVector,
+    config: DistillConfig,
+    *,
+    events: Events | None = None,
+    saved: StateFile | None = None,
+) -> tuple[TaskVector, dict[str, Any]]:
+    """Distill, and return the student's change of the target with an entry for the run record.
+
+    Args:
+        samples: drawn for both models, which come back as they were.
+        target: the student's model; its head may be another than that of the samples' target.
+        change: of the source, which makes it the teacher.
+        start: the change of the target that the student begins with.
+        config: the options.
+        events: listens to the run.
+        saved: keeps the state of the run, and gives back that of a killed one.
+    """
+    if not isinstance(samples, DatasetSamples):
+        raise TuneportError("a distillation draws its own samples: pass a data set or a path, not batches.")
+    source, events = samples.models.source, events or Events()
+    samples = replace(samples, models=Sides(source, target))
+    for model in samples.models:
+        model.require_in_memory("a distillation", "give a larger one, or distill on a larger machine")
+    student = student_of(target, start, config.lora, config.seed)
+    started = time.perf_counter()
+    with finetuned(source, change):
+        found = distill(samples, student.module, config, events=events, saved=saved)
+    return student.change(), {
+        "matching": found.matching,
+        "samples": found.samples,
+        "held_out": found.held_out,
+        "left_out": found.left_out,
+        "steps": config.steps,
+        "batch_size": found.batch_size,
+        "learning_rate": found.learning_rate,
+        "lora": config.lora,
+        "best": found.best,
+        "curve": [asdict(mark) for mark in found.curve],
+        "seconds": round(time.perf_counter() - started, 3),
+    }

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.choices import without_labels
 from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
-from ..job import Drawn
 from ..measure.objectives import batch_for, next_tokens, sample_losses, with_each_answer
+from ..measure.samples import DatasetSamples
 from ..measure.tokens import match_spans
 from ..models.base import Model, widened
 from ..models.heads import Head
@@ -60,7 +60,7 @@ class Matching:
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
 
 
-def unlabelled(samples: Drawn) -> Drawn:
+def unlabelled(samples: DatasetSamples) -> DatasetSamples:
     """The samples without labels; a question to language models is asked with each of its answers."""
     if samples.dataset.labels is None:
         return samples
@@ -70,7 +70,7 @@ def unlabelled(samples: Drawn) -> Drawn:
     return replace(samples, dataset=data, indices=np.arange(len(data)), objective=with_each_answer(samples.objective))
 
 
-def matching_of(samples: Drawn) -> Matching:
+def matching_of(samples: DatasetSamples) -> Matching:
     """The matching that suits two models and their samples."""
     teacher, student = samples.models
     if samples.objective.name == "answers":

@@ -32,7 +32,7 @@ from tuneport.measure.tokens import match_tokens
 from tuneport.models.base import Labelling
 from tuneport.models.heads import PROMPTS, choose_head
 from tuneport.models.open import as_classifier, describe_module, open_model, open_stored
-from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.task_vectors.vector import load_task_vector, save_task_vector
 
 

@@ -27,7 +27,7 @@ from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
 from tuneport.models.heads import choose_head
 from tuneport.models.open import describe_module, open_model
-from tuneport.pipeline.change import apply, extract
+from tuneport.pipeline.arithmetic import apply, extract
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 SMALL = {

@@ -7,8 +7,7 @@ encoders without classes by their fidelity to the fine-tuned source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,26 +18,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..config import MeasureConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError
-from ..job import Job
-from ..measure.accuracy import Evaluation, changed, check_counted, compute_features, zero_shot
+from ..measure.accuracy import Evaluation, check_counted, compute_features, zero_shot
 from ..measure.chance import direction, share_interval, shift
 from ..measure.language import likelihood, perplexity, usual_protocol
+from ..measure.measurement import Calibration
 from ..models.base import Model
 from ..models.heads import choose_head
+from ..models.weights import changed, finetuned
 from ..report.samples import shown
-from .scale import Scaled
+from ..types import Sides
+from .change import Change, is_whole
+from .heads import before_port
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
+HeadOf = Literal["own", "fitted"]
 WORDS: dict[Role, str] = {
     "finetuned": "the fine-tuned source",
     "target": "the target as it was",
     "port": "the port",
     "distilled": "the port, distilled",
 }
+BARE = "the target with a head fitted as the port's"
 USUAL = 500  # most samples of the test split that are scored unless all of them are asked for
 SHOWN = 12  # samples that turned right, and that turned wrong
 SMALL = 0.01  # a change of fidelity, which has no interval, that says nothing
@@ -52,27 +57,29 @@ def read_test(data: str | Path | None, columns: Mapping[str, str] | None = None)
     return read_data(data, "test") if test.kind == "image" and test.labels is None else test
 
 
-def usual_test(job: Job, data: str | Path | None, columns: Mapping[str, str] | None = None) -> Dataset | str:
-    """A labelled test split that the job's models can be scored on; where there is none, the reason."""
+def usual_test(
+    target: Model, calibration: Calibration, data: str | Path | None, columns: Mapping[str, str] | None = None
+) -> Dataset | str:
+    """A labelled test split that the models can be scored on; where there is none, the reason."""
     try:
         test = read_test(data, columns)
         if test.split == "all":
             return "the data have no test split"
-        check_test(job, test)
+        check_test(target, calibration, test)
         if test.labels is None:
             return "the test split has no labels"
-        job.target.require_in_memory("an evaluation", "evaluate the result afterwards")
+        target.require_in_memory("an evaluation", "evaluate the result afterwards")
     except TuneportError as error:
         return str(error).partition(": ")[0].rstrip(".")
     return test
 
 
-def check_test(job: Job, test: Dataset) -> None:
+def check_test(target: Model, calibration: Calibration, test: Dataset) -> None:
     """Refuse a test split that cannot be scored."""
-    if job.heads is not None:
-        check_counted(job.target, job.heads.target)
-        align_labels(test, job.heads.target.classes)
-    elif job.target.features is None:
+    if (heads := calibration.heads) is not None:
+        check_counted(target, heads.target)
+        align_labels(test, heads.target.classes)
+    elif target.features is None:
         raise DataError("an accuracy needs labelled data and a head for it: pass `data`.")
 
 
@@ -91,13 +98,19 @@ def fidelity(features: Tensor, reference: Tensor) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ModelScore:
     """What one model does on the test split."""
 
     role: Role
     name: str
     value: float
     found: Evaluation | None = None
+    head: HeadOf | None = None  # of a classification layer: the model's own, or fitted on the calibration samples
+
+    @property
+    def words(self) -> str:
+        """What the model is."""
+        return BARE if self.role == "target" and self.head == "fitted" else WORDS[self.role]
 
     @property
     def right(self) -> NDArray[np.bool_] | None:
@@ -112,24 +125,25 @@ class Scored:
         elif self.found is not None and self.found.error is not None:
             low, high = self.value - 1.96 * self.found.error, self.value + 1.96 * self.found.error
         ends = {"low": low, "high": high, "samples": samples}
-        return {"role": self.role, "name": self.name, "words": WORDS[self.role], "value": self.value, **ends}
+        head = {} if self.head is None else {"head": self.head}
+        return {"role": self.role, "name": self.name, "words": self.words, "value": self.value, **ends, **head}
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluated:
+class Comparison:
     """The scores of all models on one test split; the last is that of what is written."""
 
     test: Dataset
     indices: NDArray[np.int64]  # of its samples in the whole split
     protocol: str
     metric: Metric
-    scored: Mapping[Role, Scored]
+    scored: Mapping[Role, ModelScore]
 
     @property
-    def written(self) -> Scored:
+    def written(self) -> ModelScore:
         return self.scored.get("distilled", self.scored["port"])
 
-    def better(self, first: Scored, second: Scored) -> int:
+    def better(self, first: ModelScore, second: ModelScore) -> int:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
         if first.right is not None and second.right is not None:
             return direction(int((second.right & ~first.right).sum()), int((first.right & ~second.right).sum()))
@@ -152,7 +166,7 @@ class Evaluated:
         rows = [each.row(samples) for each in self.scored.values()]
         return {"evaluation": entry, "accuracies": rows, **self._by_sample(before, after)}
 
-    def _by_sample(self, before: Scored, after: Scored) -> dict[str, Any]:
+    def _by_sample(self, before: ModelScore, after: ModelScore) -> dict[str, Any]:
         """Accuracy by class, and samples that turned right or wrong, where samples have classes."""
         if before.right is None or after.right is None:
             return {}
@@ -173,7 +187,7 @@ class Evaluated:
         ]
         return {"by_class": classes, "turned": turned}
 
-    def _turned(self, index: int, before: Scored, after: Scored) -> dict[str, Any]:
+    def _turned(self, index: int, before: ModelScore, after: ModelScore) -> dict[str, Any]:
         assert before.found is not None
         assert after.found is not None
         names = before.found.classes if self.test.choices is None else self.test.choices[index]
@@ -190,68 +204,75 @@ def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]
     return found.bits, found.characters
 
 
-def evaluate(
-    job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], test: Dataset, samples: int | None = None
-) -> Evaluated:
+def compare(
+    models: Sides[Model],
+    change: Change,
+    calibration: Calibration,
+    made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]],
+    test: Dataset,
+    config: MeasureConfig,
+    *,
+    name: str = "",
+    samples: int | None = None,
+) -> Comparison:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
+    A target without a head for the classes is scored with one that is fitted as that of the port, see `before_port`.
+
     Args:
-        job: whose models and heads are scored.
+        models: both base models.
+        change: what the fine-tune changed in the source.
+        calibration: whose heads are scored, with the samples that the heads were fitted on.
         made: each output, as a model and the parameters that it gets.
         test: what is scored.
+        config: the options of the transfer.
+        name: of the fine-tuned source.
         samples: at most as many of them, in a fixed draw; all unless given.
     """
     drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).numpy()
     indices = np.sort(drawn[:samples])
     test = test.subset(indices)
-    protocol = "zero-shot" if job.heads is not None else usual_protocol(job.target, test)
-    if protocol == "zero-shot" and job.heads is None:  # an encoder without classes
-        return _by_fidelity(job, made, test, indices)
-    head = job.record["options"]["head"]
+    protocol = "zero-shot" if calibration.heads is not None else usual_protocol(models.target, test)
+    if protocol == "zero-shot" and calibration.heads is None:  # an encoder without classes
+        return _by_fidelity(models, change, made, test, indices)
 
-    def score(role: Role, model: Model) -> Scored:
+    def score(role: Role, model: Model) -> ModelScore:
         if protocol == "zero-shot":
-            found = zero_shot(model, choose_head(model, head, test), test)
+            found = zero_shot(model, choose_head(model, config.head, test), test)
         else:
             found = (likelihood if protocol == "likelihood" else perplexity)(model, test)
         value = found.bits_per_character if protocol == "perplexity" else found.accuracy
         assert value is not None
-        return Scored(role, model.name, value, found)
+        return ModelScore(role, model.name, value, found)
 
-    scored: dict[Role, Scored] = {}
-    if is_whole(job):
-        with finetuned_source(job):
-            scored["finetuned"] = replace(score("finetuned", job.source), name=job.record["finetuned"]["name"])
-    scored["target"] = score("target", job.target)
+    scored: dict[Role, ModelScore] = {}
+    if is_whole(models.source, change, config.exclude):
+        with finetuned(models.source, change.vector):
+            scored["finetuned"] = replace(score("finetuned", models.source), name=name)
+    before = before_port(models.target, calibration.samples, fits=change.fits_head)
+    scored["target"] = score("target", before)
     for role, (model, tensors) in made.items():
         with changed(model.module, tensors):
             scored[role] = score(role, model)
+    if change.fits_head and models.target.classifier is not None:
+        own = {"finetuned"} if before is not models.target else {"finetuned", "target"}
+        scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
-    return Evaluated(test, indices, protocol, metric, scored)
+    return Comparison(test, indices, protocol, metric, scored)
 
 
 def _by_fidelity(
-    job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], test: Dataset, indices: NDArray[np.int64]
-) -> Evaluated:
-    job.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
-    with finetuned_source(job):
-        wanted = compute_features(job.source, test)
-    scored: dict[Role, Scored] = {}
-    for role, (model, tensors) in {"target": (job.target, {}), **made}.items():
+    models: Sides[Model],
+    change: Change,
+    made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]],
+    test: Dataset,
+    indices: NDArray[np.int64],
+) -> Comparison:
+    models.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
+    with finetuned(models.source, change.vector):
+        wanted = compute_features(models.source, test)
+    scored: dict[Role, ModelScore] = {}
+    for role, (model, tensors) in {"target": (models.target, {}), **made}.items():
         with changed(model.module, tensors):
-            scored[role] = Scored(role, model.name, fidelity(compute_features(model, test), wanted))
-    return Evaluated(test, indices, "fidelity", "fidelity", scored)
-
-
-def is_whole(job: Job) -> bool:
-    """Whether the fine-tuned source is known whole, and can run."""
-    known = set(job.task_vector) <= {name for name, _ in job.source.module.named_parameters()}
-    return known and not job.source.offloaded and not job.record["options"]["exclude"]
-
-
-@contextmanager
-def finetuned_source(job: Job) -> Iterator[None]:
-    """Context in which the source of a job has its fine-tune."""
-    with Scaled(job.source.module, job.task_vector, job.source.stored_parameters()) as tuned:
-        tuned.set(1.0)
-        yield
+            scored[role] = ModelScore(role, model.name, fidelity(compute_features(model, test), wanted))
+    return Comparison(test, indices, "fidelity", "fidelity", scored)

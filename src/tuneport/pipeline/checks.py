@@ -10,9 +10,8 @@ another order. With fewer than `LEAST` samples the second is chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..config import MeasureConfig
 from ..data.dataset import align_labels
-from ..errors import CheckpointError, TuneportError
-from ..io.checkpoint import open_checkpoint, read_json
-from ..io.fingerprint import same_weights
-from ..job import Drawn, Job
+from ..errors import CheckpointError
 from ..measure.chance import LEVEL, direction, tail
+from ..measure.measurement import Calibration
 from ..measure.objectives import TokenLoss
+from ..measure.samples import DatasetSamples
 from ..measure.signals import frozen
 from ..models.base import Model
-from ..task_vectors.lora_format import Adapter
+from ..models.weights import finetuned
+from ..pairing import Plan
 from ..task_vectors.vector import TaskVector
-from .change import Finetuned, is_task_vector
-from .evaluation import finetuned_source, is_whole
-from .labels import scores_by
+from .change import Change, is_whole
+from .heads import scores_by
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
 LAYERS = 16  # in which that is measured
@@ -42,7 +41,7 @@ GO_ON = "or pass `accept_unlikely=True`"
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class InputCheck:
     """The fine-tuned source and its base on the calibration samples."""
 
     change: float | None  # the norm of the change over that of the base
@@ -68,63 +67,70 @@ class Seen:
         return f"the fine-tuned source has a loss of {self.finetuned:.4g} nats a text, its base {self.source:.4g}"
 
 
-def look(job: Job) -> Seen:
+def check_inputs(
+    source: Model, change: Change, plan: Plan, calibration: Calibration, config: MeasureConfig
+) -> InputCheck:
     """Run the fine-tuned source and its base on the samples, if they are whole and the samples have true labels.
 
-    A CheckpointError says what cannot be a fine-tune of this base for these labels, unless the job accepts it.
+    Raises:
+        CheckpointError: if this cannot be a fine-tune of this base for these labels, unless that is accepted.
     """
-    seen = Seen(check_weights(job))
-    if not answers(job):
-        return seen
-    assert isinstance(job.samples, Drawn)
-    if job.losses is not None and isinstance(job.losses.source, TokenLoss):
-        return _by_tokens(job, job.samples, job.losses.source, seen.change)
-    return _by_classes(job, job.samples, seen.change)
+    found = InputCheck(check_weights(source, change.vector, plan, accept=config.accept_unlikely))
+    if not count_forward_passes(source, change, calibration, config.exclude):
+        return found
+    samples, losses = calibration.samples, calibration.losses
+    assert isinstance(samples, DatasetSamples)
+    if losses is not None and isinstance(losses.source, TokenLoss):
+        return _by_tokens(source, change, samples, losses.source, found.change)
+    return _by_classes(source, change, samples, found.change, accept=config.accept_unlikely)
 
 
-def check_weights(job: Job) -> float | None:
+def check_weights(source: Model, vector: TaskVector, plan: Plan, *, accept: bool = False) -> float | None:
     """The norm of the change over that of the base; a CheckpointError if the fine-tune has most likely another base."""
-    change, left = _change(job)
-    if left < LEAST_LEFT and not job.accept_unlikely:
+    change, left = _change(source, vector, plan)
+    if left < LEAST_LEFT and not accept:
         raise CheckpointError(
-            f"the fine-tune differs from {job.source.name} by {change:.2f} times the norm of its weights, and little "
+            f"the fine-tune differs from {source.name} by {change:.2f} times the norm of its weights, and little "
             f"of them is left in it: it has most likely another base. Check `source` and `finetuned`, {GO_ON}."
         )
     return change
 
 
-def answers(job: Job) -> int:
-    """The number of samples that the source answers in `look`, with its fine-tune and without."""
-    if not isinstance(job.samples, Drawn) or not is_whole(job) or job.by_source:
+def count_forward_passes(source: Model, change: Change, calibration: Calibration, exclude: Sequence[str]) -> int:
+    """The number of samples that the source answers in `check_inputs`, with its fine-tune and without."""
+    samples, losses = calibration.samples, calibration.losses
+    if not isinstance(samples, DatasetSamples) or not is_whole(source, change, exclude) or calibration.by_source:
         return 0
-    classes = job.heads is not None and job.samples.dataset.labels is not None
-    tokens = job.losses is not None and isinstance(job.losses.source, TokenLoss)
-    return 2 * len(job.samples) if classes or tokens else 0
+    classes = calibration.heads is not None and samples.dataset.labels is not None
+    tokens = losses is not None and isinstance(losses.source, TokenLoss)
+    return 2 * len(samples) if classes or tokens else 0
 
 
-def _by_classes(job: Job, samples: Drawn, change: float | None) -> Seen:
-    assert job.heads is not None
-    head, chosen = job.heads.source, samples.chosen
+def _by_classes(
+    source: Model, change: Change, samples: DatasetSamples, size: float | None, *, accept: bool
+) -> InputCheck:
+    assert samples.heads is not None
+    head, chosen = samples.heads.source, samples.chosen
     labels = align_labels(chosen, head.classes).labels
-    whole = job.teacher if job.teacher is not None else job.task_vector
+    whole = change.teacher if change.fits_head else change.vector
     scores = tuple(
-        scores_by(job.source, vector, head, chosen, batch_size=samples.size) for vector in (TaskVector({}), whole)
+        scores_by(source, vector, head, chosen, batch_size=samples.size) for vector in (TaskVector({}), whole)
     )
     base, tuned = (each.argmax(-1) == labels for each in scores)
     counts = int(base.sum()), int(tuned.sum())
-    if not job.accept_unlikely:
-        _check_right(job, base, tuned, len(head.classes))
-    return Seen(change, len(samples), "accuracy", *counts, scores=(scores[0], scores[1]))
+    if not accept:
+        _check_right(source, base, tuned, len(head.classes))
+    return InputCheck(size, len(samples), "accuracy", *counts, scores=(scores[0], scores[1]))
 
 
-def _check_right(job: Job, base: NDArray[np.bool_], tuned: NDArray[np.bool_], classes: int) -> None:
+def _check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_], classes: int) -> None:
     count, right = len(tuned), int(tuned.sum())
     better = direction(int((tuned & ~base).sum()), int((base & ~tuned).sum()))
     found = f"the fine-tuned source is right on {right} of {count} samples"
     skilled = [tail(count, int(each.sum()), 1 / classes) < LEVEL for each in (base, tuned)]
     if better < 0 and skilled[0]:
         raise CheckpointError(
-            f"{found} and its base {job.source.name} on {int(base.sum())}: the two may be swapped, or the data are of "
+            f"{found} and its base {source.name} on {int(base.sum())}: the two may be swapped, or the data are of "
             f"another task. Check `source`, `finetuned` and `data`, {GO_ON}."
         )
     if count >= LEAST and better < 1 and not skilled[1]:
@@ -134,31 +140,33 @@ def _check_right(job: Job, base: NDArray[np.bool_], tuned: NDArray[np.bool_], cl
         )
 
 
-def _by_tokens(job: Job, samples: Drawn, loss: TokenLoss, change: float | None) -> Seen:
+def _by_tokens(
+    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, size: float | None
+) -> InputCheck:
     """The losses of texts; a fine-tune may well be worse on texts of another kind, so that nothing is refused."""
 
     def losses() -> NDArray[np.float64]:
-        with frozen(job.source.module), torch.no_grad():
-            return torch.cat([loss.each(job.source.module, batch.source) for batch in samples]).numpy()
+        with frozen(source.module), torch.no_grad():
+            return torch.cat([loss.each(source.module, batch.source) for batch in samples]).numpy()
 
     base = losses()
-    with finetuned_source(job):
+    with finetuned(source, change.vector):
         tuned = losses()
-    return Seen(change, len(samples), "loss", float(base.mean()), float(tuned.mean()))
+    return InputCheck(size, len(samples), "loss", float(base.mean()), float(tuned.mean()))
 
 
-def _change(job: Job) -> tuple[float | None, float]:
+def _change(source: Model, vector: TaskVector, plan: Plan) -> tuple[float | None, float]:
     """The norm of the change over that of the base, and the share of the base that is left in the fine-tune.
 
     Both are measured in some of the paired layers. An adapter stores its change as factors, which say nothing of its
     base.
     """
-    weights = dict.fromkeys(pair.source.weight for pair in job.plan.pairs)
-    return relation(job.source.stored_parameters(), job.task_vector, weights)
+    weights = dict.fromkeys(pair.source.weight for pair in plan.pairs)
+    return relation(source.stored_parameters(), vector, weights)
 
 
 def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable[str]) -> tuple[float | None, float]:
-    """Return the norm of a change over that of its base, and the share of the base that is left, in some layers."""
+    """The norm of a change over that of its base, and the share of the base that is left in it, in some layers."""
     names = [name for name in weights if name in vector and name in stored and vector.spec(name).rank is None]
     chosen = dict.fromkeys(names[index * len(names) // LAYERS] for index in range(LAYERS)) if names else {}
     change = base = along = 0.0
@@ -171,30 +179,3 @@ def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable
     if not base > 0 or not math.isfinite(change):
         return None, 1.0
     return math.sqrt(change / base), 1 + along / base
-
-
-def stated_fingerprint(finetuned: Finetuned) -> str:
-    """The fingerprint of its base that a task-vector file, or an adapter by tuneport, has; else nothing."""
-    try:
-        if isinstance(finetuned, Adapter):
-            folder = finetuned.files[0].parent if finetuned.files else None
-            known = folder is not None and (folder / "tuneport.json").is_file()
-            record: Mapping[str, Any] = {}
-            if known and folder is not None:
-                record = read_json(folder / "tuneport.json", "a run record", limit=10**8)
-            return str(record.get("base_fingerprint", ""))
-        if isinstance(finetuned, (str, Path)) and is_task_vector(Path(finetuned)):
-            return open_checkpoint(Path(finetuned)).metadata.get("base_fingerprint", "")
-    except (TuneportError, AttributeError):
-        return ""
-    return ""
-
-
-def check_base(source: Model, finetuned: Finetuned) -> None:
-    """Refuse a task-vector file or an adapter whose fingerprint is that of another base."""
-    stated = stated_fingerprint(finetuned)
-    if stated and same_weights(stated, source.tensors) is False:
-        name = finetuned.name if isinstance(finetuned, Adapter) else finetuned
-        raise CheckpointError(
-            f"{name} was made for other weights than those of {source.name}: give its own base as `source`, {GO_ON}."
-        )

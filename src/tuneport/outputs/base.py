@@ -1,0 +1,105 @@
+"""The contract of an output format: what is checked before any work, written, and read again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..io.output import check_new_folder
+from ..methods import Method
+from ..models.base import Model
+from ..models.weights import Scaled
+from ..pairing import Plan
+from ..report.card import model_card
+from ..report.page import report_page
+from ..report.record import Record, write_record
+from ..task_vectors.account import Part
+from ..task_vectors.vector import TaskVector
+
+TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What a transfer changes in a target.
+
+    Args:
+        target: the model, with its fitted head if it has one.
+        vector: the change, by live names.
+        scale: its factor.
+        fits_head: whether the target's head was fitted.
+        task_type: peft's name of the task of the fine-tune, if it is an adapter.
+        parts: all that the fine-tune changed, for the account of what moves.
+    """
+
+    target: Model
+    vector: TaskVector
+    scale: float = 1.0
+    fits_head: bool = False
+    task_type: str | None = None
+    parts: tuple[Part, ...] = ()
+
+    def in_files(self) -> TaskVector:
+        """The scaled change under the names in the target's files."""
+        names = {name: self.target.file_names[name] for name in self.vector}
+        return self.vector.rename(names) * self.scale
+
+
+class Output(ABC):
+    """A format of outputs."""
+
+    name: ClassVar[str]
+
+    def check_place(
+        self, out: str | Path, overwrite: bool, *, inputs: Iterable[Path] = (), needed_bytes: int = 0
+    ) -> None:
+        """Refuse an output that must not be replaced, or that does not fit on the disk."""
+        check_new_folder(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
+
+    def check(self, plan: Plan, update: Update, method: Method) -> None:
+        """Refuse, before anything is measured, a transfer whose result cannot be written.
+
+        Args:
+            plan: the layers that will be moved.
+            update: with the task vector of the *source*, whose ranks the method may keep.
+            method: moves it.
+        """
+        del plan, method
+        self.check_update(update)
+
+    def check_update(self, update: Update) -> None:
+        """Refuse a change that cannot be written."""
+        del update
+
+    @abstractmethod
+    def size(self, plan: Plan, update: Update, method: Method) -> int:
+        """The expected number of bytes of the output; the arguments are those of `check`."""
+
+    @abstractmethod
+    def write(self, out: Path, update: Update, record: Record, *, overwrite: bool) -> Record:
+        """Write the output and its record; return the record as it was written."""
+
+    @abstractmethod
+    def read_record(self, out: Path) -> Any:
+        """The run record of an output; an error of any kind if there is none."""
+
+    def written(self, update: Update) -> Mapping[str, Tensor]:
+        """The parameters that `write` changes, by live names, as they are read from what it writes."""
+        return (update.vector * update.scale).apply_to(update.target.stored_parameters())
+
+    def scaled(self, update: Update) -> Scaled:
+        """The target with the change as it will be written, for any scale."""
+        target = update.target
+        return Scaled(target.module, update.vector, target.stored_parameters())
+
+
+def write_texts(folder: Path, record: Record, library: str | None) -> Record:
+    """Write the card, the report and the record next to the weights; the record comes last and is returned."""
+    (folder / "README.md").write_text(model_card(record, library), encoding="utf-8")
+    (folder / "report.html").write_text(report_page(record), encoding="utf-8")
+    return write_record(folder / "tuneport.json", record)

@@ -1,0 +1,36 @@
+"""A model folder that its own library loads; tensors are computed one by one as they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..io.checkpoint import LARGEST_INDEX, read_json
+from ..io.companions import companion_bytes, copy_companions
+from ..io.output import new_folder
+from ..io.tensors import describe
+from ..methods import Method
+from ..pairing import Plan
+from ..report.record import Record
+from .base import TEXTS, Output, Update, write_texts
+
+
+class ModelOutput(Output):
+    """The target with the change, in the layout of its library."""
+
+    name: ClassVar[str] = "model"
+
+    def size(self, plan: Plan, update: Update, method: Method) -> int:
+        del plan, method
+        tensors = update.target.tensors
+        return sum(describe(tensors, name).nbytes for name in tensors) + companion_bytes(update.target.folder) + TEXTS
+
+    def write(self, out: Path, update: Update, record: Record, *, overwrite: bool) -> Record:
+        target = update.target
+        with new_folder(out, overwrite=overwrite) as folder:
+            copy_companions(target.folder, folder)
+            target.write(folder, update.in_files().apply_to(target.tensors))
+            return write_texts(folder, record, target.library)
+
+    def read_record(self, out: Path) -> Any:
+        return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)

@@ -1,0 +1,282 @@
+"""Task-vector arithmetic on whole models in files: `extract`, `apply` and `merge`. Names are those in the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..config import ApplyConfig, ExtractConfig, MergeConfig
+from ..errors import CheckpointError
+from ..io.checkpoint import open_checkpoint
+from ..io.companions import companion_bytes, copy_companions
+from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
+from ..io.hub import local
+from ..io.output import check_new_file, check_new_folder, new_folder
+from ..io.tensors import describe
+from ..io.validate import check_finite, check_unquantised
+from ..models.open import open_model, open_stored, path_of
+from ..outputs import AdapterOutput, Update, output_of
+from ..outputs.adapter import adapter_entry
+from ..report.provenance import files_identity, identity_of, package_version, versions
+from ..report.record import Input, to_json, write_record
+from ..task_vectors.lora_convert import as_lora
+from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open_adapter, write_adapter
+from ..task_vectors.lora_read import task_vector_of, transposed_weights
+from ..task_vectors.merge import merge as merge_vectors
+from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
+from ..types import Events
+from .change import (
+    between,
+    check_changes,
+    exclude_note,
+    is_task_vector,
+    names_of,
+    opened,
+    stated_base,
+    stated_fingerprint,
+)
+from .checks import GO_ON, LEAST_LEFT, relation
+
+
+def extract(base: str | Path, finetuned: str | Path, out: str | Path | None = None, **options: Any) -> TaskVector:
+    """The task vector `finetuned - base` of two checkpoints, read lazily, under the names in the base's files.
+
+    Args:
+        base: the base model.
+        finetuned: the fine-tuned model, or an adapter.
+        out: a file to write the task vector to.
+        options: the fields of `ExtractConfig`.
+    """
+    config = ExtractConfig.of(**options)
+    if out is not None:
+        extract_to_file(base, finetuned, out, config)
+        return load_task_vector(out)
+    return _extract(base, finetuned, config.exclude)
+
+
+def extract_to_file(
+    base: str | Path, finetuned: str | Path, out: str | Path, config: ExtractConfig, events: Events | None = None
+) -> dict[str, Any]:
+    """Write the task vector of two checkpoints; return the number of its tensors and its norm."""
+    check_new_file(out, config.overwrite, inputs=[path_of(base), path_of(finetuned)])
+    vector = _extract(base, finetuned, config.exclude)
+    words = exclude_note(config.exclude, *map(names_of, (base, finetuned))) if config.exclude else None
+    if words and events is not None:
+        events.note(words)
+    about = {"base": str(base), "finetuned": str(finetuned), "base_fingerprint": fingerprint_of(base)}
+    norm = save_task_vector(out, vector, about, overwrite=config.overwrite)
+    return {"out": str(out), "tensors": len(vector), "norm": norm}
+
+
+def _extract(base: str | Path, finetuned: str | Path, exclude: Sequence[str]) -> TaskVector:
+    base, finetuned = local(base), local(finetuned)
+    tensors = open_stored(base).tensors
+    if is_adapter(finetuned):
+        vector = _extract_adapter(base, tensors, open_adapter(finetuned), exclude)
+    else:
+        check_no_parts(finetuned)
+        vector = between(tensors, open_stored(finetuned).tensors, exclude)
+        check_finite(tensors, list(vector))
+    check_changes(vector, vector, exclude, "extract")
+    return vector
+
+
+def _extract_adapter(
+    base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
+) -> TaskVector:
+    """The change of an adapter under the names in the base's files; the base is opened only if they differ."""
+    try:
+        vector = task_vector_of(adapter, stored)
+    except CheckpointError:
+        if not Path(base).is_dir():
+            raise
+        model = open_model(base)
+        adapter = as_lora(adapter, model.module)
+        live = {name: file for name, file in model.file_names.items() if name not in stored}
+        turned = {model.file_names[name] for name in transposed_weights(model.module)}
+        vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
+    return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
+
+
+def apply(
+    vector: TaskVector | str | Path, base: str | Path, out: str | Path, *, events: Events | None = None, **options: Any
+) -> Path:
+    """Write `base + scale * vector` as a folder like that of the base; the vector may be a file.
+
+    Args:
+        vector: a task vector, or a file.
+        base: the model that it belongs to.
+        out: the folder to write.
+        events: listens to the run.
+        options: the fields of `ApplyConfig`.
+    """
+    config = ApplyConfig.of(**options)
+    file = None if isinstance(vector, TaskVector) else Path(vector)
+    check_new_folder(out, config.overwrite, inputs=[*([] if file is None else [file]), path_of(base)])
+    loaded = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
+    record = {
+        "command": "apply",
+        "scale": config.scale,
+        "vector": files_identity(file, [file]) if file is not None else {"name": "TaskVector"},
+    }
+    write_model(loaded, local(base), out, record, scale=config.scale, overwrite=config.overwrite)
+    words = other_base_note(file, base) if file is not None else ""
+    if words and events is not None:
+        events.note(words)
+    return Path(out)
+
+
+def write_model(
+    vector: TaskVector, base: Path, out: str | Path, record: Mapping[str, Any], *, scale: float, overwrite: bool
+) -> None:
+    """Write `base + scale * vector` as a folder like that of the base, with a record of what was done."""
+    stored = open_stored(base)
+    check_unquantised(stored.tensors, vector)
+    tensors = vector.apply_to(stored.tensors, scale)
+    size = companion_bytes(stored.folder) + sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
+    check_new_folder(out, overwrite, needed_bytes=size, inputs=[path_of(base)])
+    with new_folder(out, overwrite=overwrite) as folder:
+        copy_companions(stored.folder, folder)
+        stored.write(folder, tensors)
+        facts = {"out": str(out), "tensors": len(vector), "base": base_identity(base)}
+        write_record(folder / "tuneport.json", {**record, **facts, **made_by()})
+
+
+def fingerprint_of(base: str | Path) -> str:
+    """The fingerprint of the weights of a base, for what is made of it."""
+    return weights_fingerprint(open_stored(local(base)).tensors)
+
+
+def other_base_note(vector: str | Path, base: str | Path) -> str:
+    """A note if a task-vector file was made for other weights; adding it to them may still be wanted."""
+    stated = open_checkpoint(Path(vector)).metadata.get("base_fingerprint", "")
+    if stated and same_weights(stated, open_stored(local(base)).tensors) is False:
+        return f"{vector} was made for other weights than those of {base}"
+    return ""
+
+
+def base_identity(base: Path) -> Input:
+    """The name and the SHA-256 of the weights of a base."""
+    return files_identity(base, getattr(open_stored(base).tensors, "files", ()))
+
+
+def made_by() -> dict[str, Any]:
+    """The versions that a record of an output names."""
+    return {"tuneport": package_version("tuneport"), "versions": versions()}
+
+
+def merge(
+    finetuned: Sequence[str | Path],
+    out: str | Path,
+    base: str | Path | None = None,
+    *,
+    events: Events | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Merge fine-tunes of one base, write the result and return its record.
+
+    Args:
+        finetuned: task-vector files, adapters and models.
+        out: a file for a task vector, else a folder.
+        base: the model that all of them change; by default what the first of them names.
+        events: listens to the run.
+        options: the fields of `MergeConfig`.
+    """
+    config = MergeConfig.of(**options)
+    items, output = [local(item) for item in finetuned], output_of(config)
+    paths = [path_of(item) for item in (*items, base) if item is not None]
+    output.check_place(out, config.overwrite, inputs=paths)
+    base = base or next((found for item in items if (found := stated_base(item))), None)
+    if base is None and (config.as_ != "task-vector" or not all(map(is_task_vector, items))):
+        raise CheckpointError("the base that was fine-tuned is not known: pass it as `base`.")
+    changes = [_change_in_files(item, base) for item in items]
+    if not config.accept_unlikely:
+        _check_one_base(items, changes, base)
+    vector = merge_vectors(changes, config.weights, rule=config.rule, density=config.density, seed=config.seed)
+    record: dict[str, Any] = {
+        "command": "merge",
+        "as": config.as_,
+        "rule": config.rule,
+        "weights": list(config.weights) if config.weights is not None else [1.0] * len(items),
+        "density": config.density,
+        "seed": config.seed,
+        "finetuned": [identity_of(opened(item)) for item in items],
+        "out": str(out),
+        "tensors": len(vector),
+        **({} if base is None else {"base": base_identity(local(base))}),
+        **made_by(),
+    }
+    if notes := [f"{item} does not say which base it changes" for item in items if not _known_base(item)]:
+        record["notes"] = notes
+        for note in notes:
+            (events or Events()).note(note)
+    if isinstance(output, AdapterOutput):
+        assert base is not None
+        return record | _write_adapter(vector, base, out, output, record, config.overwrite)
+    if config.as_ == "model":
+        assert base is not None
+        write_model(vector, local(base), out, record, scale=1.0, overwrite=config.overwrite)
+    else:
+        named = {} if base is None else {"base": str(base), "base_fingerprint": fingerprint_of(base)}
+        save_task_vector(out, vector, {**named, "merged": to_json(record)}, overwrite=config.overwrite)
+    return record
+
+
+def _change_in_files(item: Path, base: str | Path | None) -> TaskVector:
+    """The change of a fine-tune under the names in the base's files."""
+    if is_task_vector(item):
+        return load_task_vector(item)
+    assert base is not None
+    return _extract(base, item, ())
+
+
+def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: str | Path | None) -> None:
+    """Refuse fine-tunes of different bases, by the fingerprints of their bases, or by what is left of the base."""
+    stored = None if base is None else open_stored(local(base)).tensors
+    known = {item: found for item in items if (found := _base_fingerprint(item))}
+    for item, change in zip(items, changes, strict=True):
+        if stored is not None:
+            other = item in known and same_weights(known[item], stored) is False
+            other = other or relation(stored, change, _matrices(stored))[1] < LEAST_LEFT
+            if other:
+                raise CheckpointError(f"{item} is no fine-tune of {base}: give fine-tunes of one base, {GO_ON}.")
+        elif item in known and same_fingerprints(known[first := next(iter(known))], known[item]) is False:
+            raise CheckpointError(f"{first} and {item} change different bases: give fine-tunes of one base, {GO_ON}.")
+
+
+def _base_fingerprint(item: Path) -> str:
+    """Return the fingerprint of the base that a task vector or an adapter states, or of the base that it names."""
+    found = stated_fingerprint(opened(item))
+    named = None if found else stated_base(item)
+    return fingerprint_of(named) if named is not None and Path(named).exists() else found
+
+
+def _known_base(item: Path) -> bool:
+    """Return whether it can be told which base a fine-tune changes; the weights of a whole model tell it."""
+    return bool(_base_fingerprint(item)) or not (is_task_vector(item) or is_adapter(item))
+
+
+def _matrices(stored: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in stored if len(describe(stored, name).shape) > 1]
+
+
+def _write_adapter(
+    vector: TaskVector,
+    base: str | Path,
+    out: str | Path,
+    output: AdapterOutput,
+    record: Mapping[str, Any],
+    overwrite: bool,
+) -> dict[str, Any]:
+    model = open_model(base)
+    live = {file: name for name, file in model.file_names.items()}
+    packed = output.packed(Update(model, vector.rename({name: live[name] for name in vector if name in live})))
+    more = {"adapter": adapter_entry(packed)}
+    with new_folder(out, overwrite=overwrite) as folder:
+        write_adapter(folder, packed.adapter)
+        write_record(folder / "tuneport.json", {**record, **more})
+    return more

@@ -1,0 +1,237 @@
+"""What a transfer would do, and what memory it would take, before it runs. The models run on the meta device only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import MeasureConfig, PlanConfig, PlanInputs
+from ..errors import TuneportError
+from ..measure.measurement import Calibration, Limits, Measurement
+from ..measure.objectives import TokenLoss, forward_only
+from ..measure.samples import UserBatches
+from ..methods import Method, get_method, name_of
+from ..models.base import Model
+from ..models.open import outline_model, pick_dtype
+from ..outputs import ModelOutput
+from ..pairing import Kept, Plan
+from ..report.summary import label_words
+from ..runtime.budget import passes_of, plan_passes
+from ..runtime.forecast import Forecast
+from ..runtime.passes import Passes
+from ..task_vectors.account import account
+from ..types import ScaleRule, Sides
+from .change import every_layer, is_whole
+from .checks import check_weights, count_forward_passes
+from .comparison import USUAL, usual_test
+from .plan import changed_parts, not_transported_by, plan_of
+from .scale import Judge
+from .transfer import Setup, choose_rule, prepare
+
+DEVICES = (1, 2, 4, 8)
+MOST = 2**24  # the largest number of texts, and of tokens in a batch, in a plan
+
+
+def plan(
+    source: str | Path,
+    finetuned: str | Path | Sequence[str | Path],
+    target: str | Path,
+    data: str | Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Plan a transfer: what would move, what stays and why, and what memory it would take.
+
+    Args:
+        source: the old base model.
+        finetuned: the fine-tuned source, or several.
+        target: the new base model.
+        data: what samples are drawn from.
+        options: the fields of `PlanConfig`.
+    """
+    tuned = finetuned if isinstance(finetuned, (list, tuple)) else (finetuned,)
+    inputs = PlanInputs(source=source, finetuned=tuple(tuned), target=target, data=data)  # type: ignore[arg-type]
+    return estimate(inputs, PlanConfig.of(**options))
+
+
+def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
+    """Estimate a transfer: the pairing, what stays, bytes of statistics, and samples that the models answer.
+
+    Args:
+        inputs: models and data.
+        config: the options of the transfer.
+
+    Returns:
+        JSON values; `notes` are for the user.
+    """
+    if not inputs.finetuned:
+        raise TuneportError("`finetuned` is needed; only `shapes_only` does without it.")
+    setup = prepare(inputs.source, inputs.finetuned, inputs.target, inputs.data, config)
+    check_weights(setup.models.source, setup.change.vector, setup.plan, accept=config.accept_unlikely)
+    test = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
+    found = describe(setup, config, tested=0 if isinstance(test, str) else min(len(test), USUAL))
+    words = label_words(setup.about)
+    labels = [f"{len(setup.calibration.samples)} samples {words}"] if words else []
+    return {**found, "notes": [*labels, *setup.about.get("notes", ())]}
+
+
+def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[str, Any]:
+    """What a checked transfer would do and need; `tested` samples of a test split are scored."""
+    method, scale, change = get_method(config.method), choose_rule(setup, config.scale), setup.change
+    measurement, plan, models = setup.measurement(config, method), setup.plan, setup.models
+    passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
+    within: dict[str, Any] = {}
+    if passes is not None:
+        within = {"groups": [len(group) for group in passes.groups]}
+    if passes is not None and config.memory_budget is not None:
+        within |= {**_bytes(passes), "home": "files" if models.target.offloaded else "RAM"}
+    kept = method.kept(plan)
+    moved = _moved(plan, method, kept) | set(change.added.vector if change.added is not None else ())
+    return {
+        "method": name_of(method),
+        "samples": len(setup.calibration.samples),
+        "layers": [
+            {
+                "target": pair.target.name,
+                "target_shape": [pair.target.out_features, pair.target.in_features],
+                "source": pair.source.name,
+                "source_shape": [pair.source.out_features, pair.source.in_features],
+                "role": pair.target.role,
+                "stack": pair.target.stack,
+                "block": pair.target.block,
+                "source_block": pair.source.block,
+            }
+            for pair in plan.pairs
+        ],
+        "not_transported": [asdict(item) for item in not_transported_by(models.target, plan, moved, kept)],
+        **account(changed_parts(models.source, change, plan, moved, kept)),
+        **_tokenizers(models, setup.about),
+        "expected": {
+            "statistics_bytes": statistics_bytes(measurement),
+            "answers": count_answers(setup, scale, tested, config.exclude)._asdict(),
+            **within,
+        },
+    }
+
+
+def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: Sequence[str] = ()) -> Sides[int]:
+    """The samples that each model answers in forward passes of their own.
+
+    The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them; a
+    language model that cannot keep a question in its cache, once for each answer to choose from. A head is fitted on as
+    many for the measurement, for every candidate and for the output. The fine-tune, the target and the port answer the
+    test split.
+    """
+    (source, target), change, calibration = setup.models, setup.change, setup.calibration
+    judge = Judge(target, calibration, ModelOutput(), change.fits_head)
+    count, fits = len(calibration.samples), 1 if change.fits_head else 0
+    rows = 1 if target.answer_logits is not None else max(judge.answers_per_sample, 1)
+    candidates = len(judge.candidates) * rows if isinstance(scale, str) else 0
+    of_source = count_forward_passes(source, change, calibration, exclude)
+    of_source += tested if is_whole(source, change, exclude) else 0
+    return Sides(of_source, count * (candidates * (1 + fits) + 2 * fits) + 2 * tested)
+
+
+def statistics_bytes(measurement: Measurement) -> int:
+    """The bytes of the statistics after all samples; at most as many, if the models cannot run without values."""
+    signals, pairs = measurement.signals, measurement.plan.pairs
+    if not signals:
+        return 0
+    try:
+        return Forecast.of(measurement).statistics_bytes(pairs)
+    except TuneportError:  # they read values, or the batches can be read only once
+        return sum(8 * math.prod(pair.widths(signal)) for pair in pairs for signal in pair.wanted(signals))
+
+
+def _tokenizers(models: Sides[Model], about: Mapping[str, Any]) -> dict[str, Any]:
+    """For two text models: whether their tokenizers are equal, and how many tokens of the samples have a partner."""
+    source, target = (model.reader for model in models)
+    if source is None or target is None:
+        return {}
+    counted = {"tokens": about["tokens"]} if "tokens" in about else {}
+    return {"same_tokenizer": source.same_tokens(target), **counted}
+
+
+def _bytes(passes: Passes) -> dict[str, int]:
+    return {name: getattr(passes, name) for name in ("peak_bytes", "home_bytes", "fetched_bytes")}
+
+
+def _moved(plan: Plan, method: Method, kept: tuple[Kept, ...]) -> set[str]:
+    """The tensors that the method would move."""
+    stays = {item.tensor for item in kept}
+    pairs = [pair for pair in plan.pairs if pair.target.name not in stays]
+    names = {pair.target.weight for pair in pairs}
+    names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
+    names |= {norm.target.name for pair in pairs for norm in pair.norms}
+    if method.moves_loose:
+        names |= {pair.target.name for pair in plan.loose} - stays
+    return names
+
+
+def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> dict[str, Any]:
+    """Estimate a transfer between two text models of any size from their config.json alone, for several devices.
+
+    Returns:
+        JSON values: for each number of devices, runs over the data, and bytes on one device and off it.
+    """
+    if config.memory_budget is None:
+        raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
+    measurement = _measurement_of_shapes(source, target, config)
+    vector, method = every_layer(measurement.source), get_method(config.method)
+    forecast = Forecast.of(measurement)
+    lines: list[dict[str, Any]] = []
+    for count in DEVICES:
+        samples = measurement.samples
+        part = measurement.with_samples(samples.take_batches(0, -(-len(samples.batch_sizes) // count)))
+        try:
+            passes = plan_passes(part, vector, method, config.memory_budget, forecast)
+        except TuneportError as error:
+            lines.append({"devices": count, "error": str(error)})
+            continue
+        # a device solves its share of the blocks, from the tokens of all devices
+        solving = max(forecast.statistics_bytes(each) // count + forecast.solving_bytes(each) for each in passes.groups)
+        stay = [len(set(p.blocks) - p.fetched) if p.blocks else "all" for p in passes.placements or ()]
+        lines.append(
+            {
+                "devices": count,
+                "runs": len(passes.groups),
+                **_bytes(passes),
+                "peak_bytes": max(passes.peak_bytes, solving),
+                "blocks_that_stay": stay,
+                "samples": len(part.samples),
+            }
+        )
+    return {
+        "options": config.to_json(),
+        "layers": len(measurement.plan.pairs),
+        "samples": len(measurement.samples),
+        "plans": lines,
+    }
+
+
+def _measurement_of_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> Measurement:
+    """A measurement of two text models from their config.json alone; it can be planned but not run."""
+    samples, length, batch_size = config.samples or 100, config.length, config.batch_size
+    if min(samples, length, batch_size) < 1 or max(samples, batch_size * length) > MOST:
+        raise TuneportError(
+            f"{samples} texts of {length} tokens in batches of {batch_size}: plan for one text or more, and for {MOST} "
+            "texts and tokens in a batch at most."
+        )
+    dtype, device = pick_dtype(config.dtype), "cuda" if config.device == "auto" else config.device
+    models = Sides(*(outline_model(path, dtype=dtype, weights=False) for path in (source, target)))
+    for model in models:
+        if model.kind != "text" or model.generates == "seq2seq":
+            raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
+    method, plan = get_method(config.method), plan_of(*models, every_layer(models.source))
+    method.check(plan)
+    sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
+    ids = torch.zeros(batch_size, length, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    texts = [({"input_ids": ids[:size], "attention_mask": mask[:size]}, ids[:size]) for size in sizes]
+    losses = Sides(*(TokenLoss(m) if m.generates == "causal" else forward_only(m) for m in models))
+    limits = Limits(config.max_tokens, config.memory_budget, torch.device(device))
+    return Measurement(models, plan, Calibration(UserBatches(texts), method.signals, losses), limits)

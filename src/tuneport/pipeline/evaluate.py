@@ -1,0 +1,113 @@
+"""Score a model, or the base of an adapter or task vector with its change, on a test split."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..config import EvaluateConfig
+from ..data.dataset import Dataset, align_labels
+from ..data.samplers import select
+from ..data.tasks import read_data
+from ..errors import CheckpointError, TuneportError
+from ..io.hub import local
+from ..measure.accuracy import Evaluation, check_counted, linear_probe, zero_shot
+from ..measure.language import likelihood, perplexity, usual_protocol
+from ..models.base import Model
+from ..models.heads import choose_head
+from ..models.open import as_classifier, open_model, pick_device
+from ..models.weights import put
+from ..task_vectors.lora_format import Adapter, is_adapter
+from ..task_vectors.lora_read import whole_tensors
+from ..types import Events
+from .change import change_of, is_task_vector, opened, stated_base
+from .heads import labelling_by
+
+IMAGES, TEXTS = 128, 16  # samples per pass
+
+
+def evaluate(
+    model: str | Path,
+    data: str | Path,
+    base: str | Path | None = None,
+    *,
+    events: Events | None = None,
+    **options: object,
+) -> Evaluation:
+    """Score a model on the test split of the data: with its head, by a linear probe, or a language model by its loss.
+
+    Args:
+        model: a model, or an adapter or task vector of one.
+        data: labelled data, or texts.
+        base: the model of an adapter or task vector; the one that it names unless given.
+        events: listens to the run.
+        options: the fields of `EvaluateConfig`.
+
+    Returns:
+        The accuracy or the perplexity, and what it was made from.
+    """
+    config, events = EvaluateConfig.of(**options), events or Events()
+    test = read_data(data, "test", labelled=False, columns=config.columns)
+    device = pick_device(config.device)
+    opened = open_written(model, base, device=device, trust_remote_code=config.trust_remote_code)
+    opened = opened.cut_at(config.max_length)
+    protocol = config.protocol or usual_protocol(opened, test, config.head)
+    if protocol == "zero-shot" and config.head is None and opened.logits is not None:
+        check_counted(opened, choose_head(opened, None, test))
+    if protocol != "perplexity" and test.labels is None:
+        read_data(data, "test", columns=config.columns)  # the error says what is missing
+    total = len(test)
+    if protocol == "zero-shot":
+        scorer = choose_head(opened, config.head, test)
+        align_labels(test, scorer.classes)
+        score = partial(zero_shot, opened, scorer, test)
+    elif protocol == "perplexity":
+        score = partial(perplexity, opened, test)
+    elif protocol == "likelihood":
+        score = partial(likelihood, opened, test)
+    else:
+        train = _training_samples(data, config)
+        score = partial(linear_probe, opened, train, test)
+        total += len(train)
+    events.step("evaluating")
+    events.plan(total)
+    size = config.batch_size or (TEXTS if protocol in ("perplexity", "likelihood") else IMAGES)
+    return score(batch_size=size, progress=events.advance)
+
+
+def _training_samples(data: str | Path, config: EvaluateConfig) -> Dataset:
+    """The samples that a linear probe is fitted on."""
+    train = read_data(data, "train", columns=config.columns)
+    if config.samples is None:
+        return train
+    return train.subset(select(train, samples=config.samples, seed=config.seed))
+
+
+def open_written(
+    reference: str | Path, base: str | Path | None = None, *, device: torch.device, trust_remote_code: bool = False
+) -> Model:
+    """Open a model, or the base of an adapter or task vector with its change, as `apply` would write it.
+
+    `base` replaces the base that an adapter or a task vector names. A bare base gets the head of an adapter.
+    """
+    item = local(reference)
+    if not is_adapter(item) and not is_task_vector(item):
+        if base is not None:
+            raise TuneportError(f"`base` goes with an adapter or a task vector, and {reference} is a model.")
+        return open_model(reference, device=device, trust_remote_code=trust_remote_code)
+    base = base or stated_base(item)
+    if base is None:
+        raise CheckpointError(f"{reference} does not name the model that it changes: pass it as `base`.")
+    model, change = open_model(base, device=device, trust_remote_code=trust_remote_code), opened(item)
+    head = {}
+    if isinstance(change, Adapter):
+        labelling = labelling_by(change, model)
+        if labelling is not None and labelling != model.labelling:
+            model = as_classifier(model, labelling, trust_remote_code=trust_remote_code)
+        head = whole_tensors(change, model.head)
+    vector = change_of(model, change)
+    new = vector.apply_to(model.stored_parameters())
+    put(model.module, {name: new[name] for name in vector} | head)
+    return model

@@ -1,0 +1,203 @@
+"""A transfer whose result is written to files, and that can be resumed after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import TransferConfig, TransferInputs
+from ..data.dataset import Dataset
+from ..errors import TuneportError
+from ..io.output import claimed
+from ..io.sizes import format_bytes
+from ..methods import get_method
+from ..models.open import path_of
+from ..outputs import Output, Update, output_of
+from ..report.summary import label_words
+from ..runtime.budget import passes_of
+from ..runtime.distributed import ranks
+from ..runtime.passes import Passes
+from ..runtime.resume import Work, fingerprint
+from ..training.state import StateFile
+from ..types import Events, ScaleRule
+from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, usual_test
+from .outcome import summarize
+from .record import conditions_of, rule_of
+from .result import Result
+from .transfer import Setup, choose_rule, prepare, run
+
+
+def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events | None = None) -> Mapping[str, Any]:
+    """Run a transfer, write its result to `inputs.out` and return the run record; a killed run can be resumed.
+
+    What is measured is saved in a hidden folder next to the output, which a finished run removes. Of several processes
+    the first writes, and the others only help to measure.
+
+    Args:
+        inputs: models, data and output.
+        config: the options.
+        events: listens to the run.
+    """
+    events = events or Events()
+    if not ranks().first:
+        setup = prepare(inputs.source, inputs.finetuned, inputs.target, inputs.data, config)
+        return run(setup, config, events=events).record
+    out, output = Path(inputs.out), output_of(config)
+    read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
+    paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
+    with claimed(out):
+        output.check_place(out, config.overwrite or config.resume, inputs=paths)
+        test = read_test(inputs.data, config.columns) if config.evaluate else None
+        setup = prepare(inputs.source, inputs.finetuned, inputs.target, inputs.data, config)
+        untested = ""
+        if config.evaluate is None:
+            usual = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
+            test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
+        return write_run(setup, out, config, events, test=test, untested=untested)
+
+
+def write_run(
+    setup: Setup,
+    out: Path,
+    config: TransferConfig,
+    events: Events,
+    *,
+    test: Dataset | None = None,
+    untested: str = "",
+) -> Mapping[str, Any]:
+    """Run a prepared transfer, write its result to `out` and return the run record.
+
+    Args:
+        setup: the transfer.
+        out: what to write.
+        config: its options.
+        events: listens to the run.
+        test: data that are scored.
+        untested: why there are none.
+    """
+    _check(setup, config, output_of(config), test)
+    _tell_notes(setup, events)
+    with claimed(out):
+        return _write_run(setup, out, config, events, test, untested)
+
+
+def _write_run(
+    setup: Setup, out: Path, config: TransferConfig, events: Events, test: Dataset | None, untested: str
+) -> Mapping[str, Any]:
+    method, output, scale = get_method(config.method), output_of(config), choose_rule(setup, config.scale)
+    if config.scale is None and isinstance(scale, float):
+        events.note("the scale is 1, as in the paper: no sample can be scored to choose it")
+    conditions = conditions_of(setup.about, config, method, scale)
+    work = Work(out, conditions, config.save_every)
+    done = finished(out, output) if config.resume else None
+    if done is not None and done.get("fingerprint") == fingerprint(conditions):
+        work.remove()
+        events.note(f"{out} was complete already")
+        return done
+    update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
+    output.check_place(out, config.overwrite, needed_bytes=output.size(setup.plan, update, method))
+    _resume(work, config.resume, events)
+    passes = _passes(setup, config, scale, events)
+    try:
+        kept = work if ranks().size == 1 else None
+        ported = result = run(setup, config, passes=passes, work=kept, events=events)
+        if config.distill is not None:
+            lora = config.rank if config.as_ == "adapter" else None
+            result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
+        found = None
+        if test is not None:
+            events.step("scoring the test split")
+            made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
+            outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
+            most = None if config.evaluate else USUAL
+            samples = ported.setup.calibration if ported.setup is not None else setup.calibration
+            given, name = (setup.models, setup.change, samples), setup.about["finetuned"]["name"]
+            found = compare(*given, outputs, test, config, name=name, samples=most)
+        events.step("writing")
+        record = {**result.record, **_outcome(result, found, scale, untested)}
+        written = replace(result, record=record).write(out)
+    except KeyboardInterrupt:
+        if work.exists():
+            events.note("what was measured is kept; the same call with `resume=True` continues from it")
+        raise
+    work.remove()
+    return written
+
+
+def _check(setup: Setup, config: TransferConfig, output: Output, test: Dataset | None) -> None:
+    """Refuse, before a model runs, a transfer whose result could not be written or scored."""
+    method, target = get_method(config.method), setup.models.target
+    method.check(setup.plan)
+    output.check(setup.plan, Update(target, setup.change.vector, fits_head=setup.change.fits_head), method)
+    if test is not None:
+        check_test(target, setup.calibration, test)
+        target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
+    for model in setup.models if config.distill is not None else ():
+        model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
+
+
+def _tell_notes(setup: Setup, events: Events) -> None:
+    """Tell what a user may not expect."""
+    if words := label_words(setup.about):
+        events.note(f"{len(setup.calibration.samples)} samples {words}")
+    for text in setup.about.get("notes", ()):
+        events.note(text)
+
+
+def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, events: Events) -> Passes | None:
+    """The passes that the memory needs, and how much work there is."""
+    method = get_method(config.method)
+    measurement = setup.measurement(config, method)
+    passes = passes_of(measurement, setup.change.vector, method, chooses_scale=isinstance(scale, str))
+    runs = 1 if passes is None else len(passes.groups)
+    words = f"{runs} runs" if runs > 1 else "one run"
+    if passes is not None and config.memory_budget is None:
+        events.note(f"{words} over the calibration data: all statistics at once would take too much of the free memory")
+    elif passes is not None:
+        events.note(f"expected peak {format_bytes(passes.peak_bytes)}, in {words} over the calibration data")
+        if passes.fetched_bytes:
+            events.note(
+                f"the models exceed the memory budget: {format_bytes(passes.fetched_bytes)} of weights are streamed"
+            )
+    events.plan(len(setup.calibration.samples) * runs + (config.distill or 0))
+    return passes
+
+
+def _outcome(result: Result, found: Comparison | None, scale: float | ScaleRule, reason: str) -> dict[str, Any]:
+    """What the record says of the scores, and of what the transfer has come to."""
+    told = summarize(
+        found,
+        scale=result.scale,
+        rule=rule_of(scale),
+        head="head" in result.record,
+        distilled=bool(result.record.get("distilled", {}).get("best")),
+        reason=reason,
+    )
+    return {**({} if found is None else found.record()), **asdict(told)}
+
+
+def _resume(work: Work, resume: bool, events: Events) -> None:
+    """Check what an unfinished run has saved, or remove it."""
+    if resume:
+        work.check()
+        events.note("continuing what an earlier run has saved" if work.exists() else "nothing to resume: starting over")
+    elif work.exists():
+        events.note(f"what an unfinished run for {work.out} has measured is dropped; `resume=True` continues from it")
+        work.remove()
+
+
+def state_file(work: Work) -> StateFile:
+    """Where a run keeps the state of its distillation."""
+    work.make_folder()
+    return StateFile(work.training_state, fingerprint(work.conditions), work.every)
+
+
+def finished(out: Path, output: Output) -> dict[str, Any] | None:
+    """The run record of an output that is there already."""
+    try:
+        record = output.read_record(out)
+    except (TuneportError, KeyError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

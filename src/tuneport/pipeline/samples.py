@@ -1,0 +1,265 @@
+"""Draw the calibration samples, and choose what both models are asked about them.
+
+Every error in the data is found here, before the first forward pass of a measurement, and reported in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ..config import MeasureConfig
+from ..data.dataset import Dataset, align_labels
+from ..data.samplers import select
+from ..data.tasks import read_data, split_reference
+from ..errors import DataError, TuneportError
+from ..io.hub import nearest_path
+from ..measure.accuracy import compute_features
+from ..measure.measurement import Calibration
+from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
+from ..measure.samples import DatasetSamples, Samples, UserBatches
+from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
+from ..models.base import Model
+from ..models.heads import Head, choose_head
+from ..models.open import pick_device, runnable
+from ..report import record as records
+from ..report.provenance import data_identity
+from ..types import Loss, Sides, Signal
+from .change import Change
+from .heads import agreement, labelled_by, scores_by, scores_of_labels, with_scores
+
+Data = str | Path | Dataset | Iterable[Any]
+SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # needs a loss on labelled samples
+
+
+def are_samples(data: Data | None) -> bool:
+    """Whether samples are drawn from the data; else they are the caller's own batches, or none."""
+    return isinstance(data, (str, Path, Dataset))
+
+
+def draw_samples(
+    models: Sides[Model],
+    change: Change,
+    data: Data | None,
+    config: MeasureConfig,
+    signals: frozenset[Signal],
+    *,
+    scored: bool | None = False,
+) -> tuple[Calibration, records.Data]:
+    """Read the training split once, draw the samples, and choose the objective, the losses and the heads.
+
+    Args:
+        models: both models, with the heads that the change needs.
+        change: what the fine-tune changed.
+        data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
+        config: the options.
+        signals: that will be measured.
+        scored: whether samples will be scored by a loss, also where no signal needs one; None: where they can be.
+
+    Returns:
+        The calibration, and what was read and drawn, for the record.
+    """
+    question, signals = _ask_scored(data, models, change, signals, config, scored)
+    losses = _losses(models, question, signals)
+    samples, about = _draw(question, models, change, config)
+    about |= {"task": question.task} if question.task is not None else {}
+    found = Calibration(samples, signals, losses, question.heads, config.match, question.by_source, question.loss_name)
+    return found, about
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """The task of both models: a data set or the caller's batches, an objective or the caller's losses, and heads."""
+
+    data: Data | None = None  # without the task of "TASK:PATH"
+    task: str | None = None
+    dataset: Dataset | None = None
+    objective: Objective | None = None
+    heads: Sides[Head] | None = None
+    loss: Loss | tuple[Loss, Loss] | None = None
+    loss_name: str | None = None
+    by_source: bool = False  # the fine-tuned source labels the samples
+
+
+def _ask_scored(
+    data: Data | None,
+    models: Sides[Model],
+    change: Change,
+    signals: frozenset[Signal],
+    config: MeasureConfig,
+    scored: bool | None,
+) -> tuple[_Question, frozenset[Signal]]:
+    """Build the task, with a loss if `scored` is true, or if it is None and a loss is available; and its signals."""
+    more = signals if scored is False else signals | SCORED
+    try:
+        return _ask(data, models, change, more, config), more
+    except TuneportError:
+        if scored is not None or more == signals:
+            raise
+    return _ask(data, models, change, signals, config), signals
+
+
+def _ask(
+    data: Data | None, models: Sides[Model], change: Change, signals: frozenset[Signal], config: MeasureConfig
+) -> _Question:
+    """Read the training split once, and choose the objective, the loss and the heads."""
+    fits = change.fits_head
+    loss, name = config.loss, config.loss if isinstance(config.loss, str) else None
+    wanted = None if name is None or ":" in name else check_objective(name)
+    if isinstance(loss, str):
+        loss = None if wanted else load_loss(loss)
+    task, place = None, data
+    if isinstance(data, (str, Path)):
+        task, place = split_reference(data)  # "TASK:PATH": only PATH is passed on
+        if not Path(place).exists():
+            raise DataError(f"no data at {place}: no such file or folder.{nearest_path(place)}")
+        data = place if task is None else data
+    question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name)
+    gradients = bool(NEEDS_BACKWARD & signals)
+    if (signals or fits) and isinstance(data, (str, Path, Dataset)):
+        columns = config.columns
+        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=columns)
+        for model in models:
+            if model.encode is None:
+                raise TuneportError(model.unreadable)
+            model.check_kind(dataset)
+        objective = choose_objective(dataset, models, wanted)
+        question = replace(question, dataset=dataset, objective=objective)
+        if loss is None and (gradients or fits) and objective.name == "classification":
+            _check_same_kind(models, dataset, config.head)
+            _check_labels(models.source, config.labels, fits)
+            needed = config.labels == "data" or (config.labels is None and not fits)
+            if needed and dataset.labels is None and not isinstance(data, Dataset):
+                read_data(data, "train", columns=columns)  # the error names what is missing
+            question = _with_heads(question, models, change, config)
+        if loss is None and gradients:
+            question = replace(question, loss_name=name or objective.name)
+    if config.labels == "source" and gradients and not question.by_source:
+        raise DataError(
+            '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
+        )
+    if signals and data is None:
+        raise DataError(
+            f"the method measures {' and '.join(sorted(signals))} and needs calibration data: pass `data`, or batches "
+            "with a loss in Python."
+        )
+    return question
+
+
+def _check_same_kind(models: Sides[Model], dataset: Dataset, head: str | None) -> None:
+    """Refuse a model that writes text with one that does not, unless a head is given for both."""
+    writer, other = sorted(models, key=lambda model: model.generates is None)
+    if writer.generates is not None and other.generates is None and head is None:
+        raise TuneportError(
+            f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
+            f"classes of {dataset.name} with `head=FILE`."
+        )
+
+
+def _check_labels(source: Model, labels: str | None, fits: bool) -> None:
+    """Refuse what a head for tokens or numbers does not allow: it is fitted, and only the fine-tuned source labels."""
+    if source.labels_samples or (fits and labels != "data"):
+        return
+    if labels == "data":
+        raise DataError(f"{source.name} {source.instead}, and such labels are not read from data: leave out `labels`.")
+    raise DataError(
+        f'{source.name} {source.instead}, which needs a fitted head: leave out `head_fit="none"` and an `exclude` that '
+        "names the head, or pass `loss`."
+    )
+
+
+def _with_heads(question: _Question, models: Sides[Model], change: Change, config: MeasureConfig) -> _Question:
+    """Add a head of each model, which must know the classes of the samples."""
+    device = pick_device(config.device)
+    known = question.dataset
+    assert known is not None
+    heads = []
+    for model in models:
+        with runnable(model, device):
+            heads.append(choose_head(model, config.head, known))
+        if (embeds := heads[-1].class_embeds) is not None and bool((embeds == embeds[:1]).all()):
+            raise DataError(
+                f"all {len(embeds)} classes of the head {heads[-1].name} of {model.name} have one embedding: its loss "
+                "has no gradient. Give a head with an embedding for each class."
+            )
+    if config.head_fit != "none" and (heads[0].class_embeds is None) != (heads[1].class_embeds is None):
+        one, other = sorted(models, key=lambda model: model.logits is None)
+        raise DataError(
+            f"{one.name} has a classification layer and {other.name} has none, so their scores do not compare: give "
+            'two models of one kind, or `head_fit="none"` to use the head that each has.'
+        )
+    by_source = config.labels == "source"
+    if config.labels is None and change.fits_head:
+        by_source = known.labels is None or not models.source.labels_samples
+    if by_source:  # the labels are classes of the source's head
+        name = f"the head of {models.source.name}"
+        known = Dataset((), np.zeros(0, dtype=np.int64), heads[0].classes, name=name)
+    try:
+        for head in heads:
+            align_labels(known, head.classes)
+    except DataError as error:
+        way = ' Or pass `labels="source"`: the fine-tuned source then labels the samples.'
+        raise DataError(f"{error}{way if change.fits_head else ''}") from error
+    return replace(question, heads=Sides(*heads), by_source=by_source)
+
+
+def _losses(models: Sides[Model], question: _Question, signals: frozenset[Signal]) -> Sides[Loss] | None:
+    """A loss for each model: the user's own, the objective's, or one that only runs the model forward."""
+    if not signals:
+        return None
+    if question.loss is not None:
+        return Sides(*question.loss) if isinstance(question.loss, tuple) else Sides(question.loss, question.loss)
+    objective, heads = question.objective, question.heads or (None, None)
+    if objective is not None and (question.heads is not None or objective.name != "classification"):
+        return Sides(*(objective.loss(model, head) for model, head in zip(models, heads, strict=True)))
+    for model in models:
+        if NEEDS_BACKWARD & signals or (model.features is None and model.logits is None):
+            known = model.features is not None
+            reason = "batches say nothing of the task" if known else f"{model.name} is a module tuneport does not know"
+            raise TuneportError(f"{reason}: pass loss=lambda module, batch: ...")
+    return Sides(forward_only(models.source), forward_only(models.target))
+
+
+def _draw(
+    question: _Question, models: Sides[Model], change: Change, config: MeasureConfig
+) -> tuple[Samples, records.Data]:
+    """Draw the samples, and describe them for the record."""
+    dataset, data = question.dataset, question.data
+    if dataset is None or question.objective is None:
+        own = data is not None and not isinstance(data, (str, Path, Dataset))
+        return UserBatches(cast(Iterable[Any], data) if own else ()), data_identity(data)
+
+    def look(chosen: Dataset) -> torch.Tensor:
+        with runnable(models.target, pick_device(config.device)):
+            return compute_features(models.target, chosen)
+
+    indices = select(
+        replace(dataset, labels=None) if question.by_source else dataset,
+        samples=config.samples,
+        shots=config.shots,
+        sampler=config.sampler,
+        seed=config.seed,
+        features=look,
+    )
+    together = question.objective.together if question.loss is None else None
+    size = together or config.batch_size
+    drawn = DatasetSamples(models, dataset, indices, question.heads, size, question.objective)
+    about = data_identity(data, dataset, indices, question.heads)
+    if question.heads is None:
+        return drawn, about
+    chosen, head = drawn.chosen, question.heads.source
+    if change.fits_head and config.labels == "data":
+        return with_scores(drawn, scores_of_labels(chosen, head.classes)), about
+    if not question.by_source:
+        return drawn, about
+    scores = scores_by(models.source, change.teacher, head, chosen, batch_size=drawn.size)
+    labelled = labelled_by(scores, models.source, head.classes, chosen)
+    share = agreement(labelled, chosen)
+    about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
+    drawn = replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
+    return with_scores(drawn, scores) if change.fits_head else drawn, about
