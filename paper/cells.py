@@ -12,20 +12,20 @@ from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
+from tuneport.job import Drawn, Job, first_half
+from tuneport.pipeline.prepare import SCORED, prepare
+from tuneport.pipeline.statistics import measure_in_parts, problem_of
 
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.samplers import SAMPLERS, select
 from tuneport.data.tasks import read_data
-from tuneport.job import Drawn, Job, first_half
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import compute_features, linear_probe
 from tuneport.methods import Transfer, get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.scale import RULES, Scaled, choose_on_halves
-from tuneport.pipeline.statistics import measure_in_parts, problem_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.loop import Schedule
 from tuneport.types import Signal

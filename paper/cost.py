@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-
 from tuneport.job import Drawn, Job
+from tuneport.pipeline.statistics import measure_job, problem_of
+
 from tuneport.measure.signals import NEEDS_BACKWARD
 from tuneport.methods import Method, get_method
 from tuneport.models.base import Model
-from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.types import Sides
 
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token of a pass, in the paper's appendix

@@ -12,10 +12,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from tuneport.job import Drawn
+from tuneport.pipeline.statistics import measure_job, problem_of
+
 from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError
-from tuneport.job import Drawn
 from tuneport.measure.objectives import OBJECTIVES, forward_only
 from tuneport.measure.signals import INPUT
 from tuneport.methods import get_method
@@ -23,7 +25,6 @@ from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
 from tuneport.pairing import pair_layers
 from tuneport.pipeline.scale import Scaled
-from tuneport.pipeline.statistics import measure_job, problem_of
 from tuneport.pipeline.transfer import run
 from tuneport.report.record import write_record
 from tuneport.report.summary import number_text

@@ -18,16 +18,17 @@ from operator import add
 
 import numpy as np
 from torch.nn import functional as F
+from tuneport.job import Drawn, Job
+from tuneport.pipeline.labels import measurable
+from tuneport.pipeline.statistics import measure_in_parts, problem_of
 
 from tuneport.errors import DataError
-from tuneport.job import Drawn, Job
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.chance import LEVEL, direction, tail
 from tuneport.measure.objectives import ContrastiveLoss
 from tuneport.methods import Method, Transfer, get_method
 from tuneport.pairing import LayerPair
 from tuneport.pipeline.heads import fitted
-from tuneport.pipeline.labels import measurable
 from tuneport.pipeline.scale import (
     Answers,
     answers_of,
@@ -39,7 +40,6 @@ from tuneport.pipeline.scale import (
     scales_of,
     score_of,
 )
-from tuneport.pipeline.statistics import measure_in_parts, problem_of
 from tuneport.pipeline.transfer import scale_for
 from tuneport.runtime.passes import jobs_that_fit, sum_bytes
 from tuneport.task_vectors.vector import TaskVector

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tuneport.pipeline.prepare import prepare
 
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
@@ -28,7 +29,6 @@ from tuneport.methods import get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model, path_of, pick_device
-from tuneport.pipeline.prepare import prepare
 from tuneport.report.provenance import package_version
 from tuneport.report.record import to_json
 from tuneport.runtime.resume import fingerprint
