@@ -12,20 +12,25 @@ from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
-from tuneport.job import Drawn, Job, first_half
-from tuneport.pipeline.prepare import SCORED, prepare
-from tuneport.pipeline.statistics import measure_in_parts, problem_of
 
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.samplers import SAMPLERS, select
 from tuneport.data.tasks import read_data
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import compute_features, linear_probe
+from tuneport.measure.measurement import Measurement
+from tuneport.measure.samples import DatasetSamples, Samples, first_half
 from tuneport.methods import Transfer, get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.scale import RULES, Scaled, choose_on_halves
+from tuneport.models.weights import Scaled
+from tuneport.outputs import ModelOutput
+from tuneport.pipeline.samples import SCORED
+from tuneport.pipeline.scale import RULES, Judge, choose_on_halves
+from tuneport.pipeline.solve import measure_in_parts, problem_of
+from tuneport.pipeline.transfer import Setup, prepare
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.loop import Schedule
 from tuneport.types import Signal
@@ -107,37 +112,42 @@ class Task:
             return self.probe(model, read_data(self.comparison.data[self.name], "train"))(module)
         return (self.target_scorer if model is self.models[1] else self.scorer(model))(module)
 
-    def job(self, sampler: str, seed: int, signals: frozenset[Signal]) -> Job:
-        """A job over the largest budget. What a sampler looks at is computed once for all draws."""
+    def setup(self, sampler: str, seed: int, signals: frozenset[Signal]) -> Setup:
+        """A transfer over the largest budget. What a sampler looks at is computed once for all draws."""
         (source, target), comparison = self.models, self.comparison
         drawn = {**comparison.largest, "seed": seed}
         looks = SAMPLERS[sampler].needs_features
-        job = prepare(
-            source,
-            comparison.finetuned[self.name],
-            target,
-            comparison.data[self.name],
-            signals=signals,
+        config = TransferConfig.of(
             sampler="class_balanced" if looks else sampler,
             head=comparison.heads.get(self.name),
-            exclude=comparison.exclude,
+            exclude=tuple(comparison.exclude),
             batch_size=comparison.batch_size,
+            scale=1.0,
             **drawn,
         )
+        setup = prepare(
+            source, comparison.finetuned[self.name], target, comparison.data[self.name], config, signals=signals
+        )
         if not looks:
-            return job
-        samples = drawn_samples(job)
+            return setup
+        samples = drawn_samples(setup.calibration.samples)
         chosen = select(samples.dataset, sampler=sampler, features=lambda _: self._features, **drawn)
-        return replace(job, samples=replace(samples, indices=chosen))
+        calibration = replace(setup.calibration, samples=replace(samples, indices=chosen))
+        return replace(setup, calibration=calibration)
 
     @cached_property
     def _features(self) -> Tensor:
         return compute_features(self.models[1], read_data(self.comparison.data[self.name], "train"))
 
 
-def drawn_samples(job: Job) -> Drawn:
-    assert isinstance(job.samples, Drawn)
-    return job.samples
+def drawn_samples(samples: Samples) -> DatasetSamples:
+    assert isinstance(samples, DatasetSamples)
+    return samples
+
+
+def measurement_of(setup: Setup) -> Measurement:
+    """What is measured for all methods."""
+    return Measurement(setup.models, setup.plan, setup.calibration)
 
 
 def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, int]]:
@@ -145,27 +155,28 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
     comparison = task.comparison
     methods = {name: get_method(name) for name in comparison.methods}
     signals = frozenset().union(*(method.signals for method in methods.values()))
-    job = task.job(sampler, seed, signals | SCORED)
+    setup = task.setup(sampler, seed, signals | SCORED)
+    measurement, change = measurement_of(setup), setup.change.vector
     for method in methods.values():
-        method.check(job.plan)
+        method.check(setup.plan)
     rows = [replace(row, seed=seed) for row in task.fixed]
-    each = len(job.samples) // comparison.budgets[-1]  # 1, or the number of classes
-    parts = _measured(job, [each * budget for budget in comparison.budgets], signals)
+    each = len(measurement.samples) // comparison.budgets[-1]  # 1, or the number of classes
+    parts = _measured(measurement, [each * budget for budget in comparison.budgets], signals)
     passes = {"captures": int(bool(signals))}
     passes |= {name: sum(part.passes.get(name, 0) for part in parts.values()) for name in ("forward", "backward")}
 
     def solver(name: str) -> Callable[[Statistics], Transfer]:
         """A method that solves each statistics once."""
-        return cache(lambda found: methods[name].transfer(problem_of(job, found)))
+        return cache(lambda found: methods[name].transfer(problem_of(measurement, change, found)))
 
     lasting = {name: solver(name) for name, method in methods.items() if not method.signals}
     nothing = (Statistics(),) * 3
     for budget in comparison.budgets:
-        chosen = job.on(job.samples.take(slice(each * budget)))
+        chosen = measurement.with_samples(measurement.samples.take(slice(each * budget)))
         blank = Row(task.name, "", "-", budget, seed, 0.0, sampler=sampler)
         if task.probing:
             for side, model in zip(("source", "target"), task.models, strict=True):
-                score = task.probe(model, drawn_samples(chosen).chosen)
+                score = task.probe(model, drawn_samples(chosen.samples).chosen)
                 rows.append(replace(blank, method=side, accuracy=score(model.module)))
         else:
             score = task.target_scorer
@@ -173,8 +184,8 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
         warm: TaskVector | None = None
         for name, method in methods.items():
             found = nothing if name in lasting else shared
-            if method.rehearses:  # it sees more than the others, in passes of its own
-                found = _halves(_measured(job, [each * budget], method.signals, views=True), each * budget)
+            if method.uses_augmented_inputs:  # it sees more than the others, in passes of its own
+                found = _halves(_measured(measurement, [each * budget], method.signals, views=True), each * budget)
             solve = lasting.get(name) or solver(name)
             own = replace(blank, method=name)
             for row, vector in _method_rows(own, comparison.scales, chosen, solve, found, score):
@@ -187,11 +198,11 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
 
 
 def _measured(
-    job: Job, counts: Iterable[int], signals: Iterable[Signal], *, views: bool = False
+    measurement: Measurement, counts: Iterable[int], signals: Iterable[Signal], *, views: bool = False
 ) -> dict[int, Statistics]:
     """The statistics of consecutive parts by the place of their end; every count and every half is a sum of them."""
     cuts = sorted({cut for count in counts for cut in (first_half(count), count)})
-    return dict(zip(cuts, measure_in_parts(job, cuts, signals=signals, views=views), strict=True))
+    return dict(zip(cuts, measure_in_parts(measurement, cuts, signals=signals, views=views), strict=True))
 
 
 def _halves(parts: Mapping[int, Statistics], count: int) -> Halves:
@@ -208,7 +219,7 @@ def _halves(parts: Mapping[int, Statistics], count: int) -> Halves:
 def _method_rows(
     blank: Row,
     scales: Iterable[str],
-    job: Job,
+    measurement: Measurement,
     solve: Callable[[Statistics], Transfer],
     found: Halves,
     accuracy: Scorer,
@@ -218,22 +229,23 @@ def _method_rows(
     for rule in scales:
         before = after = None
         if rule in RULES:
-            choice = choose_on_halves(job.halves(), map(solve, parts), rule)
+            judge = Judge(measurement.target, measurement.calibration, ModelOutput())
+            choice = choose_on_halves(judge, measurement.halves(), map(solve, parts), rule)
             scale = choice.scale
             before, after = choice.scores[0.0].accuracy, choice.scores[scale].accuracy
         else:
             scale = float(rule)
         vector = solve(whole).task_vector
-        with Scaled(job.target.module, vector) as scaled:
+        with Scaled(measurement.target.module, vector) as scaled:
             scaled.set(scale)
             share = accuracy(scaled.module)
         row = replace(blank, scale_rule=rule, accuracy=share, scale=scale)
         yield replace(row, held_out_before=before, held_out_after=after), vector
 
 
-def _finetuning_rows(task: Task, job: Job, blank: Row, warm: TaskVector | None) -> Iterator[Row]:
+def _finetuning_rows(task: Task, measurement: Measurement, blank: Row, warm: TaskVector | None) -> Iterator[Row]:
     """Few-shot fine-tuning of the target on the same samples, from its own weights and from the ported ones."""
-    comparison, samples = task.comparison, drawn_samples(job).chosen
+    comparison, samples, target = task.comparison, drawn_samples(measurement.samples).chosen, measurement.target
     starts = {"fine-tuning": TaskVector({})}
     if warm is not None:
         starts[f"fine-tuning from {comparison.warm_start}"] = warm
@@ -241,7 +253,7 @@ def _finetuning_rows(task: Task, job: Job, blank: Row, warm: TaskVector | None) 
         size = len(samples) if comparison.full_batch else Schedule.batch_size
         schedule = Schedule(steps, size, comparison.learning_rate, seed=blank.seed)
         for words, vector in starts.items():
-            with Scaled(job.target.module, vector) as start:
+            with Scaled(target.module, vector) as start:
                 start.set(1.0)
-                *_, (_, module) = finetune(job.target, task.head(job.target), samples, schedule)
+                *_, (_, module) = finetune(target, task.head(target), samples, schedule)
             yield replace(blank, method=f"{words}, {steps} steps", accuracy=task.target_scorer(module))

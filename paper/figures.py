@@ -12,19 +12,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tuneport.job import Drawn
-from tuneport.pipeline.statistics import measure_job, problem_of
-
+from tuneport.config import TransferConfig
 from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError
 from tuneport.measure.objectives import OBJECTIVES, forward_only
+from tuneport.measure.samples import DatasetSamples
 from tuneport.measure.signals import INPUT
 from tuneport.methods import get_method
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
+from tuneport.models.weights import Scaled
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.scale import Scaled
+from tuneport.pipeline.solve import measure, problem_of
 from tuneport.pipeline.transfer import run
 from tuneport.report.record import write_record
 from tuneport.report.summary import number_text
@@ -32,7 +32,7 @@ from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.loop import Schedule
 from tuneport.types import Sides
 
-from .cells import Task
+from .cells import Task, measurement_of
 from .charts import bar_chart, line_chart
 from .cost import count_flops, count_parameters, paper_cost
 from .finetune import CHECKPOINTS, finetune
@@ -78,7 +78,7 @@ def _similarity(task: Task, sampler: str, seed: int) -> Points:
     count = comparison.budgets[-1]
     both = select(data, samples=min(2 * count, len(data)), sampler=sampler, seed=seed)
     batches, held_out = (
-        Drawn(Sides(source, target), data, rows, None, comparison.batch_size, OBJECTIVES["classification"])
+        DatasetSamples(Sides(source, target), data, rows, None, comparison.batch_size, OBJECTIVES["classification"])
         for rows in (both[:count], both[count:])
     )
     found = compare_layers(
@@ -103,10 +103,11 @@ def _outputs(task: Task, sampler: str, seed: int) -> Points:
     shown = read_data(comparison.data[task.name], "test")
     shown = shown.subset(select(shown, samples=min(comparison.test_samples or SHOWN, len(shown)), seed=0))
     methods = {name: get_method(name) for name in comparison.methods}
-    job = task.job(sampler, seed, frozenset().union(*(method.signals for method in methods.values())))
-    measured = measure_job(job)
+    setup = task.setup(sampler, seed, frozenset().union(*(method.signals for method in methods.values())))
+    measurement = measurement_of(setup)
+    problem = problem_of(measurement, setup.change.vector, measure(measurement))
     for name in ("target", *methods):
-        change = TaskVector({}) if name == "target" else methods[name].transfer(problem_of(job, measured)).task_vector
+        change = TaskVector({}) if name == "target" else methods[name].transfer(problem).task_vector
         with Scaled(target.module, change) as scaled:
             scaled.set(1.0)
             found = compare_outputs(target.with_module(scaled.module), reference, shown)
@@ -137,8 +138,9 @@ def _cost(task: Task, sampler: str, seed: int) -> Points:
     """Cost of a transfer and of fine-tuning: FLOP by the paper's rule and as counted, and seconds on this machine."""
     target, comparison = task.models[1], task.comparison
     method = comparison.methods[0]
-    job = task.job(sampler, seed, get_method(method).signals)
-    seconds = run(job, method).record["seconds_by_stage"]
+    setup = task.setup(sampler, seed, get_method(method).signals)
+    measurement, change = measurement_of(setup), setup.change.vector
+    seconds = run(setup, TransferConfig.of(method=method, scale=1.0)).record["seconds_by_stage"]
     steps = comparison.steps[0] if comparison.steps else 2000
     train = read_data(comparison.data[task.name], "train")
     head = choose_head(target, comparison.heads.get(task.name), train)
@@ -147,10 +149,12 @@ def _cost(task: Task, sampler: str, seed: int) -> Points:
     started = time.perf_counter()
     list(finetune(target, head, few, Schedule(TIMED_STEPS)))
     one = (time.perf_counter() - started) / TIMED_STEPS
-    sides = zip(("source", "target"), job.models, strict=True)
+    sides = zip(("source", "target"), setup.models, strict=True)
     rows: dict[str, float] = {f"parameters of the {side}": count_parameters(model) for side, model in sides}
-    rows |= {f"the paper's estimate, FLOP: {name}": flops for name, flops in paper_cost(job).items()}
-    rows |= {f"counted by torch, FLOP: {name}": flops for name, flops in count_flops(job, method).items()}
+    rows |= {f"the paper's estimate, FLOP: {name}": flops for name, flops in paper_cost(measurement).items()}
+    rows |= {
+        f"counted by torch, FLOP: {name}": flops for name, flops in count_flops(measurement, change, method).items()
+    }
     rows |= {
         "seconds of measuring": seconds["measure"],
         "seconds of alignment and transport": seconds["transport"],

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tuneport.cli.terminal import progress
+from tuneport.cli.terminal import Bar
 from tuneport.data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data, split_reference
@@ -342,8 +342,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training = prepare_training(
             given.model, given.data, schedule, head=given.head, samples=given.samples, device=given.device
         )
-        with progress("fine-tuning", given.steps) as advance:
-            record = run_training(training, given.out, progress=advance, **places)
+        with Bar("fine-tuning") as events:
+            events.plan(given.steps)
+            record = run_training(training, given.out, progress=events.advance, **places)
     except TuneportError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     found = record.get("validation_accuracy")

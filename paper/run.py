@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tuneport.pipeline.prepare import prepare
 
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import CheckpointError, DataError, TuneportError, first_of
@@ -29,6 +29,7 @@ from tuneport.methods import get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model, path_of, pick_device
+from tuneport.pipeline.transfer import prepare
 from tuneport.report.provenance import package_version
 from tuneport.report.record import to_json
 from tuneport.runtime.resume import fingerprint
@@ -269,9 +270,10 @@ def check_models(recipe: Recipe) -> None:
         made = part.finetune is not None
         for task, path in ((task, path) for task, path in part.finetuned.items() if model_exists(path, made=made)):
             try:
-                job = prepare(models[0], path, models[1], part.data[task], signals=(), device=part.device)
+                config = TransferConfig.of(device=part.device, scale=1.0)
+                setup = prepare(models[0], path, models[1], part.data[task], config, signals=frozenset())
                 for name in part.methods:
-                    get_method(name).check(job.plan)
+                    get_method(name).check(setup.plan)
                 test = read_data(part.data[task], "test")
                 if part.protocol == "zero-shot":
                     for model in models:

@@ -19,10 +19,10 @@ from pydantic import (
     with_config,
 )
 
+from tuneport.config import parse_scale
 from tuneport.data.samplers import SAMPLERS
 from tuneport.errors import TuneportError, plain, unknown_name
 from tuneport.methods import get_method
-from tuneport.pipeline.transfer import check_scale
 from tuneport.training.loop import Schedule
 
 KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that it needs for that
@@ -103,7 +103,7 @@ class Comparison:
     samplers: tuple[Annotated[StrictStr, _one_of("sampler", SAMPLERS)], ...] = ("random",)
     exclude: Words = ()
     seeds: Annotated[tuple[Index, ...], Field(min_length=1)] = (0,)
-    scales: tuple[Annotated[StrictStr, _check(check_scale)], ...] = ("1", "auto")
+    scales: tuple[Annotated[StrictStr, _check(parse_scale)], ...] = ("1", "auto")
     steps: tuple[Count, ...] = ()
     warm_start: Annotated[StrictStr, _check(lambda name: name and get_method(name))] | None = None
     learning_rate: Annotated[Number, Field(gt=0)] = 1e-5

@@ -297,7 +297,8 @@ def draw(probabilities: Tensor, chance: Tensor, top_p: float = 1.0) -> Tensor:
     wanted = (chance * sums[:, -1]) >> BITS
     place = torch.searchsorted(sums, wanted[:, None], right=True).clamp(max=sums.shape[1] - 1)  # of NaN, the last
     found: Tensor = place if order is None else order.gather(1, place)
-    return found[:, 0]
+    chosen: Tensor = found[:, 0]
+    return chosen
 
 
 def _whole(probabilities: Tensor) -> Tensor:
