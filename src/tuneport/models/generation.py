@@ -297,10 +297,10 @@ def draw(probabilities: Tensor, chance: Tensor, top_p: float = 1.0) -> Tensor:
     wanted = (chance * sums[:, -1]) >> BITS
     place = torch.searchsorted(sums, wanted[:, None], right=True).clamp(max=sums.shape[1] - 1)  # of NaN, the last
     found: Tensor = place if order is None else order.gather(1, place)
-    chosen: Tensor = found[:, 0]
-    return chosen
+    return found[:, 0]
 
 
 def _whole(probabilities: Tensor) -> Tensor:
     """Probabilities as whole numbers that sum to about 2^BITS."""
-    return (probabilities * 2**BITS).round().long()
+    whole: Tensor = (probabilities * 2**BITS).round().long()
+    return whole
