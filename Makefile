@@ -44,8 +44,8 @@ test-families: setup-families
 	$(FAMILIES)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/models/families
 
 lint: setup
-	$(BIN)/ruff format --check src tests paper benchmarks tools research examples
-	$(BIN)/ruff check src tests paper benchmarks tools research examples
+	$(BIN)/ruff format --check src tests paper benchmarks tools examples
+	$(BIN)/ruff check src tests paper benchmarks tools examples
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 

@@ -24,7 +24,6 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -33,7 +32,6 @@ from benchmarks.common import commit  # noqa: E402
 
 TASKS = ("mnist", "fashion", "gtsrb", "cifar10")
 TEXT_TASKS = ("trec6", "sst2", "subj", "agnews")
-LAB_TEXTS = ("trec6", "subj")
 ENCODERS = ("minilm-l3", "gte-small", "mpnet")
 
 
@@ -54,9 +52,8 @@ class Table:
 def tables(o: argparse.Namespace) -> dict[str, Table]:
     """Every table, for these options."""
     results = o.runs / "results" if o.smallest else ROOT / "benchmarks/results"
-    notes = o.runs / "results" if o.smallest else ROOT / "research/results"
     results.mkdir(parents=True, exist_ok=True)
-    found = {**of_zoo(o, results), **of_text(o, results), **of_lab(o, notes)}
+    found = {**of_zoo(o, results), **of_text(o, results)}
     if wrong := sorted(set(o.only or ()) - set(found)):
         sys.exit(f"there is no table {', '.join(wrong)}; known: {', '.join(found)}")
     return {name: found[name] for name in o.only or found}
@@ -127,7 +124,7 @@ def of_zoo(o: argparse.Namespace, results: Path) -> dict[str, Table]:
 
 
 def of_text(o: argparse.Namespace, results: Path) -> dict[str, Table]:
-    data, models = o.shared / "data/text", o.runs / "models"
+    data = o.shared / "data/text"
     base = f"python -m benchmarks.claims.text --encoders {o.encoders} --data {data} --device {o.device}"
     little = "--samples 20 --seeds 1 --steps 2 --test 20" if o.smallest else ""
     cells = [(task, name) for task in TEXT_TASKS for name in ENCODERS][: 1 if o.smallest else None]
@@ -137,13 +134,6 @@ def of_text(o: argparse.Namespace, results: Path) -> dict[str, Table]:
     }
     joined = " ".join(str(o.runs / "text" / f"{task}-{name}.json") for task, name in cells)
     chosen = f"--tasks {cells[0][0]} --targets {cells[0][1]} {little}" if o.smallest else ""
-    links = " ; ".join(f"ln -sfn {o.encoders}/{name} {models}/{name}" for name in ("minilm-l6", *ENCODERS))
-    tuned = {
-        f"text-model-{task}": f"mkdir -p {models} ; {links} ; python -m paper.finetune {o.encoders}/minilm-l6 "
-        f"--data {task}:{data}/{task}.jsonl.gz --steps {1 if o.smallest else 150} --batch-size 32 --learning-rate 5e-5 "
-        f"--device {o.device} --overwrite --out {models}/minilm-l6-{task}"
-        for task in (("trec6",) if o.smallest else ("trec6", "subj"))
-    }
     classifiers = f"python -m benchmarks.claims.classifiers --out {results}/classifiers.jsonl"
     least = "--tasks trec6 --targets minilm-l3 --draws 0 --samples 20 --steps 2 --few 1 --distill 1 --most 50"
     tokens = f"python -m benchmarks.claims.token_classifier --out {o.runs}/token-classifier.jsonl"
@@ -169,62 +159,7 @@ def of_text(o: argparse.Namespace, results: Path) -> dict[str, Table]:
             minutes="6 minutes",
             needs=("encoders",),
         ),
-        "text-models": Table(tuned, (), minutes="1 minute", needs=("encoders",)),
     }
-
-
-def of_lab(o: argparse.Namespace, notes: Path) -> dict[str, Table]:
-    images, models = o.shared / "data/images", o.runs / "models"
-
-    def study(name: str, script: str, count: int, least: str, more: str = "", **about: Any) -> Table:
-        out = o.runs / f"{name}.jsonl"
-        command = f"python research/{script}.py --root {o.shared} --out {out} {more}"
-        found = (
-            parts(o, name, count, command, least) if count > 1 else {name: f"{command} {least if o.smallest else ''}"}
-        )
-        shown = f"python research/{script}.py --out {out} --table >{notes / name}.md"
-        return Table(found, (shown, f"cp {out} {notes / name}.jsonl"), **about)
-
-    tuned = {
-        f"fresh-model-{task}": f"python -m paper.finetune {o.shared}/zoo/b --data {images}/{task}.npz --head {task} "
-        f"--steps {2 if o.smallest else 2000} --batch-size {8 if o.smallest else 128} --learning-rate 1e-4 "
-        f"--weight-decay 0.1 --warmup {0 if o.smallest else 200} --device {o.device} --overwrite "
-        f"--out {models}/b-{task}"
-        for task in (TASKS[:1] if o.smallest else TASKS)
-    }
-    fresh = " ".join(f"b:{target}:{task}" for target in ("a", "a2", "c") for task in TASKS)
-    sentences = " ".join(f"minilm-l6:{name}:{task}" for name in ENCODERS for task in LAB_TEXTS)
-    narrow = " ".join(f"minilm-l6:{name}:{task}" for name in ENCODERS[:2] for task in LAB_TEXTS)  # SVDs on the CPU
-    device, tiny = f"--device {o.device}", "--seeds 0 --samples 20 --test 50"
-    drawn = f"{device} --seeds {' '.join(map(str, range(o.draws)))}"
-    zoo = f"{tiny} --cells a:a2:mnist"
-    text = f"{tiny} --cells minilm-l6:minilm-l3:trec6"
-    made = {"after": ("text-models",), "needs": ("encoders",)}
-    return {
-        "lab": study("bico-plus", "lab", 16, zoo, drawn, minutes="5 minutes"),
-        "completion": study("completion", "lab_completion", 16, zoo, drawn, minutes="7 minutes"),
-        "completion-text": study(
-            "completion-text", "lab_completion", 8, text,
-            f"{drawn} --test 500 --encoders {models} --cells {narrow}",
-            minutes="5 minutes for each draw", **made,
-        ),
-        "lab-text": study(
-            "lab-text", "lab", 12, text,
-            f"{drawn} --test 500 --encoders {models} --cells {sentences}",
-            minutes="5 minutes", **made,
-        ),
-        "fresh-models": Table(tuned, (), minutes="3 minutes"),
-        "fresh": study(
-            "fresh", "lab", 16, f"{tiny} --cells b:a:mnist", f"{drawn} --encoders {models} --cells {fresh}",
-            after=("fresh-models",), minutes="3 minutes",
-        ),
-        "labels": study("labels-source", "lab_labels", 16, zoo, drawn, minutes="3 minutes"),
-        "oracle": study("oracle", "lab_oracle", 4, "--part 0/4 --samples 4 --test 20", device, minutes="5 minutes"),
-        "warm-start": study(
-            "warm-start", "warm_start", 6, "--cells a:a2:mnist --samples 4 --steps 1 --test 20", device,
-            minutes="5 minutes",
-        ),
-    }  # fmt: skip
 
 
 def run(name: str, command: str, runs: Path) -> bool:
@@ -232,7 +167,7 @@ def run(name: str, command: str, runs: Path) -> bool:
     (runs / "logs").mkdir(parents=True, exist_ok=True)
     command, _, file = command.partition(" >")
     log, printed = (runs / "logs" / f"{name}.{end}" for end in ("log", "out"))
-    paths = [str(ROOT / "src"), str(ROOT), str(ROOT / "research"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = command.replace("python ", f"{shlex.quote(sys.executable)} ")
     started = time.time()
     with log.open("w") as errors, printed.open("w") as out:
@@ -300,7 +235,6 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where parts leave their files")
     parser.add_argument("--only", nargs="+", metavar="TABLE", help="these tables, in this order")
     parser.add_argument("--jobs", type=int, default=1, help="parts side by side")
-    parser.add_argument("--draws", type=int, default=3, help="of the studies of research/")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smallest", action="store_true", help="one small cell of every table")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")

@@ -283,24 +283,25 @@ def draw(probabilities: Tensor, chance: Tensor, top_p: float = 1.0) -> Tensor:
     >>> draw(torch.tensor([[0.5, 0.25, 0.25]] * 3), torch.tensor([0, 2**30, 2**31 - 1])).tolist()
     [0, 1, 2]
     """
-    bound, order = math.ceil(top_p * 2**BITS), None
-    weights = _whole(probabilities) if top_p == 1 else torch.empty(0)
-    for width in (HEAD, probabilities.shape[1]) if top_p < 1 else ():
-        likely, order = probabilities.topk(min(width, probabilities.shape[1]))
-        weights = _whole(likely)
-        sums = weights.cumsum(1)
-        if bool((sums[:, -1] >= bound).all()):
-            break
-    if order is not None:
-        weights = weights.masked_fill(weights.cumsum(1) - weights >= bound, 0)
+    weights, order = (_whole(probabilities), None) if top_p == 1 else _nucleus(probabilities, top_p)
     sums = weights.cumsum(1)
     wanted = (chance * sums[:, -1]) >> BITS
     place = torch.searchsorted(sums, wanted[:, None], right=True).clamp(max=sums.shape[1] - 1)  # of NaN, the last
-    found: Tensor = place if order is None else order.gather(1, place)
+    found = place if order is None else order.gather(1, place)
     return found[:, 0]
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The weights of the likeliest tokens that have `top_p` together, zero for others, and which tokens they are."""
+    bound = math.ceil(top_p * 2**BITS)
+    vocabulary = probabilities.shape[1]
+    likely, order = probabilities.topk(min(HEAD, vocabulary))
+    if vocabulary > HEAD and bool((_whole(likely).sum(1) < bound).any()):
+        likely, order = probabilities.topk(vocabulary)
+    weights = _whole(likely)
+    return weights.masked_fill(weights.cumsum(1) - weights >= bound, 0), order
 
 
 def _whole(probabilities: Tensor) -> Tensor:
     """Probabilities as whole numbers that sum to about 2^BITS."""
-    whole: Tensor = (probabilities * 2**BITS).round().long()
-    return whole
+    return torch.round(probabilities * 2**BITS).long()

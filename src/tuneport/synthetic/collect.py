@@ -1,0 +1,273 @@
+"""Collect written samples: ask, filter, let the teacher answer, top up thin answers, until there are enough.
+
+Each round follows from the state after the round before it, and the state is saved: a run that was killed and resumed
+gives the same bytes. What cannot bring the task is refused here, before any training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ..errors import DataError, first_of
+from ..models.generation import Sampling
+from ..types import Progress
+from .filters import Candidate, Filter, Form, NearDuplicates
+from .generators import Generator
+from .overlap import shares
+from .prompts import Prompts, Request
+from .state import Rounds, TextState
+
+FIRST = 256  # texts of the first round, which shows how many are dropped
+SMALLEST = 32  # texts of a round
+TOP_UPS = 3  # rounds for thin answers once there are enough texts
+UNKNOWN = "answer"  # the filter of answers that are not among those to choose from
+COLLAPSED = 0.9  # the share of one answer that is too much
+FEW_ANSWERS = 0.25  # the share of answers that is too few
+TOLD = 0.95  # the share of texts that a probe tells from own ones that is too much
+
+Answer = Callable[[Sequence[str]], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How many texts are wanted, and how they are written.
+
+    Args:
+        count: texts to keep.
+        fewest: the fewest that are worth training on; a tenth of `count` unless given.
+        rounds: the most rounds.
+        largest: the most texts of one round.
+        max_new_tokens: of a text.
+        temperature: of the first round; it falls if most texts are dropped and rises if many are duplicates.
+        coolest, hottest: its bounds.
+        top_p: as in `Sampling`.
+        seed: of everything.
+    """
+
+    count: int = 2000
+    fewest: int | None = None
+    rounds: int = 24
+    largest: int = 1000
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    coolest: float = 0.7
+    hottest: float = 1.3
+    top_p: float = 0.95
+    seed: int = 0
+
+    @property
+    def least(self) -> int:
+        return max(self.count // 10, 1) if self.fewest is None else self.fewest
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Written texts with the teacher's answers, if it was asked, and how they came about.
+
+    `dropped` has the number of texts that each filter dropped, by reason; `judged` those that each filter saw.
+    """
+
+    texts: tuple[str, ...]
+    answers: tuple[str, ...] | None
+    asked: int
+    rounds: int
+    temperature: float
+    judged: Mapping[str, int]
+    dropped: Mapping[str, Mapping[str, int]]
+    seconds: float = field(compare=False)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each answer."""
+        return shares(self.answers or ())
+
+    def record(self) -> dict[str, Any]:
+        """All but the texts, as plain values."""
+        known = {key: value for key, value in asdict(self).items() if key not in ("texts", "answers")}
+        return {**known, "texts": len(self.texts), "shares": self.shares}
+
+
+def collect(
+    generator: Generator,
+    prompts: Prompts,
+    goal: Goal,
+    *,
+    answer: Answer | None = None,
+    choices: Sequence[str] = (),
+    filters: Sequence[Filter] | None = None,
+    judges: Sequence[Filter] = (),
+    state: TextState | None = None,
+    advance: Progress | None = None,
+) -> Collected:
+    """Collect texts until there are enough or the rounds are used up.
+
+    Args:
+        generator: writes the texts.
+        prompts: what it is asked.
+        goal: how many are wanted.
+        answer: the teacher's answers to texts; None if texts are their own answers.
+        choices: the answers to choose from; others are dropped, and thin ones are asked for by name.
+        filters: of texts; form and near duplicates unless given.
+        judges: filters of texts with their answers: the teacher's doubt, a probe.
+        state: where the state is saved after each round, and read from.
+        advance: gets the number of texts that were written since the last call.
+
+    Raises:
+        DataError: what is known of the task cannot bring it.
+    """
+    if filters is None:
+        filters = (Form.of(prompts), NearDuplicates(prompts.seeds))
+    names = [one.name for one in (*filters, *judges)]
+    conditions = {
+        "generator": generator.name,
+        "prompts": asdict(prompts),
+        "goal": asdict(goal),
+        "choices": list(choices),
+        "filters": names,
+    }
+    saved = state.load(conditions) if state is not None else None
+    now = saved or Rounds(goal.temperature)
+    while not _complete(now, goal, choices):
+        started = time.perf_counter()
+        requests = _requests(now, prompts, goal, choices)
+        sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.round))
+        written = generator.write([request.prompt for request in requests], sampling, advance)
+        texts = [(r.start + w.text).strip() for r, w in zip(requests, written, strict=True)]
+        new = [Candidate(text, w.finished) for text, w in zip(texts, written, strict=True)]
+        kept = [text for text, _ in (*now.kept, *now.spare)]
+        before = {name: sum(now.dropped.get(name, {}).values()) for name in names}
+        for one in filters:
+            new = _filtered(one, new, kept, now)
+        if answer is not None:
+            new = _answered(answer, new, choices, now)
+        for one in judges:
+            new = _filtered(one, new, kept, now)
+        _place(now, new, goal, choices)
+        dropped = {name: sum(now.dropped.get(name, {}).values()) - count for name, count in before.items()}
+        now.temperature = _temperature(now.temperature, goal, dropped, len(requests))
+        now.round, now.asked = now.round + 1, now.asked + len(requests)
+        now.extra += now.good >= goal.count
+        now.seconds += time.perf_counter() - started
+        if state is not None:
+            state.save(conditions, now)
+    found = (now.kept + now.spare)[: goal.count]
+    collected = Collected(
+        tuple(text for text, _ in found),
+        None if answer is None else tuple(str(given) for _, given in found),
+        now.asked,
+        now.round,
+        now.temperature,
+        now.judged,
+        now.dropped,
+        now.seconds,
+    )
+    check(collected, goal, prompts, choices)
+    return collected
+
+
+def check(collected: Collected, goal: Goal, prompts: Prompts, choices: Sequence[str] = ()) -> None:
+    """Raise a DataError if the texts cannot bring the task, with what was dropped and what to do."""
+    count, given = len(collected.texts), collected.shares
+    told, seen = sum(collected.dropped.get("probe", {}).values()), collected.judged.get("probe", 0)
+    if count < goal.least and told > TOLD * seen:
+        raise DataError(
+            f"a probe tells {told} of {seen} written texts from own samples at once: they are of another kind. "
+            f"{_advice(prompts)}"
+        )
+    if count < goal.least:
+        reasons = Counter({f"{why} ({name})": n for name, d in collected.dropped.items() for why, n in d.items()})
+        listed = first_of([f"{why} {n}" for why, n in reasons.most_common()], 5)
+        raise DataError(
+            f"only {count} of {collected.asked} written texts can be used, and {goal.least} are needed; dropped: "
+            f"{listed}. {_advice(prompts)}"
+        )
+    own = max(shares(prompts.answers).values(), default=0.0)
+    if len(choices) > 1 and (max(given.values()) > max(COLLAPSED, own) or len(given) < FEW_ANSWERS * len(choices)):
+        listed = first_of([f"{name} {100 * share:.0f} %" for name, share in given.items()], 3)
+        raise DataError(
+            f"the teacher gives {count} written texts {len(given)} of {len(choices)} answers ({listed}): they do not "
+            f"show the task. {_advice(prompts)}"
+        )
+
+
+def _advice(prompts: Prompts) -> str:
+    more = "Give more seed samples" if prompts.seeds else "Give seed samples"
+    return f"{more}, a sentence that says more (`describe`), or another `generator`."
+
+
+def _complete(now: Rounds, goal: Goal, choices: Sequence[str]) -> bool:
+    """Whether there are enough texts, or no hope of enough."""
+    if len(now.kept) >= goal.count or now.round >= goal.rounds:
+        return True
+    if now.good >= goal.count and (not choices or now.extra > TOP_UPS):
+        return True
+    expected = now.good * (1 + (goal.rounds - now.round) * goal.largest / max(now.asked, 1))
+    return now.round >= 3 and expected < goal.least
+
+
+def _seed(goal: Goal, number: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{goal.seed} {number}".encode()).digest()[:6], "big")
+
+
+def _lacking(now: Rounds, goal: Goal, choices: Sequence[str]) -> dict[str, int]:
+    """How many texts each thin answer lacks: each has a right to half of an even share."""
+    have = Counter(given for _, given in now.kept)
+    wanted = goal.count // (2 * len(choices)) if len(choices) > 1 else 0
+    return {choice: wanted - have[choice] for choice in choices if have[choice] < wanted}
+
+
+def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str]) -> list[Request]:
+    """What is asked in this round: half of it answer by answer, if answers are thin."""
+    missing = goal.count - len(now.kept)
+    rate = max(now.good / now.asked, 0.05) if now.asked else 0.7
+    count = min(max(math.ceil(missing / rate), SMALLEST), goal.largest if now.round else FIRST)
+    lacking = {} if prompts.passages else _lacking(now, goal, choices)
+    named = (count if missing <= sum(lacking.values()) else count // 2) if lacking else 0
+    found = prompts.requests(now.asked, count - named)
+    start = now.asked + count - named
+    ends = [named * total // sum(lacking.values()) for total in accumulate(lacking.values())]
+    for choice, (begin, end) in zip(lacking, pairwise([0, *ends]), strict=True):
+        found += prompts.requests(start + begin, end - begin, choice)
+    return found
+
+
+def _filtered(one: Filter, new: Sequence[Candidate], kept: Sequence[str], now: Rounds) -> list[Candidate]:
+    reasons = one.reasons(new, kept)
+    now.count(one.name, reasons)
+    return [candidate for candidate, why in zip(new, reasons, strict=True) if why is None]
+
+
+def _answered(answer: Answer, new: Sequence[Candidate], choices: Sequence[str], now: Rounds) -> list[Candidate]:
+    """The texts with the teacher's answers, without those that are not among the choices."""
+    given = answer([candidate.text for candidate in new]) if new else []
+    if choices:
+        now.count(UNKNOWN, [None if one in choices else "not among the answers" for one in given])
+    return [replace(c, answer=one) for c, one in zip(new, given, strict=True) if not choices or one in choices]
+
+
+def _place(now: Rounds, new: Sequence[Candidate], goal: Goal, choices: Sequence[str]) -> None:
+    """Keep texts as long as there is room beside what thin answers lack; the others are spare."""
+    lacking = _lacking(now, goal, choices)
+    reserved = sum(lacking.values())
+    for candidate in new:
+        thin = candidate.answer is not None and lacking.get(candidate.answer, 0) > 0
+        fits = len(now.kept) + (0 if thin else reserved) < goal.count
+        (now.kept if fits else now.spare).append((candidate.text, candidate.answer))
+        if fits and thin:
+            lacking[str(candidate.answer)] -= 1
+            reserved -= 1
+
+
+def _temperature(old: float, goal: Goal, dropped: Mapping[str, int], asked: int) -> float:
+    """Cooler if most texts are unlike the seed samples, hotter if many are like each other."""
+    twice = dropped.get(NearDuplicates.name, 0)
+    unlike = sum(dropped.values()) - twice
+    step = -0.1 if unlike > 0.5 * asked else 0.1 if twice > 0.3 * asked else 0.0
+    return round(min(max(old + step, goal.coolest), goal.hottest), 3)

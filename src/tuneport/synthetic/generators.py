@@ -1,0 +1,199 @@
+"""Generators write texts after prompts: a model in memory, or any server with OpenAI's interface for completions.
+
+A server gets prompts, never the teacher. What it answers is bounded in time and size, and a failure is one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ..errors import TuneportError, brief, shortened
+from ..io.untrusted import parse_json
+from ..models.base import Model
+from ..models.generation import Sampling, Written, generate_part
+from ..types import Progress
+
+LARGEST_ANSWER = 2**20  # bytes
+AGAIN = (408, 429, 500, 502, 503, 504)  # states of a server that may pass
+Gather = Callable[[dict[int, Written]], dict[int, Written]]
+
+
+class Generator(Protocol):
+    """Writes one text after each prompt; the same arguments give the same texts."""
+
+    @property
+    def name(self) -> str: ...
+
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGenerator:
+    """A model in memory.
+
+    Args:
+        model: a causal or an encoder-decoder model.
+        batch_size: rows of a batch, else a number that fits the device.
+        part: the place of this process and the number of processes, which all write a part.
+        gather: the texts of this process -> the texts of all processes.
+    """
+
+    model: Model
+    batch_size: int | None = None
+    part: tuple[int, int] = (0, 1)
+    gather: Gather | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+        """Write the texts, sorted into batches of similar length."""
+        options: dict[str, Any] = {"batch_size": self.batch_size, "part": self.part, "advance": advance}
+        found = generate_part(self.model, prompts, sampling, **options)
+        found = self.gather(found) if self.gather is not None else found
+        return [found[place] for place in range(len(prompts))]
+
+
+@dataclass(frozen=True)
+class ServerGenerator:
+    """A server with the paths /v1/completions and /v1/models, such as those of vLLM and llama.cpp.
+
+    Each prompt has a seed of its own. Whether the same seeds give the same texts is up to the server.
+
+    Args:
+        url: its address, with or without /v1.
+        model: the model's name there; None for the first that it lists.
+        key: sent as a bearer token.
+        seconds: the longest that one request may take.
+        tries: requests for one prompt, if a failure may pass.
+        pause: seconds before the second try; doubled before each further one.
+        workers: requests at the same time.
+    """
+
+    url: str
+    model: str | None = None
+    key: str | None = field(default=None, repr=False)
+    seconds: float = 120.0
+    tries: int = 3
+    pause: float = 0.5
+    workers: int = 8
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:
+            raise TuneportError(f"{self.url!r} is not the address of a server; expected http://HOST:PORT or https://.")
+
+    @property
+    def name(self) -> str:
+        return f"{self.model or 'model'} at {self.url}"
+
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+        """Write the texts, several at the same time."""
+        model = self.model or self._first_model()
+        seen: Counter[str] = Counter()
+        bodies = []
+        for prompt in prompts:
+            bodies.append(_body(model, prompt, sampling, seen[prompt]))
+            seen[prompt] += 1
+        found = []
+        pool = ThreadPoolExecutor(max(self.workers, 1))
+        try:
+            for written in pool.map(self._complete, bodies):
+                found.append(written)
+                if advance is not None:
+                    advance(1)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return found
+
+    def _first_model(self) -> str:
+        answer = self._ask("models", None)
+        try:
+            return str(answer["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise TuneportError(f"{self.url} lists no model. Name one as `generator_model`.") from error
+
+    def _complete(self, body: dict[str, Any]) -> Written:
+        answer = self._ask("completions", body)
+        try:
+            choice = answer["choices"][0]
+            text = choice["text"]
+            if not isinstance(text, str):
+                raise TypeError
+            return Written(text, finished=choice.get("finish_reason") != "length")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            said = shortened(json.dumps(answer), 100)
+            raise TuneportError(f"{self.url} answers {said}; expected choices with a text.") from error
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        """The JSON that the server answers; a failure that may pass is tried again."""
+        for attempt in range(self.tries):
+            try:
+                return parse_json(self._read(path, body))
+            except urllib.error.HTTPError as error:
+                why = f"it says {error.code} {error.reason}: {_said(error)}"
+                if error.code not in AGAIN:
+                    break
+            except (OSError, HTTPException) as error:
+                why = brief(error)
+            except ValueError as error:
+                why = f"its answer is not JSON: {brief(error)}"
+                break
+            if attempt + 1 < self.tries:
+                time.sleep(self.pause * 2**attempt)
+        raise TuneportError(f"{self.url} writes no texts: {why}. Check that the server runs and has /v1/{path}.")
+
+    def _read(self, path: str, body: dict[str, Any] | None) -> bytes:
+        base = self.url.rstrip("/").removesuffix("/v1")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{base}/v1/{path}", data=data, headers=headers)
+        deadline = time.monotonic() + self.seconds
+        found = bytearray()
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=self.seconds) as response:
+            while piece := response.read1(2**16):
+                found += piece
+                if len(found) > LARGEST_ANSWER:
+                    raise ValueError(f"it is longer than {LARGEST_ANSWER} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no whole answer in {self.seconds:g} seconds")
+        return bytes(found)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Prompts go to the server that was named, and to no other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The first words of a server's complaint."""
+    try:
+        return shortened(" ".join(error.read(1000).decode(errors="replace").split()), 120) or "nothing more"
+    except (OSError, HTTPException):
+        return "nothing more"
+
+
+def _body(model: str, prompt: str, sampling: Sampling, number: int) -> dict[str, Any]:
+    digest = hashlib.sha256(f"{sampling.seed} {number} {prompt}".encode()).digest()
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": int.from_bytes(digest[:4], "big") >> 1,
+        **({"stop": list(sampling.stops)} if sampling.stops else {}),
+    }

@@ -1,0 +1,67 @@
+"""How much written texts share with others: with own samples, which they may repeat, and with test samples."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+WORD = re.compile(r"\w+")
+RUN = 13  # words in a row that two texts do not share by chance
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The longest run of words shared with own samples, and the share of texts with a run of 13 of a test sample."""
+
+    longest_run: int
+    shared: float
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a text, in lower case and without punctuation."""
+    return tuple(WORD.findall(text.lower()))
+
+
+def overlap_of(texts: Sequence[str], own: Sequence[str], test: Sequence[str] = ()) -> Overlap:
+    """Compare written texts with own samples and with test samples."""
+    return Overlap(longest_run(texts, own), share_with_run(texts, test))
+
+
+def longest_run(texts: Iterable[str], others: Iterable[str]) -> int:
+    """The most words in a row that one of the texts shares with one of the others.
+
+    >>> longest_run(["Who wrote the Iliad?"], ["who wrote the first opera", "the Iliad"])
+    3
+    """
+    first, second = [words_of(text) for text in texts], [words_of(text) for text in others]
+    low, high = 0, min(max(map(len, first), default=0), max(map(len, second), default=0))
+    while low < high:  # a shared run holds all shorter ones
+        middle = (low + high + 1) // 2
+        if _runs(first, middle).isdisjoint(_runs(second, middle)):
+            high = middle - 1
+        else:
+            low = middle
+    return low
+
+
+def share_with_run(texts: Sequence[str], others: Iterable[str], length: int = RUN) -> float:
+    """The share of texts that have `length` words in a row in common with one of the others."""
+    known = _runs([words_of(text) for text in others], length)
+    hits = sum(not known.isdisjoint(_runs([words_of(text)], length)) for text in texts)
+    return hits / len(texts) if texts else 0.0
+
+
+def shares(answers: Sequence[str]) -> dict[str, float]:
+    """The share of each answer, the most frequent first.
+
+    >>> shares(["place", "number", "place", "place"])
+    {'place': 0.75, 'number': 0.25}
+    """
+    counts = Counter(answers)
+    return {answer: counts[answer] / len(answers) for answer in sorted(counts, key=lambda a: (-counts[a], a))}
+
+
+def _runs(texts: Iterable[Sequence[str]], length: int) -> set[tuple[str, ...]]:
+    return {tuple(words[at : at + length]) for words in texts for at in range(len(words) - length + 1)}

@@ -1,0 +1,136 @@
+"""What a generator is asked: a header and a list of seed samples that it continues, or the begin of a passage.
+
+Eight seed samples are shown at a time; they rotate, so that each is shown as often as the others. Where there are
+answers to choose from, a generator can be asked for samples with one answer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..errors import DataError
+
+HEADER = "Examples:"
+MARK = "###"  # before each sample, if samples have several lines
+MOST_SHOWN = 6000  # characters of the samples in one prompt
+START = re.compile(r"\S+(?:\s+\S+){0,5}")  # the first words of a passage
+CONTRAST = 2  # other answers that are shown before one that has no sample of its own
+FEW = 3  # samples of each
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, the begin of the text that belongs to the sample, and the answer that was asked for."""
+
+    prompt: str
+    start: str = ""
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """All that a generator may be told of a task.
+
+    Args:
+        seeds: seed samples, without their answers.
+        describe: one sentence about the samples.
+        answers: the teacher's answer to each seed sample, if there are answers to choose from.
+        passages: the samples are passages, which the teacher writes itself, from nothing or after the first words of
+            a seed sample.
+        shots: seed samples in one prompt.
+        seed: of their order.
+    """
+
+    seeds: tuple[str, ...] = ()
+    describe: str = ""
+    answers: tuple[str, ...] = ()
+    passages: bool = False
+    shots: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.passages and not self.seeds and not self.describe.strip():
+            raise DataError("a generator must be told what to write: give seed samples, `describe`, or both.")
+        if self.answers and len(self.answers) != len(self.seeds):
+            raise DataError(f"{len(self.seeds)} seed samples have {len(self.answers)} answers; expected one for each.")
+
+    @property
+    def one_line(self) -> bool:
+        """Whether each sample is one line."""
+        return not self.passages and not any("\n" in seed.strip() for seed in self.seeds)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """What ends a text, besides the end of the model's turn."""
+        return () if self.passages else ("\n",) if self.one_line else (f"\n{MARK}",)
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The lines of a prompt that are no samples."""
+        named = [_named(answer) for answer in dict.fromkeys(self.answers)]
+        return tuple(line for line in (self.describe.strip(), HEADER, *named, MARK) if line)
+
+    def requests(self, first: int, count: int, answer: str | None = None) -> list[Request]:
+        """The requests from number `first` on; with `answer`, for samples with this answer."""
+        return [self._request(number, answer) for number in range(first, first + count)]
+
+    def _request(self, number: int, answer: str | None) -> Request:
+        if self.passages:
+            start = ""
+            if self.seeds and number % 2:  # every other passage begins with nothing
+                found = START.match(self._shown(self.seeds, number // 2, 1)[0].strip())
+                start = found[0] if found else ""
+            return Request(start, start)
+        if answer is None:
+            blocks = [(self.describe.strip() or HEADER, self._shown(self.seeds, number, self.shots))]
+        else:
+            blocks = [(_named(name), shown) for name, shown in self._answered(number, answer)]
+            blocks = [(self.describe.strip(), []), *blocks] if self.describe.strip() else blocks
+        return Request(self._layout(blocks), answer=answer)
+
+    def _answered(self, number: int, answer: str) -> list[tuple[str, list[str]]]:
+        """Samples with this answer; if there are none, samples with two other answers, and the name of this one."""
+        pools: dict[str, list[str]] = {}
+        for seed, given in zip(self.seeds, self.answers, strict=False):
+            pools.setdefault(given, []).append(seed)
+        if own := pools.get(answer):
+            return [(answer, self._shown(own, number, self.shots))]
+        others = sorted(pools)
+        places = [(number + step) % len(others) for step in range(min(CONTRAST, len(others)))]
+        return [*((others[p], self._shown(pools[others[p]], number, FEW)) for p in places), (answer, [])]
+
+    def _shown(self, pool: Sequence[str], number: int, shots: int) -> list[str]:
+        """The samples of the request of this number: the pool is dealt out in a new order each time it is used up."""
+        if not pool:
+            return []
+        shots = min(shots, len(pool))
+        places = range(number * shots, (number + 1) * shots)
+        orders = {turn: _order(self.seed, turn, len(pool)) for turn in {place // len(pool) for place in places}}
+        dealt = [pool[orders[place // len(pool)][place % len(pool)]].strip() for place in places]
+        shown: list[str] = []
+        for sample in dict.fromkeys(dealt):
+            if shown and sum(map(len, shown)) + len(sample) > MOST_SHOWN:
+                break
+            shown.append(sample)
+        return shown
+
+    def _layout(self, blocks: Sequence[tuple[str, Sequence[str]]]) -> str:
+        """Headers with their samples, and the begin of the next sample."""
+        begin = "\n-" if self.one_line else f"\n{MARK}\n"
+        gap = " " if self.one_line else ""
+        return "\n\n".join(f"{head}{''.join(f'{begin}{gap}{s}' for s in shown)}" for head, shown in blocks) + begin
+
+
+def _named(answer: str) -> str:
+    return f'Examples with the answer "{answer.strip()}":'
+
+
+@lru_cache(maxsize=64)
+def _order(seed: int, turn: int, size: int) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(f"{seed} {turn}").shuffle(order)
+    return tuple(order)

@@ -1,0 +1,87 @@
+"""What a generator is asked: the layout, the rotation of seed samples, answers by name, passages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tuneport.errors import DataError
+from tuneport.synthetic.prompts import MOST_SHOWN, Prompts
+
+QUESTIONS = tuple(f"question {number} ?" for number in range(20))
+
+
+def lines(prompt: str) -> list[str]:
+    return [line[2:] for line in prompt.splitlines() if line.startswith("- ")]
+
+
+def test_the_layout_of_a_list() -> None:
+    (request,) = Prompts(("who?",)).requests(0, 1)
+    assert request.prompt == "Examples:\n- who?\n-"
+    (request,) = Prompts(("who?",), "Short questions:").requests(0, 1)
+    assert request.prompt == "Short questions:\n- who?\n-"
+    (request,) = Prompts((), "Short questions:").requests(0, 1)
+    assert request.prompt == "Short questions:\n-"
+    assert Prompts(("who?",)).stops == ("\n",)
+
+
+def test_each_seed_is_shown_as_often_as_the_others() -> None:
+    asked = Prompts(QUESTIONS).requests(0, 5 * 8)
+    shown = Counter(line for request in asked for line in lines(request.prompt))
+    assert set(shown) == set(QUESTIONS)
+    assert max(shown.values()) - min(shown.values()) <= 3  # a seed is not repeated inside one prompt
+    assert all(6 <= len(lines(request.prompt)) <= 8 for request in asked)
+    assert len({request.prompt for request in asked}) == len(asked)
+
+
+def test_requests_depend_on_their_number_alone() -> None:
+    prompts = Prompts(QUESTIONS, seed=4)
+    assert prompts.requests(0, 6)[4:] == prompts.requests(4, 2)
+    assert prompts.requests(0, 6) != Prompts(QUESTIONS, seed=5).requests(0, 6)
+
+
+def test_long_seeds_are_shown_in_smaller_numbers() -> None:
+    (request,) = Prompts(tuple(f"{number} " + "x" * (MOST_SHOWN // 3) for number in range(8))).requests(0, 1)
+    assert len(lines(request.prompt)) == 2
+
+
+def test_samples_of_several_lines_stand_between_marks() -> None:
+    prompts = Prompts(("one\ntwo", "three"))
+    (request,) = prompts.requests(0, 1)
+    assert request.prompt in (
+        "Examples:\n###\none\ntwo\n###\nthree\n###\n",
+        "Examples:\n###\nthree\n###\none\ntwo\n###\n",
+    )
+    assert prompts.stops == ("\n###",)
+    assert not prompts.one_line
+
+
+def test_an_answer_is_asked_for_by_its_own_samples_or_by_its_name() -> None:
+    prompts = Prompts(("where?", "how many?", "how far?"), answers=("place", "number", "number"))
+    (request,) = prompts.requests(0, 1, "number")
+    assert request.answer == "number"
+    assert request.prompt.startswith('Examples with the answer "number":\n- how ')
+    assert sorted(lines(request.prompt)) == ["how far?", "how many?"]
+    (request,) = prompts.requests(0, 1, "person")
+    assert sorted(lines(request.prompt)) == ["how far?", "how many?", "where?"]
+    assert request.prompt.endswith('\n\nExamples with the answer "person":\n-')
+    (request,) = Prompts((), "Short questions:").requests(0, 1, "person")
+    assert request.prompt == 'Short questions:\n\nExamples with the answer "person":\n-'
+
+
+def test_passages_begin_with_nothing_or_with_first_words() -> None:
+    assert {r.prompt for r in Prompts(passages=True).requests(0, 4)} == {""}
+    prompts = Prompts(("one two\nthree four five six seven eight", "a b"), passages=True)
+    asked = prompts.requests(0, 4)
+    assert [r.prompt for r in asked[::2]] == ["", ""]
+    assert {r.prompt for r in asked[1::2]} == {"one two\nthree four five six", "a b"}
+    assert all(r.start == r.prompt for r in asked)
+    assert prompts.stops == ()
+
+
+def test_nothing_to_tell_is_refused() -> None:
+    with pytest.raises(DataError, match="give seed samples, `describe`, or both"):
+        Prompts()
+    with pytest.raises(DataError, match="1 seed samples have 2 answers"):
+        Prompts(("a",), answers=("b", "c"))
