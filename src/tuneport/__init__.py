@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .pipeline.evaluate import evaluate as evaluate
     from .pipeline.result import Result as Result
     from .pipeline.transfer import transfer as transfer
+    from .pipeline.upgrade import upgrade as upgrade
     from .task_vectors.vector import TaskVector as TaskVector
     from .task_vectors.vector import load_task_vector as load_task_vector
     from .types import Events as Events
@@ -64,6 +65,7 @@ _HOME = {  # public name -> module
     "plan": "pipeline.estimate",
     "read_data": "data.tasks",
     "transfer": "pipeline.transfer",
+    "upgrade": "pipeline.upgrade",
 }
 
 __all__ = list(_HOME)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, ge
 from typing_extensions import Self
 
 from .errors import DataError, OptionError, TuneportError, unknown_name
-from .types import OutputKind, ScaleRule
+from .types import OutputFormat, ScaleRule
 
 INPUTS = "Options"
 USUAL = "Usual options"
@@ -137,10 +137,29 @@ def parse_numbers(given: str) -> tuple[float, ...]:
         raise TuneportError(f"expected numbers separated by commas, got {given!r}.") from None
 
 
+def parse_seconds(given: str | int) -> int:
+    """Parse a time, in seconds (90, 90s), minutes (10m) or hours (2h).
+
+    >>> parse_seconds("10m")
+    600
+    """
+    found = re.fullmatch(r"(\d+)([smh]?)", str(given).strip())
+    if found is None or not int(found[1]):
+        raise OptionError(f"`time` must be a time such as 90s, 10m or 2h, got {given!r}.")
+    return int(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def parse_words(given: str) -> tuple[str, ...]:
+    """Parse words separated by commas."""
+    return tuple(word.strip() for word in given.split(",") if word.strip())
+
+
 BYTES = Text(parse_bytes, lambda size: [str(size)])
 COLUMNS = Text(parse_columns, lambda named: [",".join(f"{name}={own}" for name, own in named.items())])
 ROLES = Text(parse_roles, lambda roles: [f"{role}={other or 'none'}" for role, other in roles.items()], repeated=True)
 SCALE = Text(parse_scale, lambda scale: [scale if isinstance(scale, str) else f"{scale!r}"])
+SECONDS = Text(parse_seconds, lambda seconds: [str(seconds)])
+WORDS = Text(parse_words, lambda words: [",".join(words)])
 NUMBERS = Text(parse_numbers, lambda numbers: [",".join(map(repr, numbers))])
 
 
@@ -412,7 +431,7 @@ class TransferConfig(MeasureConfig):
 
     command: ClassVar[str] = "transfer"
 
-    as_: OutputKind = option("model", **AS)
+    as_: OutputFormat = option("model", **AS)
     rank: int | None = RANK()
     energy: float | None = ENERGY()
     uniform_rank: bool = UNIFORM_RANK()
@@ -446,6 +465,48 @@ class PlanConfig(MeasureConfig):
     layers: bool = option(False, help="Show every layer.", control=True)
     shapes_only: bool = option(False, help="Read config.json only; needs --memory-budget.", control=True)
     length: int = option(256, help="With --shapes-only: tokens per text.", least=1, listed=False)
+
+
+ROUTES = ("copy", "port", "distill")  # cheap to dear
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpgradeConfig(Config):
+    """Options of an upgrade."""
+
+    command: ClassVar[str] = "upgrade"
+
+    samples: int | None = option(None, help="Own samples at most (default: 2,000).", metavar="N", least=8)
+    routes: tuple[str, ...] = option(
+        ROUTES, help="Of copy, port and distill, separated by commas.", text=WORDS, metavar="LIST"
+    )
+    time: int | None = option(None, help="Start no further route after this time, such as 10m.", text=SECONDS)
+    as_: OutputFormat | None = option(None, **AS)
+    rank: int | None = option(None, help="Rank of a LoRA (default: 16).", least=1)
+    steps: int | None = option(None, help="Steps of distillation (default: by the samples).", least=1)
+    overwrite: bool = OVERWRITE()
+    seed: int = SEED()
+    columns: Mapping[str, str] | None = NAMED()
+    max_length: int | None = MAX_LENGTH()
+    head: str | None = HEAD()
+    exclude: Sequence[str] = EXCLUDE()
+    device: str = DEVICE()
+    dtype: str = DTYPE()
+    batch_size: int = option(32, help="Samples per pass through the models.", group=MACHINE, least=1)
+    resume: bool = RESUME()
+    save_every: float = SAVE_EVERY()
+    trust_remote_code: bool = REMOTE_CODE()
+    accept_unlikely: bool = option(
+        False, help="Continue if the fine-tune does not seem to match.", group=MACHINE, listed=False
+    )
+
+    def check(self) -> None:
+        super().check()
+        for name in self.routes:
+            if name not in ROUTES:
+                raise OptionError(unknown_name("route", name, ROUTES))
+        if self.as_ == "task-vector" and "distill" in self.routes:
+            raise TuneportError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,7 +641,7 @@ class MergeConfig(Config):
     rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", help="How changes are combined.", metavar="RULE")
     density: float = option(0.2, help="Share of entries that ties and dare keep.")
     seed: int = option(0, help="Seed of the entries that dare keeps.", least=0, most=2**31 - 1)
-    as_: OutputKind = option("task-vector", **AS)
+    as_: OutputFormat = option("task-vector", **AS)
     rank: int | None = RANK()
     energy: float | None = ENERGY()
     uniform_rank: bool = UNIFORM_RANK()

@@ -35,6 +35,7 @@ from ..config import (
     PlanInputs,
     TransferConfig,
     TransferInputs,
+    UpgradeConfig,
 )
 from ..errors import TuneportError, brief, lacks_memory
 from .command import Run, command
@@ -44,6 +45,7 @@ from .plan import plan
 from .terminal import fail, say, tell
 from .tour import demo, methods
 from .transfer import transfer
+from .upgrade import upgrade
 
 LESS_MEMORY = (
     'Pass a `memory_budget`, a smaller `batch_size` or `max_tokens`, or `dtype="bfloat16"`, if the command has them.'
@@ -77,6 +79,7 @@ LONG = "--source old-base --finetuned old-base-cars --target new-base"
 
 # In the order of the help: the function, its inputs, its options, and a usual call.
 COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]] = {
+    upgrade: (TransferInputs, UpgradeConfig, (f"tuneport upgrade {LONG} --data cars/ --out new-cars",)),
     transfer: (TransferInputs, TransferConfig, (f"tuneport transfer {LONG} --data cars/ --out new-cars",)),
     plan: (PlanInputs, PlanConfig, (f"tuneport plan {LONG} --data cars/",)),
     distill: (

@@ -77,11 +77,13 @@ class AdapterOutput(Output):
     def size(self, plan: Plan, update: Update, method: Method) -> int:
         return update_bytes(plan, update.vector, method, lora=self.form.rank or 0) + TEXTS
 
-    def write(self, out: Path, update: Update, record: Record, *, overwrite: bool) -> Record:
+    def write(
+        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
+    ) -> Record:
         packed = self.packed(update)
         with new_folder(out, overwrite=overwrite) as folder:
             write_adapter(folder, packed.adapter)
-            return write_texts(folder, _with_adapter(record, update, packed), update.target.library)
+            return write_texts(folder, _with_adapter(record, update, packed), update.target.library, texts)
 
     def read_record(self, out: Path) -> Any:
         return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)

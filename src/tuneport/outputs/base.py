@@ -81,8 +81,14 @@ class Output(ABC):
         """The expected number of bytes of the output; the arguments are those of `check`."""
 
     @abstractmethod
-    def write(self, out: Path, update: Update, record: Record, *, overwrite: bool) -> Record:
-        """Write the output and its record; return the record as it was written."""
+    def write(
+        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
+    ) -> Record:
+        """Write the output and its record, and `texts` by file name beside them.
+
+        Returns:
+            The record as it was written.
+        """
 
     @abstractmethod
     def read_record(self, out: Path) -> Any:
@@ -98,8 +104,10 @@ class Output(ABC):
         return Scaled(target.module, update.vector, target.stored_parameters())
 
 
-def write_texts(folder: Path, record: Record, library: str | None) -> Record:
-    """Write the card, the report and the record next to the weights; the record comes last and is returned."""
+def write_texts(folder: Path, record: Record, library: str | None, more: Mapping[str, str] | None = None) -> Record:
+    """Write the card, the report, more texts and the record next to the weights; the record is last and returned."""
+    for name, text in (more or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(model_card(record, library), encoding="utf-8")
     (folder / "report.html").write_text(report_page(record), encoding="utf-8")
     return write_record(folder / "tuneport.json", record)

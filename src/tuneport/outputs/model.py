@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,12 +26,14 @@ class ModelOutput(Output):
         tensors = update.target.tensors
         return sum(describe(tensors, name).nbytes for name in tensors) + companion_bytes(update.target.folder) + TEXTS
 
-    def write(self, out: Path, update: Update, record: Record, *, overwrite: bool) -> Record:
+    def write(
+        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
+    ) -> Record:
         target = update.target
         with new_folder(out, overwrite=overwrite) as folder:
             copy_companions(target.folder, folder)
             target.write(folder, update.in_files().apply_to(target.tensors))
-            return write_texts(folder, record, target.library)
+            return write_texts(folder, record, target.library, texts)
 
     def read_record(self, out: Path) -> Any:
         return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +39,10 @@ class TaskVectorOutput(Output):
     def size(self, plan: Plan, update: Update, method: Method) -> int:
         return update_bytes(plan, update.vector, method)
 
-    def write(self, out: Path, update: Update, record: Record, *, overwrite: bool) -> Record:
+    def write(
+        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
+    ) -> Record:
+        del texts  # the file holds the record only
         about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(update.target.tensors)}
         save_task_vector(out, update.in_files(), about, overwrite=overwrite)
         return record

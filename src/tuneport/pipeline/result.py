@@ -145,8 +145,8 @@ class Result:
         self.write(out, **options)
         return Path(out)
 
-    def write(self, out: str | Path, **options: Any) -> Mapping[str, Any]:
-        """As `save`, and return the run record."""
+    def write(self, out: str | Path, *, texts: Mapping[str, str] | None = None, **options: Any) -> Mapping[str, Any]:
+        """As `save`, with `texts` by file name beside the weights; return the run record."""
         config = replace(self.config, **options)
         config.check()
         out, output = Path(out), output_of(config)
@@ -155,7 +155,7 @@ class Result:
         record = {**self.record, "out": str(self.record.get("out", out)), "as": config.as_}
         given = {name.rstrip("_"): value for name, value in options.items()}
         record["options"] = {**record.get("options", {}), **given}
-        return output.write(out, self.update, record, overwrite=config.overwrite)
+        return output.write(out, self.update, record, overwrite=config.overwrite, texts=texts)
 
     def _inputs(self) -> list[Path]:
         """The known paths of the models and the data of the transfer."""

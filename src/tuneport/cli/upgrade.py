@@ -1,0 +1,36 @@
+"""`tuneport upgrade`: bring a fine-tune to a new base by the best route, chosen on own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import TransferInputs, UpgradeConfig
+from .terminal import Bar, emit_json, say, show
+
+
+def upgrade(inputs: TransferInputs, config: UpgradeConfig, json: bool) -> None:
+    """Bring a fine-tune to a new base model by the best route."""
+    from ..pipeline.upgrade import upgrade_to_folder
+
+    with Bar("upgrading") as events:
+        record = upgrade_to_folder(inputs, config, events)
+    if json:
+        emit_json(record)
+        return
+    say(record["decision"])
+    print_routes(record)
+    if record["out"] is None:
+        say("nothing was written")
+    else:
+        say(f"written to {record['out']}, report in report.html, samples to look at in disagreements.jsonl")
+
+
+def print_routes(record: Mapping[str, Any]) -> None:
+    """Print the table of routes."""
+    rows = []
+    for row in record["routes"]:
+        numbers = [("score", ".4g"), ("agreement", ".1f"), ("flips", "d"), ("seconds", ".1f")]
+        cells = ["" if row[key] is None else format(row[key], form) for key, form in numbers]
+        rows.append([row["name"], *cells, row["note"] or ("chosen" if row["name"] == record["chosen"] else "")])
+    show(rows, "route", "score", "agreement, %", "flips", "seconds", "", fold=True)
