@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tuneport.data.dataset import TABLE_SUFFIXES, Dataset, of_images
-from tuneport.data.formats import images_under, read_plain
-from tuneport.data.tables import read_columns
+from tuneport.data.dataset import Dataset, of_images
+from tuneport.data.formats import find_reader, images_under, read_columns, read_plain
 from tuneport.data.tasks import TASKS
 from tuneport.data.tasks.base import Layout, Task, TaskReader, plain_name
 from tuneport.errors import DataError
@@ -213,7 +212,7 @@ def _places(place: Path, split: Split) -> list[Path]:
     if not place.is_dir():
         return [place]
     names = ("train",) if split == "train" else SCORED
-    tables = {file.name.lower(): file for file in sorted(place.iterdir()) if file.name.lower().endswith(TABLE_SUFFIXES)}
+    tables = {file.name.lower(): file for file in sorted(place.iterdir()) if file.is_file() and find_reader(file)}
     by_split = [file for name in names for key, file in tables.items() if key.partition(".")[0].split("-")[0] == name]
     return [place, *by_split]
 

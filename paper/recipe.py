@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tuneport.data.formats import suffixes
 from tuneport.data.samplers import SAMPLERS, select
 from tuneport.data.tasks import read_data, split_reference
 from tuneport.errors import DataError, TuneportError, first_of, plain, shortened, unknown_name
@@ -216,7 +217,7 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
     for task, reference in comparison.data.items():
         try:
             place = split_reference(reference)[1] if ":" in reference else Path(reference)
-            if not (os.path.exists(place) or looks_like_hub_id(reference)):
+            if not (os.path.exists(place) or looks_like_hub_id(reference, suffixes=suffixes())):
                 raise DataError(f"{reference} does not exist")
             data = read_data(reference, "train")
             read_data(reference, "test")

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from paper import files, recipe
-from tuneport.data import arrow, dataset, formats, images, rows
+from tuneport.data import arrow, dataset, images, npz, rows
 from tuneport.io import checkpoint, untrusted, weight_file
 from tuneport.models import families, outline
 from tuneport.models.families import huggingface_vision as vision
@@ -33,7 +33,7 @@ LIMITS = {
         f"{rows.MOST_COLUMNS:,} columns",
     ),
     "Parquet, saved HF datasets": (gib(arrow.LARGEST_TABLE), f"{arrow.MOST_COLUMNS:,} columns", "DELTA_BYTE_ARRAY"),
-    "`.npz`": (gib(formats._LARGEST_ARCHIVE), f"{formats._MOST_CLASSES:,} classes"),
+    "`.npz`": (gib(npz.LARGEST_ARCHIVE), f"{npz.MOST_CLASSES:,} classes"),
     "idx, `.mat`": (gib(files._LARGEST),),
     "any data": (f"{dataset.MOST_SAMPLES:,} samples",),
     "lists of images of a known task": (mb(files._LARGEST_LIST), f"{files.MOST_COLUMNS:,} columns"),

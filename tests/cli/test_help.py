@@ -72,6 +72,6 @@ class TestLists:
         assert all(re.search(rf"^{name} ", done.out, re.MULTILINE) for name in METHODS)
 
     def test_samplers(self, run: Run) -> None:
-        names = {"random", "class_balanced", "centroid_near", "centroid_far", "half_class", "single_class"}
-        assert set(run("samplers", "--json").json) == names
+        names = {"random", "class_balanced"}
+        assert names <= set(run("samplers", "--json").json), "paper/ adds some where it is imported"
         assert all(name in run("samplers").out for name in names)

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from builders.samples import image_folder, picture, png, raises
-from tuneport.data import formats
+from tuneport.data import formats, npz
+from tuneport.data.dataset import Table
 from tuneport.data.formats import read_plain
+from tuneport.data.tasks import read_data, split_reference
 from tuneport.errors import DataError
 
 
@@ -257,8 +259,8 @@ def test_npz_classes_with_impossible_code_points(tmp_path: Path) -> None:
 
 
 def test_npz_headers_are_checked_before_an_array_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_read_member", lambda *_: pytest.fail("too late"))
-    monkeypatch.setattr(formats, "_LARGEST_ARCHIVE", 10**6)
+    monkeypatch.setattr(npz, "_read_member", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(npz, "LARGEST_ARCHIVE", 10**6)
     many = {"x.npy": member(np.zeros((100, 100, 100, 3), np.uint8)), "y.npy": member(np.zeros(100, np.int64))}
     with pytest.raises(DataError, match=r"refused: it has 2\.86 MiB uncompressed, and may have 976\.56 KiB"):
         read_plain(archive(tmp_path / "d.npz", many), "train")
@@ -268,3 +270,19 @@ def test_npz_headers_are_checked_before_an_array_is_read(tmp_path: Path, monkeyp
     labels = {"x.npy": member(IMAGES), "y.npy": member(np.zeros(10**7 + 1, np.uint8))}
     with pytest.raises(DataError, match=r"y of .* has 10000001 samples, and at most 10000000 are read"):
         read_plain(archive(tmp_path / "d.npz", labels), "train")
+
+
+def test_a_new_format_is_one_line_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_words(path: Path, _: str) -> Table:
+        return Table({"text": path.read_text().split(), "label": [0, 1]}, ("no", "yes"), files=(path,))
+
+    monkeypatch.setitem(formats.READERS, ".words", read_words)
+    (tmp_path / "some.words").write_text("good bad")
+    data = read_plain(tmp_path / "some.words", "train")
+    assert (list(data.inputs), data.classes, data.name, data.files) == (
+        ["good", "bad"], ("no", "yes"), "some", (tmp_path / "some.words",),
+    )  # fmt: skip
+    with raises("no data at", "Pass an image folder", ".words"):
+        read_plain(tmp_path / "other.words", "train")
+    assert read_data(tmp_path / "some.words", "test").split == "all"
+    assert split_reference("org/other.words")[1] == Path("org/other.words"), "and no hub id"

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tuneport.data import dataset, rows
-from tuneport.data.formats import read_plain
-from tuneport.data.rows import read_rows
+from tuneport.data.formats import READERS, read_plain
 from tuneport.errors import DataError
 
 
@@ -101,10 +100,17 @@ def test_lists_of_objects_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest
     given = [{f"k{j}": choose.choice(values) for j in range(choose.randrange(4))} for _ in range(20)]
     text = json.dumps(given, indent=choose.choice([None, 2]), ensure_ascii=bool(seed % 2))
     (tmp_path / "t.json").write_text(f" {text}\n", encoding="utf-8")
-    columns = read_rows(tmp_path / "t.json")
+    columns = READERS[".json"](tmp_path / "t.json", "train").columns
     for key, column in columns.items():
         assert list(column) == [row.get(key) for row in given]
     assert set(columns) == {key for row in given for key in row}
+
+
+def test_blanks_between_objects(tmp_path: Path) -> None:
+    """More of them than are read at once."""
+    blanks = " " * (3 * rows._CHUNK)
+    (tmp_path / "t.json").write_text(f'{blanks}[{blanks}{{"text": "a"}}{blanks},{blanks}{{"text": "b"}}{blanks}]')
+    assert list(read_plain(tmp_path / "t.json", "train", labelled=False).inputs) == ["a", "b"]
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", "3", "[1]", '[{"text": 1}', '[{"text": 1} {"text": 2}]', "[,]"])

@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,14 +205,21 @@ def test_empty_targets_are_dropped(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "t.parquet").write_bytes(b"")
-    with raises("needs pyarrow, which is not installed. Run: pip install tuneport[data]"):
-        read_plain(tmp_path / "t.parquet", "train")
     (tmp_path / "dataset_info.json").write_text("{}")
-    with raises("needs datasets, which is not installed. Run: pip install tuneport[data]"):
+    with raises("cannot read", "datasets"):
         read_plain(tmp_path, "train")
+
+
+def test_reading_a_saved_dataset_writes_no_cache(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a"], "label": [0]}).save_to_disk(tmp_path / "set")
+    code = f"from tuneport.data import read_data; assert len(read_data({str(tmp_path / 'set')!r}, 'train')) == 1"
+    home = tmp_path / "home"
+    home.mkdir()
+    places = {name: str(home) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR")}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **places})
+    assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
 def test_saved_hf_datasets(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from builders.folders import Zoo, edit_json, edit_weights, write_head
 from builders.processes import run_program
 from paper.recipe import read_recipe
-from tuneport.data import formats, rows
+from tuneport.data import npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError, reraised
 from tuneport.io.checkpoint import open_checkpoint
@@ -381,7 +381,7 @@ class TestData:
             read_plain(tmp_path, "train").inputs[0]
 
     def test_archives_that_unpack_to_too_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(formats, "_LARGEST_ARCHIVE", 10**6)
+        monkeypatch.setattr(npz, "LARGEST_ARCHIVE", 10**6)
         monkeypatch.setattr(rows, "LARGEST_TABLE", 10**6)
         np.savez_compressed(tmp_path / "d.npz", x=np.zeros((100, 100, 100, 3), np.uint8))
         with pytest.raises(DataError, match="is refused: it has"):

@@ -73,9 +73,10 @@ def test_existing_paths_are_not_downloaded(zoo: Zoo, hub: list[Any], tmp_path: P
     (tmp_path / "org" / "base").symlink_to(zoo["vit-base"])
     assert local("org/base") == Path("org/base")
     assert open_model("org/base").name == "org/base"
-    for other in ("./org/x", "/org/x", "a/b/c", "a/../b", "~/b", "a b/c", "-a/b", "name:tag/x", "data/x.jsonl"):
+    for other in ("./org/x", "/org/x", "a/b/c", "a/../b", "~/b", "a b/c", "-a/b", "name:tag/x", "data/x.bin"):
         assert not looks_like_hub_id(other)
         assert local(other) == Path(other)
+    assert local("data/x.jsonl", "dataset", (".jsonl",)) == Path("data/x.jsonl")
     assert local("digits", "dataset") == Path("digits"), "data of a bare name are a path"
     assert hub == []
     assert hub_name(Path("org/base")) is None

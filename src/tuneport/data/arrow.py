@@ -6,16 +6,16 @@ the file stores them, and are decoded one cell at a time.
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, brief
 from ..io.sizes import format_bytes
 from ..io.untrusted import parse_json, read_apart
-from .dataset import check_count
+from ..types import Split
+from .dataset import Table, check_count
 from .rows import LARGEST_TABLE, MOST_COLUMNS
 
 _BATCH = 256  # cells that are decoded together
@@ -42,17 +42,11 @@ print(json.dumps(found))
 """
 
 
-class ArrowColumn(Sequence[Any]):
+class _Column(Sequence[Any]):
     """A column of Arrow whose cells become objects of Python on access."""
 
     def __init__(self, column: Any) -> None:
         self._column = column
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether its cells are texts, as those of paths are."""
-        kind = self._column.type
-        return str(getattr(kind, "value_type", kind)).endswith("string") and not hasattr(kind, "value_field")
 
     def __len__(self) -> int:
         return len(self._column)
@@ -74,29 +68,32 @@ def _parts(array: Any) -> Iterator[Any]:
         yield from array.slice(start, _BATCH).to_pylist()
 
 
-def read_arrow(path: Path) -> tuple[dict[str, Sequence[Any]], tuple[str, ...] | None]:
-    """The columns of a Parquet file or of a saved HF dataset with its splits concatenated, and its class names."""
-    name = "datasets" if path.is_dir() else "pyarrow.parquet"
+def read_parquet(path: Path, _split: Split) -> Table:
+    """Read a Parquet file."""
+    return _read(path, _parquet, (path,))
+
+
+def read_saved(path: Path, _split: Split) -> Table:
+    """Read the folder of a saved HF dataset, with its splits concatenated."""
+    return _read(path, _saved, tuple(sorted(filter(Path.is_file, path.rglob("*")))))
+
+
+def _read(path: Path, load: Callable[[Path], tuple[Any, list[str]]], files: tuple[Path, ...]) -> Table:
     try:
-        module: Any = importlib.import_module(name)
-    except ImportError as error:
-        needed = f"{name.partition('.')[0]}, which is not installed. Run: pip install tuneport[data]"
-        raise DataError(f"reading {path} needs {needed}") from error
-    try:
-        loaded, splits = _saved(module, path) if path.is_dir() else (_parquet(module, path), [])
-        columns: dict[str, Sequence[Any]] = {name: ArrowColumn(loaded[name]) for name in loaded.column_names}
-        notes = (loaded.schema.metadata or {}).get(b"huggingface")
+        table, splits = load(path)
+        columns: dict[str, Sequence[Any]] = {name: _Column(table[name]) for name in table.column_names}
+        classes = _class_names((table.schema.metadata or {}).get(b"huggingface"))
     except DataError:
         raise
     except Exception as error:  # errors of pyarrow, fsspec and json share no base class
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
-    if splits:
-        columns["split"] = splits
-    return columns, _class_names(notes)
+    return Table({**columns, **({"split": splits} if splits else {})}, classes, files=files)
 
 
-def _saved(datasets: Any, path: Path) -> tuple[Any, list[str]]:
+def _saved(path: Path) -> tuple[Any, list[str]]:
     """The table of a saved HF dataset, whose files stay mapped, and the split of each row."""
+    import datasets
+
     loaded = datasets.load_from_disk(str(path))
     parts = dict(loaded) if isinstance(loaded, Mapping) else {}
     whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
@@ -106,9 +103,11 @@ def _saved(datasets: Any, path: Path) -> tuple[Any, list[str]]:
     return table, [name for name, part in parts.items() for _ in range(len(part))]
 
 
-def _parquet(parquet: Any, path: Path) -> Any:
-    """The table of a Parquet file, after its metadata were checked."""
-    arrow: Any = importlib.import_module("pyarrow")
+def _parquet(path: Path) -> tuple[Any, list[str]]:
+    """The table of a Parquet file, after its metadata were checked, and no splits."""
+    import pyarrow
+    from pyarrow import parquet
+
     facts = json.loads(read_apart(path, "pyarrow", _FACTS, json.dumps(_THRIFT), str(MOST_COLUMNS)))
     if facts["columns"] > MOST_COLUMNS:
         raise DataError(f"{path} is refused: it has {facts['columns']} columns, and at most {MOST_COLUMNS} are read.")
@@ -123,7 +122,7 @@ def _parquet(parquet: Any, path: Path) -> Any:
             tables.append(file.read_row_group(index))
             size += sum(_decoded(chunk) for column in tables[-1].columns for chunk in column.chunks)
             _check_size(size, path)
-        return arrow.concat_tables(tables) if tables else file.schema_arrow.empty_table()
+        return pyarrow.concat_tables(tables) if tables else file.schema_arrow.empty_table(), []
 
 
 def _check_size(size: int, path: Path) -> None:
@@ -134,8 +133,8 @@ def _check_size(size: int, path: Path) -> None:
 
 def _decoded(array: Any) -> int:
     """The bytes that an array would take with every value of its dictionaries written out."""
-    compute: Any = importlib.import_module("pyarrow.compute")
-    types: Any = importlib.import_module("pyarrow.types")
+    from pyarrow import compute, types
+
     kind = array.type
     if types.is_dictionary(kind):
         if not len(array.dictionary) or array.null_count == len(array):

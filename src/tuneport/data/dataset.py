@@ -9,7 +9,7 @@ import csv
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,6 @@ Kind = Literal["image", "text"]
 
 MOST_SAMPLES = 10**7
 UNLABELLED = -100  # the label of an unlabelled sample, which torch's cross_entropy ignores
-
-TABLE_SUFFIXES = (*(f"{name}{gz}" for name in (".jsonl", ".json", ".csv", ".tsv") for gz in ("", ".gz")), ".parquet")
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -51,6 +49,23 @@ class LazySequence(Sequence[Any]):
         if isinstance(index, slice):
             return LazySequence(self.indices[index], self.load)
         return self.load(int(self.indices[index]))
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a reader finds in a file or folder: columns of equal length, by name.
+
+    Images are paths, bytes, the `{bytes, path}` of HF datasets, or arrays. `classes` are the class names if the
+    source has them: its labels are then their numbers. `split` is the source's name of the split that the reader has
+    chosen; without it, a column split says which rows belong to it. `files` are the files that were read, and
+    `expected` says where this format has its labels.
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+    classes: tuple[str, ...] | None = None
+    split: str | None = None
+    files: tuple[Path, ...] = ()
+    expected: str = "a column label or target"
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,13 +244,6 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise DataError(f"cannot read {path}: {brief(error)}.") from error
-
-
-def dataset_name(path: Path) -> str:
-    """The name of a dataset: that of its folder, or of its file without the suffix."""
-    name = path.resolve().name
-    suffix = max((s for s in (*TABLE_SUFFIXES, ".npz") if name.lower().endswith(s)), key=len, default="")
-    return name[: len(name) - len(suffix)] if path.is_file() else name
 
 
 def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[str] = ()) -> str | None:

@@ -42,7 +42,7 @@ def open_cell(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
     raise DataError(f"cannot read image {where}: expected its bytes or its path, got {type(cell).__name__}.")
 
 
-def open_array(images: NDArray[Any], index: int) -> Image.Image:
+def open_array(images: Sequence[NDArray[Any]] | NDArray[Any], index: int) -> Image.Image:
     """One image of an array that `check_images` has checked."""
     pixels = images[index]
     if pixels.dtype != np.uint8:

@@ -1,8 +1,7 @@
 """Choose the calibration samples: N through a sampler, or K of every class.
 
-A draw depends only on the labels, the seed and (for the centroid samplers) the features. Samplers order the samples
-and take the first N, so with one seed a small draw is a prefix of a larger one. (The one exception: `single_class`
-prefers a class that has N samples.)
+A draw depends only on the labels, the seed and, for a sampler that needs them, the features. Samplers order the samples
+and take the first N, so with one seed a small draw is a prefix of a larger one.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -28,7 +26,7 @@ SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tens
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampling strategy of the paper's study.
+    """A sampling strategy.
 
     `rule(labels, count, generator, features)` returns the indices of `count` distinct samples, in the order of the
     draw. A `balanced` sampler takes equally many samples of every class, as far as a class has them.
@@ -41,73 +39,36 @@ class Sampler:
     balanced: bool = False
 
 
-def _shuffled(size: int, generator: Generator) -> Tensor:
+def shuffled(size: int, generator: Generator) -> Tensor:
+    """The numbers from 0 to `size`, in random order."""
     return torch.randperm(size, generator=generator, device=generator.device).cpu()
 
 
-def _shuffled_classes(labels: Tensor, generator: Generator) -> Tensor:
+def shuffled_classes(labels: Tensor, generator: Generator) -> Tensor:
+    """The classes that occur, in random order."""
     present: Tensor = labels.unique()
-    return present[_shuffled(len(present), generator)]
+    return present[shuffled(len(present), generator)]
 
 
 def _random(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    return _shuffled(len(labels), generator)[:count]
+    return shuffled(len(labels), generator)[:count]
 
 
 def _class_balanced(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    order = _shuffled_classes(labels, generator)
-    samples = _shuffled(len(labels), generator)
-    return _round_robin([samples[labels[samples] == label] for label in order])[:count]
+    order = shuffled_classes(labels, generator)
+    samples = shuffled(len(labels), generator)
+    return round_robin([samples[labels[samples] == label] for label in order])[:count]
 
 
-def _by_distance(labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float) -> Tensor:
-    assert features is not None  # `select` has checked
-    groups = []
-    for label in _shuffled_classes(labels, generator):
-        members = (labels == label).nonzero()[:, 0]
-        points = features.detach().cpu()[members].double()  # (members, width)
-        distance = (points - points.mean(dim=0)).norm(dim=1)
-        groups.append(members[torch.argsort(sign * distance, stable=True)])
-    return _round_robin(groups)[:count]
-
-
-def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    present = _shuffled_classes(labels, generator)
-    chosen = present[: max(1, len(present) // 2)]
-    samples = _shuffled(len(labels), generator)
-    samples = samples[torch.isin(labels[samples], chosen)]
-    if len(samples) < count:
-        drawn = f"the {len(chosen)} of {len(present)} classes drawn by half_class"
-        raise DataError(f"asked for {count} samples, but {drawn} have {len(samples)}; lower `samples`.")
-    return samples[:count]
-
-
-def _single_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
-    order = _shuffled_classes(labels, generator)
-    order = order[torch.argsort((torch.bincount(labels)[order] < count).int(), stable=True)]  # large classes first
-    samples = _shuffled(len(labels), generator)
-    return torch.cat([samples[labels[samples] == label] for label in order])[:count]
-
-
-def _round_robin(groups: list[Tensor]) -> Tensor:
+def round_robin(groups: list[Tensor]) -> Tensor:
     """The first of every group, then the second of every group that has one, and so on."""
     turn = torch.cat([torch.arange(len(group)) for group in groups])
     return torch.cat(groups)[torch.argsort(turn, stable=True)]
 
 
-def _centroid(description: str, sign: float) -> Sampler:
-    return Sampler(description, partial(_by_distance, sign=sign), needs_features=True, balanced=True)
-
-
 SAMPLERS: dict[str, Sampler] = {
     "random": Sampler("uniformly at random (default)", _random, needs_labels=False),
     "class_balanced": Sampler("at random, equally many of every class", _class_balanced, balanced=True),
-    "centroid_near": _centroid("the most typical of every class: nearest to its mean feature", 1.0),
-    "centroid_far": _centroid("the least typical of every class: farthest from its mean feature", -1.0),
-    "half_class": Sampler("at random from a random half of the classes", _half_class),
-    "single_class": Sampler(
-        "at random from one random class; if no class is large enough, all of one and then of the next", _single_class
-    ),
 }
 
 

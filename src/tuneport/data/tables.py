@@ -1,13 +1,12 @@
-"""Tables of samples: JSONL, JSON, CSV, TSV and Parquet files and saved HF datasets.
+"""A table of samples as a `Dataset`: which columns are inputs, labels, answers and splits.
 
-The text of a table is held in memory, up to a size limit; its cells are decoded on access. Class names come from the
-whole table, so its splits agree on them. JSONL, JSON, CSV and TSV need no further package.
+Cells are decoded on access. Class names come from the whole table, so its splits agree on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, first_of, is_text
 from ..types import Split
-from .arrow import ArrowColumn, read_arrow
 from .chat import CHAT_COLUMNS, MORE_COLUMNS, read_chats
 from .choices import read_choices
-from .dataset import TABLE_SUFFIXES, Dataset, LazySequence, choose_split, dataset_name
-from .images import open_cell, open_file
-from .rows import read_rows
+from .dataset import Dataset, LazySequence, Table, choose_split
+from .images import open_array, open_cell, open_file
 
 _TEXT_COLUMNS = (("text", "text_pair"), ("text1", "text2"), ("text",), ("prompt",), ("tokens",))
 _INPUT_COLUMNS = (("image",), *CHAT_COLUMNS, *_TEXT_COLUMNS)  # the first complete
-_PLAIN_COLUMNS = {name for names in (*CHAT_COLUMNS, MORE_COLUMNS, *_TEXT_COLUMNS) for name in names}
-_PLAIN_COLUMNS |= {"label", "target", "choices", "split"}
+_KNOWN = {name for names in (*_INPUT_COLUMNS, MORE_COLUMNS, ("label", "target", "choices", "split")) for name in names}
 _COLUMNS = (
     "image, or text (with text_pair if any), or text1 and text2, or prompt, or tokens (a list of words); and label or "
     "target. Chats have messages, conversations, instruction and output, or prompt and completion. Map other names "
@@ -35,77 +31,31 @@ _COLUMNS = (
 )
 
 
-def is_table(path: Path) -> bool:
-    """True for a file with the suffix of a table and for the folder of a saved HF dataset."""
-    if path.is_dir():
-        return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
-    return path.name.lower().endswith(TABLE_SUFFIXES)
-
-
-def read_table(path: Path, split: Split, labelled: bool, columns: Mapping[str, str] | None = None) -> Dataset:
-    """Read one split of a table or a saved HF dataset.
-
-    `labelled` refuses one with neither labels nor answers. `columns` maps names such as text and label to its own.
-    """
-    table = _renamed(_columns(path), columns or {}, path)
-    data = _from_table(table, path, split, labelled=labelled)
-    if labelled and data.labels is None and data.targets is None and not data.has_chats:
-        if "label" not in table.columns:
-            raise DataError(f"{path} has no labels; expected a column label or target.")
-        empty = f'the column label is empty (null, NaN, -1 or "") in every row of the split {data.split}'
-        raise DataError(f"{path} has no labels: {empty}. Fill it.")
-    return data
-
-
-def _renamed(table: _Table, columns: Mapping[str, str], path: Path) -> _Table:
-    known = {"image", *_PLAIN_COLUMNS}
-    if unknown := sorted(set(columns) - known):
-        raise DataError(f"`columns` names {first_of(unknown)}; expected some of {first_of(sorted(known), 30)}.")
+def renamed(table: Table, columns: Mapping[str, str], path: Path) -> Table:
+    """The table with columns under the names of `columns`, which maps names such as text and label to its own."""
+    if unknown := sorted(set(columns) - _KNOWN):
+        raise DataError(f"`columns` names {first_of(unknown)}; expected some of {first_of(sorted(_KNOWN), 30)}.")
     if missing := [name for name in columns.values() if name not in table.columns]:
         raise DataError(f"{path} has no column {first_of(missing)} of `columns`; it has {first_of(table.columns)}.")
     kept = {key: column for key, column in table.columns.items() if key not in (*columns, *columns.values())}
     named = {name: table.columns[own] for name, own in columns.items()}
-    return _Table({**kept, **named}, table.classes if columns.get("label", "label") == "label" else None)
+    return replace(
+        table,
+        columns={**kept, **named},
+        classes=table.classes if columns.get("label", "label") == "label" else None,
+    )
 
 
-def read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
-    """Read one split of a table with other column names; None if the table does not have them.
+def from_table(table: Table, path: Path, split: Split, also: Sequence[str] = (), *, labelled: bool = True) -> Dataset:
+    """Read one split of a table.
 
-    `columns` maps its names to text, text_pair and label; `also` holds further names of the split. Rows without a label
-    (-1 or a dash) are dropped.
+    Args:
+        table: what the reader of `path` has found.
+        path: the file or folder, for errors; the paths of images are relative to it.
+        split: the split.
+        also: further names of the split.
+        labelled: refuse a split with neither labels nor answers.
     """
-    if not is_table(path):
-        return None
-    table = _columns(path)
-    if not all(key in table.columns for key in columns):
-        return None
-    named = {columns.get(key, key): column for key, column in table.columns.items() if key not in columns.values()}
-    labels = named.get("label", ())
-    rows = [row for row, label in enumerate(labels) if label not in (None, "", "-", "-1", -1)]
-    if "label" in named and not rows:
-        return None
-    if rows:
-        chosen = np.array(rows, dtype=np.int64)
-        plain = {key: column for key, column in named.items() if key in _PLAIN_COLUMNS}
-        named = {key: LazySequence(chosen, column.__getitem__) for key, column in plain.items()}
-    return _from_table(_Table(named, table.classes), path, split, also)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Columns of equal length by name, and the class names if the file has them."""
-
-    columns: Mapping[str, Sequence[Any]]
-    classes: tuple[str, ...] | None = None
-
-
-def _columns(path: Path) -> _Table:
-    if path.is_dir() or path.name.lower().endswith(".parquet"):
-        return _Table(*read_arrow(path))
-    return _Table(read_rows(path))
-
-
-def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (), *, labelled: bool = True) -> Dataset:
     columns = table.columns
     size = max(map(len, columns.values()), default=0)
     if size == 0:
@@ -113,16 +63,10 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     keys = next((keys for keys in _INPUT_COLUMNS if all(key in columns for key in keys)), None)
     if keys is None:
         raise DataError(f"{path} has columns {first_of(columns)}; expected {_COLUMNS}.")
-    found, rows = _rows_of(split, columns.get("split"), size, path, also)
-    values = columns.get("label")
-    choices: Sequence[list[str]] | None = None
-    labels, classes = None, tuple[str, ...]()
-    if "choices" in columns:
-        values = [None] * size if values is None else values
-        choices, labels = read_choices(columns["choices"], values, rows, path)
-        classes = tuple(map(str, range(max(map(len, choices), default=0))))
-    elif values is not None and (labelled or not _are_measures(values)):
-        labels, classes = _read_labels(values, table.classes, rows, path)
+    found, rows = table.split, np.arange(size)
+    if found is None:
+        found, rows = _rows_of(split, columns.get("split"), size, path, also)
+    labels, classes, choices = _read_answers(table, rows, path, labelled)
     images, chats = keys == ("image",), keys in CHAT_COLUMNS
     inputs: Any
     if images:
@@ -134,16 +78,21 @@ def _from_table(table: _Table, path: Path, split: Split, also: Sequence[str] = (
     if not (images or chats) and len(rows) and not any("".join(texts).strip() for texts in inputs):
         raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
     targets = _texts(columns, ("target",), rows, path) if "target" in columns and not chats else None
+    targets = targets if targets and any(map(str.strip, targets)) else None
+    if labelled and labels is None and targets is None and not chats:
+        if "label" not in columns:
+            raise DataError(f"{path} has no labels; expected {table.expected}.")
+        empty = f'the column label is empty (null, NaN, -1 or "") in every row of the split {found or "all"}'
+        raise DataError(f"{path} has no labels: {empty}. Fill it.")
     return Dataset(
         inputs=inputs,
         labels=labels,
         classes=classes,
-        name=dataset_name(path),
         kind="image" if images else "text",
         split=found or "all",
-        targets=targets if targets and any(map(str.strip, targets)) else None,
+        targets=targets,
         choices=choices,
-        files=tuple(sorted(filter(Path.is_file, path.rglob("*")))) if path.is_dir() else (path,),
+        files=table.files,
     )
 
 
@@ -159,8 +108,27 @@ def _rows_of(
     return found, np.arange(size) if found is None else np.flatnonzero(codes == names[found])
 
 
+def _read_answers(
+    table: Table, rows: NDArray[np.int64], path: Path, labelled: bool
+) -> tuple[NDArray[np.int64] | None, tuple[str, ...], Sequence[list[str]] | None]:
+    """The labels of some rows, the class names, and the choices of each row if it has its own."""
+    values = table.columns.get("label")
+    if "choices" in table.columns:
+        column = table.columns["choices"]
+        choices, labels = read_choices(column, [None] * len(column) if values is None else values, rows, path)
+        return labels, tuple(map(str, range(max(map(len, choices), default=0)))), choices
+    if values is None or (not labelled and _are_measures(values)):
+        return None, (), None
+    return *_read_labels(values, table.classes, rows, path), None
+
+
 def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazySequence:
-    if isinstance(column, ArrowColumn) and not column.has_texts:
+    first = next((cell for cell in column if cell is not None), None)
+    if isinstance(first, np.ndarray):
+        return LazySequence(rows, partial(open_array, column))
+    if isinstance(first, Path):
+        return LazySequence(rows, partial(open_file, column))
+    if isinstance(first, (bytes, Mapping)):
         return LazySequence(rows, partial(open_cell, column, path))
     names = _texts({"image": column}, ("image",), rows, path)
     paths = [path.parent / name for name in names]

@@ -17,18 +17,20 @@ from ..errors import CheckpointError, DataError, TuneportError, brief
 RepoKind = Literal["model", "dataset"]
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|npz|txt|gz|zip|safetensors|bin|pt|pth|ckpt)$", re.IGNORECASE)
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".txt", ".gz", ".zip")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel", "*.zip", ".*")
 
 
-def looks_like_hub_id(reference: str | os.PathLike[str], *, bare: bool = False) -> bool:
+def looks_like_hub_id(reference: str | os.PathLike[str], *, bare: bool = False, suffixes: tuple[str, ...] = ()) -> bool:
     """True if a reference has the form `org/name`, no folder `org` exists, and it does not end like a file.
 
-    With `bare`, a name without an organisation counts too, as some old models have (`bert-base-uncased`).
+    With `bare`, a name without an organisation counts too, as some old models have (`bert-base-uncased`). Files end
+    like weights or archives, or in one of `suffixes`.
     """
     text = os.fspath(reference)
-    named = _ID.fullmatch(text) is not None and ".." not in text and not _FILE.search(text)
+    is_file = text.lower().endswith((*_FILES, *suffixes))
+    named = _ID.fullmatch(text) is not None and ".." not in text and not is_file
     return named and (bare or "/" in text) and not os.path.lexists(text) and not os.path.isdir(os.path.dirname(text))
 
 
@@ -43,9 +45,9 @@ def nearest_path(path: str | os.PathLike[str]) -> str:
     return f" Did you mean {place.parent / near[0]}?" if near else ""
 
 
-def local(reference: str | os.PathLike[str], kind: RepoKind = "model") -> Path:
-    """The path of a model or data set; a hub id is downloaded first."""
-    if not looks_like_hub_id(reference, bare=kind == "model"):
+def local(reference: str | os.PathLike[str], kind: RepoKind = "model", suffixes: tuple[str, ...] = ()) -> Path:
+    """The path of a model or data set; a hub id, which ends in none of `suffixes`, is downloaded first."""
+    if not looks_like_hub_id(reference, bare=kind == "model", suffixes=suffixes):
         return Path(reference)
     name = os.fspath(reference)
     folder = _fetch(name, kind, (*_PICKLES, *_OTHERS) if kind == "model" else _OTHERS)

@@ -12,7 +12,7 @@ from ...errors import DataError, unknown_name
 from ...io.hub import local
 from ...types import Split
 from ..dataset import Dataset
-from ..formats import read_plain
+from ..formats import read_plain, suffixes
 from .base import Task
 
 
@@ -43,7 +43,7 @@ def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
     """The task and the path of `TASK:PATH`; of a path, even one with a colon, or a hub id, None and the local path."""
     name, mark, place = str(reference).partition(":")
     if os.path.exists(reference) or not mark or "/" in name or "\\" in name or len(name) < 2:
-        return None, local(reference, "dataset")
+        return None, local(reference, "dataset", suffixes())
     return get_task(name), Path(place).expanduser()
 
 
