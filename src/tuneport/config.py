@@ -437,7 +437,11 @@ class TransferConfig(MeasureConfig):
     uniform_rank: bool = UNIFORM_RANK()
     adapter_dtype: str = ADAPTER_DTYPE()
     evaluate: bool | None = option(
-        None, help="Score the test split (default: 500).", group=SAMPLES, flags=("--evaluate/--no-evaluate",)
+        None,
+        help="Score the test split (default: 500).",
+        group=SAMPLES,
+        flags=("--evaluate/--no-evaluate",),
+        control=True,
     )
     distill: int | None = option(
         None, help="Then train this many steps: the source teaches.", least=1, listed=False, metavar="STEPS"

@@ -33,6 +33,7 @@ from ..outputs import output_of
 from ..pipeline.comparison import Role, compare
 from ..pipeline.outcome import summarize
 from ..pipeline.transfer import prepare, run
+from ..pipeline.unseen import unseen
 from ..report.record import write_record
 from ..training.loop import Schedule
 from ..types import Stage, count_steps
@@ -79,7 +80,8 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             found[f"target, ported by {name}"] = accuracy(best.apply())
             porting(1)
         made: dict[Role, Any] = {"port": (large, output_of(config).written(best.update))}
-        scored = compare(setup.models, setup.change, setup.calibration, made, test, config, name="small-mirrored")
+        on = unseen(large, setup.calibration, test)
+        scored = compare(setup.models, setup.change, setup.calibration, made, on, config, name="small-mirrored")
         more = {
             "out": str(out / "large-mirrored"),
             "as": "model",

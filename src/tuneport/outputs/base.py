@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..io.output import check_new_folder
+from ..io.output import check_new_folder, new_file
 from ..methods import Method
 from ..models.base import Model
 from ..models.weights import Scaled
 from ..pairing import Plan
 from ..report.card import model_card
 from ..report.page import report_page
-from ..report.record import Record, write_record
+from ..report.record import Record, to_json, write_record
 from ..task_vectors.account import Part
 from ..task_vectors.vector import TaskVector
 
@@ -90,6 +90,13 @@ class Output(ABC):
             The record as it was written.
         """
 
+    def rewrite(self, out: Path, record: Record, library: str | None) -> None:
+        """Put another record into an output, in place of its own, with the card and the report that follow from it."""
+        parts = {**texts_of(record, library), "tuneport.json": to_json(record) + "\n"}
+        for name, text in parts.items():
+            with new_file(out / name, overwrite=True) as file:
+                file.write_text(text, encoding="utf-8")
+
     @abstractmethod
     def read_record(self, out: Path) -> Any:
         """The run record of an output; an error of any kind if there is none."""
@@ -104,10 +111,13 @@ class Output(ABC):
         return Scaled(target.module, update.vector, target.stored_parameters())
 
 
+def texts_of(record: Record, library: str | None) -> dict[str, str]:
+    """The files for people: the model card and the report."""
+    return {"README.md": model_card(record, library), "report.html": report_page(record)}
+
+
 def write_texts(folder: Path, record: Record, library: str | None, more: Mapping[str, str] | None = None) -> Record:
     """Write the card, the report, more texts and the record next to the weights; the record is last and returned."""
-    for name, text in (more or {}).items():
+    for name, text in {**texts_of(record, library), **(more or {})}.items():
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(model_card(record, library), encoding="utf-8")
-    (folder / "report.html").write_text(report_page(record), encoding="utf-8")
     return write_record(folder / "tuneport.json", record)

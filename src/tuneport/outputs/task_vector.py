@@ -14,7 +14,7 @@ from ..io.output import check_new_file
 from ..methods import Method
 from ..pairing import Plan
 from ..report.record import Record, to_json
-from ..task_vectors.vector import save_task_vector
+from ..task_vectors.vector import load_task_vector, save_task_vector
 from .base import Output, Update
 from .sizes import update_bytes
 
@@ -46,6 +46,11 @@ class TaskVectorOutput(Output):
         about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(update.target.tensors)}
         save_task_vector(out, update.in_files(), about, overwrite=overwrite)
         return record
+
+    def rewrite(self, out: Path, record: Record, library: str | None) -> None:
+        del library
+        about = {**open_checkpoint(out).metadata, "record": to_json(record)}
+        save_task_vector(out, load_task_vector(out), about, overwrite=True)
 
     def read_record(self, out: Path) -> Any:
         return json.loads(open_checkpoint(out).metadata["record"])

@@ -7,6 +7,7 @@ encoders without classes by their fidelity to the fine-tuned source.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from ..report.samples import shown
 from ..types import Sides
 from .change import Change, is_whole
 from .heads import before_port
+from .unseen import Unseen
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
@@ -131,17 +133,20 @@ class ModelScore:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The scores of all models on one test split; the last is that of what is written."""
+    """The scores of all models on the same test samples; the last is that of what is written."""
 
-    test: Dataset
-    indices: NDArray[np.int64]  # of its samples in the whole split
+    on: Unseen
     protocol: str
     metric: Metric
     scored: Mapping[Role, ModelScore]
 
     @property
     def written(self) -> ModelScore:
-        return self.scored.get("distilled", self.scored["port"])
+        return self.scored["distilled" if "distilled" in self.scored else "port"]
+
+    @property
+    def test(self) -> Dataset:
+        return self.on.test
 
     def better(self, first: ModelScore, second: ModelScore) -> int:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
@@ -155,6 +160,8 @@ class Comparison:
         """The entries of the run record."""
         before, after, samples = self.scored["target"], self.written, len(self.test)
         entry: dict[str, Any] = {"data": self.test.name, "samples": samples}
+        if self.on.shared:
+            entry |= {"shared": self.on.shared, "held_out": self.on.held_out}
         entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}
         if "finetuned" in self.scored:
             entry["source"] = self.scored["finetuned"].value
@@ -194,7 +201,7 @@ class Comparison:
         found = {"label": before.found.labels, "before": before.found.predicted, "after": after.found.predicted}
         numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
-        return {"index": int(self.indices[index]), **words, **shown(self.test.inputs[index])}
+        return {"index": int(self.on.indices[index]), **words, **shown(self.test.inputs[index])}
 
 
 def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -209,11 +216,10 @@ def compare(
     change: Change,
     calibration: Calibration,
     made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]],
-    test: Dataset,
+    on: Unseen,
     config: MeasureConfig,
     *,
     name: str = "",
-    samples: int | None = None,
 ) -> Comparison:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
@@ -224,17 +230,14 @@ def compare(
         change: what the fine-tune changed in the source.
         calibration: whose heads are scored, with the samples that the heads were fitted on.
         made: each output, as a model and the parameters that it gets.
-        test: what is scored.
+        on: the samples that are scored.
         config: the options of the transfer.
         name: of the fine-tuned source.
-        samples: at most as many of them, in a fixed draw; all unless given.
     """
-    drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).numpy()
-    indices = np.sort(drawn[:samples])
-    test = test.subset(indices)
+    test = on.test
     protocol = "zero-shot" if calibration.heads is not None else usual_protocol(models.target, test)
     if protocol == "zero-shot" and calibration.heads is None:  # an encoder without classes
-        return _by_fidelity(models, change, made, test, indices)
+        return _by_fidelity(models, change, made, on)
 
     def score(role: Role, model: Model) -> ModelScore:
         if protocol == "zero-shot":
@@ -258,21 +261,22 @@ def compare(
         own = {"finetuned"} if before is not models.target else {"finetuned", "target"}
         scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
-    return Comparison(test, indices, protocol, metric, scored)
+    return Comparison(on, protocol, metric, scored)
 
 
 def _by_fidelity(
     models: Sides[Model],
     change: Change,
     made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]],
-    test: Dataset,
-    indices: NDArray[np.int64],
+    on: Unseen,
 ) -> Comparison:
     models.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
     with finetuned(models.source, change.vector):
-        wanted = compute_features(models.source, test)
+        wanted = compute_features(models.source, on.test)
     scored: dict[Role, ModelScore] = {}
     for role, (model, tensors) in {"target": (models.target, {}), **made}.items():
         with changed(model.module, tensors):
-            scored[role] = ModelScore(role, model.name, fidelity(compute_features(model, test), wanted))
-    return Comparison(test, indices, "fidelity", "fidelity", scored)
+            scored[role] = ModelScore(role, model.name, fidelity(compute_features(model, on.test), wanted))
+    if not all(math.isfinite(each.value) for each in scored.values()):
+        raise DataError(f"{on.test} shows no fidelity: a model gives all pairs of its samples one cosine.")
+    return Comparison(on, "fidelity", "fidelity", scored)

@@ -23,10 +23,13 @@ from ..runtime.resume import Work, fingerprint
 from ..training.state import StateFile
 from ..types import Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, usual_test
+from .evaluate import open_written
+from .heads import with_teacher_scores
 from .outcome import summarize
 from .record import conditions_of, rule_of
 from .result import Result
 from .transfer import Setup, choose_rule, prepare, run
+from .unseen import Unseen, unseen
 
 
 def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events | None = None) -> Mapping[str, Any]:
@@ -50,8 +53,9 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     with claimed(out):
         output.check_place(out, config.overwrite or config.resume, inputs=paths)
         test = read_test(inputs.data, config.columns) if config.evaluate else None
-        setup = prepare(inputs.source, inputs.finetuned, inputs.target, inputs.data, config)
-        untested = ""
+        tested = test is not None and test.labels is not None  # others are scored without a loss
+        given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
+        setup, untested = prepare(*given, config, tested=tested), ""
         if config.evaluate is None:
             usual = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
@@ -79,12 +83,13 @@ def write_run(
     """
     _check(setup, config, output_of(config), test)
     _tell_notes(setup, events)
+    on, untested = _to_score(setup, config, test, untested, events)
     with claimed(out):
-        return _write_run(setup, out, config, events, test, untested)
+        return _write_run(setup, out, config, events, on, untested)
 
 
 def _write_run(
-    setup: Setup, out: Path, config: TransferConfig, events: Events, test: Dataset | None, untested: str
+    setup: Setup, out: Path, config: TransferConfig, events: Events, on: Unseen | None, untested: str
 ) -> Mapping[str, Any]:
     method, output, scale = get_method(config.method), output_of(config), choose_rule(setup, config.scale)
     if config.scale is None and isinstance(scale, float):
@@ -95,7 +100,10 @@ def _write_run(
     if done is not None and done.get("fingerprint") == fingerprint(conditions):
         work.remove()
         events.note(f"{out} was complete already")
-        return done
+        if on is None or done.get("evaluation", {}).get("samples") == len(on.test):
+            return done
+        events.step("scoring the test split")
+        return _score_finished(setup, out, config, done, on)
     update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
     output.check_place(out, config.overwrite, needed_bytes=output.size(setup.plan, update, method))
     _resume(work, config.resume, events)
@@ -107,16 +115,18 @@ def _write_run(
             lora = config.rank if config.as_ == "adapter" else None
             result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
         found = None
-        if test is not None:
+        if on is not None:
             events.step("scoring the test split")
             made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
             outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
-            most = None if config.evaluate else USUAL
             samples = ported.setup.calibration if ported.setup is not None else setup.calibration
             given, name = (setup.models, setup.change, samples), setup.about["finetuned"]["name"]
-            found = compare(*given, outputs, test, config, name=name, samples=most)
+            try:
+                found = compare(*given, outputs, on, config, name=name)
+            except TuneportError as error:  # the port is not lost for it
+                untested = _reason(error, events)
         events.step("writing")
-        record = {**result.record, **_outcome(result, found, scale, untested)}
+        record = {**result.record, **_outcome(result.record, found, result.scale, scale, untested)}
         written = replace(result, record=record).write(out)
     except KeyboardInterrupt:
         if work.exists():
@@ -165,14 +175,60 @@ def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, even
     return passes
 
 
-def _outcome(result: Result, found: Comparison | None, scale: float | ScaleRule, reason: str) -> dict[str, Any]:
+def _to_score(
+    setup: Setup, config: TransferConfig, test: Dataset | None, untested: str, events: Events
+) -> tuple[Unseen | None, str]:
+    """Choose the test samples that are scored, and say which; where there are none, the reason."""
+    if test is None:
+        return None, untested
+    try:
+        on = unseen(setup.models.target, setup.calibration, test, None if config.evaluate else USUAL)
+    except TuneportError as error:
+        return None, _reason(error, events)
+    if on.note:
+        events.note(on.note)
+    return on, ""
+
+
+def _reason(error: TuneportError, events: Events) -> str:
+    """Say why there are no scores, and return it for the record."""
+    reason = str(error).rstrip(".")
+    events.note(f"there will be no scores: {reason}")
+    return reason
+
+
+def _score_finished(
+    setup: Setup, out: Path, config: TransferConfig, done: dict[str, Any], on: Unseen
+) -> Mapping[str, Any]:
+    """Score an output that is there already, and write what it has come to into its record, card and report."""
+    target, output, scale = setup.models.target, output_of(config), choose_rule(setup, config.scale)
+    dtype = next(target.module.parameters()).dtype
+    base = None if config.as_ == "model" else done["target"].get("path")
+    model = replace(open_written(out, base, device=target.device, dtype=dtype), name=target.name)
+    if target.reader is not None:
+        model = model.cut_at(target.reader.max_length)
+    taught = done.get("distilled", {})
+    role: Role = "distilled" if taught.get("best") or taught.get("lora") else "port"
+    samples = with_teacher_scores(setup.models, setup.change, setup.calibration.samples)
+    calibration = replace(setup.calibration, samples=samples)
+    name = setup.about["finetuned"]["name"]
+    found = compare(setup.models, setup.change, calibration, {role: (model, {})}, on, config, name=name)
+    strength = done["scale"] if role == "port" else 1.0
+    record = {**done, **_outcome(done, found, strength, scale, "")}
+    output.rewrite(out, record, target.library)
+    return record
+
+
+def _outcome(
+    record: Mapping[str, Any], found: Comparison | None, strength: float, scale: float | ScaleRule, reason: str
+) -> dict[str, Any]:
     """What the record says of the scores, and of what the transfer has come to."""
     told = summarize(
         found,
-        scale=result.scale,
+        scale=strength,
         rule=rule_of(scale),
-        head="head" in result.record,
-        distilled=bool(result.record.get("distilled", {}).get("best")),
+        head="head" in record,
+        distilled=bool(record.get("distilled", {}).get("best")),
         reason=reason,
     )
     return {**({} if found is None else found.record()), **asdict(told)}

@@ -118,15 +118,23 @@ def prepare(
     config: MeasureConfig,
     *,
     signals: frozenset[Signal] | None = None,
+    tested: bool = False,
 ) -> Setup:
     """Open everything, pair the layers and draw the samples; nothing is measured.
 
-    `signals` are those of several methods, in place of those of the method of the options.
+    Args:
+        source: the old base model.
+        finetuned: the fine-tuned source, or several.
+        target: the new base model.
+        data: a path or a Dataset, or batches for the option `loss`.
+        config: the options.
+        signals: those of several methods, in place of those of the method of the options.
+        tested: whether a labelled test split will be scored, which needs a head or a loss.
     """
     wanted = get_method(config.method).signals if signals is None else signals
     models = open_models(source, target, config)
     models, change = read_change(models, finetuned, config, has_samples=are_samples(data))
-    calibration, drawn = draw_samples(models, change, data, config, wanted, scored=_scored(config))
+    calibration, drawn = draw_samples(models, change, data, config, wanted, scored=_scored(config, tested))
     plan = make_plan(models, change, config)
     return Setup(models, change, plan, calibration, describe_inputs(models, change, plan, calibration, drawn, config))
 
@@ -212,9 +220,9 @@ def _result(
     return Result(update, done.records, kept, config, record, setup)
 
 
-def _scored(config: MeasureConfig) -> bool | None:
+def _scored(config: MeasureConfig, tested: bool) -> bool | None:
     """Whether samples are scored: to choose a scale, for an evaluation or a distillation; None: if they can be."""
-    if isinstance(config, TransferConfig) and (config.evaluate or config.distill is not None):
+    if tested or (isinstance(config, TransferConfig) and config.distill is not None):
         return True
     return None if config.scale is None else isinstance(config.scale, str)
 

@@ -90,7 +90,15 @@ def score_words(record: Record) -> str:
     """What the scores are of."""
     found = record["evaluation"]
     ends = ", with 95 % intervals" if record["accuracies"][0]["low"] is not None else ""
-    return f"{found['metric']} on {found['samples']} test samples of {found['data']}{ends}"
+    return f"{found['metric']} on {sample_words(found)}{ends}"
+
+
+def sample_words(found: Mapping[str, Any]) -> str:
+    """Which samples an evaluation is of, from its entry in a record."""
+    if found.get("held_out"):
+        return f"{found['samples']} samples of {found['data']} that calibration does not use"
+    without = f", without {found['shared']} that are calibration samples" if found.get("shared") else ""
+    return f"{found['samples']} test samples of {found['data']}{without}"
 
 
 def distilled_words(found: Mapping[str, Any]) -> str:
