@@ -118,7 +118,7 @@ def upgrade(
         source: the old base model.
         finetuned: the fine-tuned source, or an adapter of it.
         target: the new base model.
-        data: own samples; labels are only used to report scores.
+        data: own samples; labels, where there are any, calibrate the port and are reported as scores.
         events: listens to the run.
         options: the fields of `UpgradeConfig`.
 
