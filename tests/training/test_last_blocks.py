@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from builders.folders import FAMILIES, Zoo
 from tuneport import transfer
 from tuneport.errors import TuneportError
+from tuneport.job import Drawn
 from tuneport.models.open import open_model
 from tuneport.pipeline.result import Result
 from tuneport.training import last_blocks
+from tuneport.training.augment import PIXELS, Reader
 from tuneport.training.last_blocks import LastBlocks, stack_of
 from tuneport.training.state import StateFile
 
@@ -55,6 +59,16 @@ def test_only_the_last_blocks_and_what_follows_change(ported: Result) -> None:
     assert any("layers.2.self_attn.q_proj" in name for name in changed)
     assert "visual_projection.weight" in changed
     assert not [name for name in changed if "layers.0." in name or "layers.1." in name or "embeddings" in name]
+
+
+def test_every_stored_view_is_another_one(ported: Result) -> None:
+    """Of one image, in several copies and passes."""
+    assert ported.job is not None
+    assert isinstance(ported.job.samples, Drawn)
+    reader = Reader(ported.job.samples.take(np.zeros(12, dtype=np.int64)), 1, 0)
+    views = torch.cat([view.target.inputs[PIXELS] for view in last_blocks._views(reader, 4)])
+    assert len(views) == last_blocks.STORED
+    assert not any(torch.equal(one, two) for one, two in combinations(views, 2))
 
 
 def test_a_killed_run_continues_with_the_same_bits(ported: Result, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -161,6 +162,22 @@ class TestTokens:
         assert float(found.loss(one, one)) == pytest.approx(0.0, abs=1e-6)
         assert float(found.agreement(one, one)) == pytest.approx(1.0)
         assert float(found.loss(one, two)) > 0
+
+    def test_tokens_with_other_ids_are_not_compared(self, tmp_path: Path) -> None:
+        """The same tokens, two of which have changed their ids."""
+        source, target = (
+            write(tmp_path / name, make("gpt2", vocab_size=320), gpt_tokenizer(320)) for name in ("source", "target")
+        )
+        samples = drawn(source, target, Dataset(inputs=list(SENTENCES[:2]), labels=None, classes=()))
+        assert matching_of(samples).name == "tokens"
+        words = json.loads((target / "tokenizer.json").read_text())
+        vocabulary = words["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (target / "tokenizer.json").write_text(json.dumps(words))
+        other = drawn(source, target, samples.dataset)
+        assert other.models.target.reader is not None
+        assert set(other.models.target.reader.tokenizer.get_vocab()) == set(vocabulary)
+        assert matching_of(other).name == "spans"
 
     @pytest.mark.parametrize("rows", [300, 320])
     def test_texts_judge_a_student_without_its_teacher(self, tmp_path: Path, rows: int) -> None:
