@@ -26,7 +26,7 @@ from tuneport.measure.chance import LEVEL, direction, tail
 from tuneport.measure.objectives import ContrastiveLoss
 from tuneport.methods import Method, Transfer, get_method
 from tuneport.pairing import LayerPair
-from tuneport.pipeline.heads import fitted
+from tuneport.pipeline.heads import fitted, measuring
 from tuneport.pipeline.labels import measurable
 from tuneport.pipeline.scale import (
     Answers,
@@ -128,19 +128,21 @@ def compare(
     job = measurable(job)
     assert job.losses is not None
     similarity: list[LayerSimilarity] = []
-    for group in jobs_that_fit(job, COMPARED, _similarity_bytes):
-        similarity += compare_layers(
-            job.source.module,
-            job.target.module,
-            group.plan.pairs,
-            job.samples.take(slice(held_out.stop, None)),
-            held_out=job.samples.take(held_out),
-            source_loss=job.losses.source,
-            target_loss=job.losses.target,
-            completion=job.completion,
-            match=job.match,
-            progress=progress,
-        )
+    others = job.samples.take(slice(held_out.stop, None))
+    with measuring(job.on(others)):
+        for group in jobs_that_fit(job, COMPARED, _similarity_bytes):
+            similarity += compare_layers(
+                job.source.module,
+                job.target.module,
+                group.plan.pairs,
+                others,
+                held_out=job.samples.take(held_out),
+                source_loss=job.losses.source,
+                target_loss=job.losses.target,
+                completion=job.completion,
+                match=job.match,
+                progress=progress,
+            )
     tried = try_transfer(job, method, scale=scale, progress=progress) if trial else None
     return Preflight(tuple(similarity), tried, judge(tried, similarity))
 

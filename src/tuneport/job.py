@@ -124,7 +124,7 @@ class Drawn(Samples):
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
         copied = chosen.subset(np.tile(np.arange(len(chosen)), copies))
-        more = replace(copied, inputs=Views(chosen.inputs, copies, seed, ordered), scores=None)
+        more = replace(copied, inputs=Views(chosen.inputs, copies, seed, ordered), scores=None, base_scores=None)
         return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
 
     def typical(self) -> PairedBatch | None:

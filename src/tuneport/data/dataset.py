@@ -77,6 +77,7 @@ class Dataset:
     is the split's name in the source, or "all" if it has none. `files` are the files that were read, without the image
     files of single samples. `scores` (N, classes) are those that a teacher gives to the samples; of a teacher that
     labels tokens, N pairs of the spans (T, 2) and scores (T, classes) of the tokens of a text, NaN for special ones.
+    `base_scores` are those that the teacher's base gives with the teacher's head.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -94,6 +95,7 @@ class Dataset:
     label_texts: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     scores: NDArray[Any] | None = None
+    base_scores: NDArray[Any] | None = None
     choices: Sequence[Sequence[str]] | None = None
 
     def __len__(self) -> int:
@@ -120,6 +122,7 @@ class Dataset:
             labels=None if self.labels is None else self.labels[picked],
             targets=None if self.targets is None else _pick(self.targets, picked),
             scores=None if self.scores is None else self.scores[picked],
+            base_scores=None if self.base_scores is None else self.base_scores[picked],
             choices=None if self.choices is None else _pick(self.choices, picked),
         )
 

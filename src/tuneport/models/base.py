@@ -216,12 +216,15 @@ class Model:
         """Whether the live name of a parameter, or its name in the files, matches one of the patterns."""
         return any(fnmatchcase(known, glob) for known in (name, self.file_names.get(name, name)) for glob in patterns)
 
-    def with_head(self, head: Mapping[str, Tensor]) -> Model:
-        """The same model with other values of the parameters of its head; everything else is shared."""
+    def with_head(self, head: Mapping[str, Tensor], *, rounded: bool = True) -> Model:
+        """The same model with other values of the parameters of its head; everything else is shared.
+
+        They are `rounded` to the dtype in which they are written.
+        """
         module = self.module
         for name, tensor in head.items():
-            stored = tensor.to(describe(self.tensors, self.file_names[name]).dtype)  # as it is written
-            module = _with_parameter(module, name.split("."), stored)
+            dtype = describe(self.tensors, self.file_names[name]).dtype if rounded else tensor.dtype
+            module = _with_parameter(module, name.split("."), tensor.to(dtype))
         files = {self.file_names[name]: tensor for name, tensor in head.items()}
         names = {name: name for name in self.tensors if name not in files}
         return replace(self, module=module, tensors=HeadedTensors(self.tensors, names, files))

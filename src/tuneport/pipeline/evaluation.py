@@ -29,16 +29,19 @@ from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
 from ..models.heads import choose_head
 from ..report.samples import shown
+from .heads import before_port
 from .scale import Scaled
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
+HeadOf = Literal["own", "fitted"]
 WORDS: dict[Role, str] = {
     "finetuned": "the fine-tuned source",
     "target": "the target as it was",
     "port": "the port",
     "distilled": "the port, distilled",
 }
+BARE = "the target with a head fitted as the port's"
 USUAL = 500  # most samples of the test split that are scored unless all of them are asked for
 SHOWN = 12  # samples that turned right, and that turned wrong
 SMALL = 0.01  # a change of fidelity, which has no interval, that says nothing
@@ -98,6 +101,12 @@ class Scored:
     name: str
     value: float
     found: Evaluation | None = None
+    head: HeadOf | None = None  # of a classification layer: the model's own, or fitted on the calibration samples
+
+    @property
+    def words(self) -> str:
+        """What the model is."""
+        return BARE if self.role == "target" and self.head == "fitted" else WORDS[self.role]
 
     @property
     def right(self) -> NDArray[np.bool_] | None:
@@ -112,7 +121,8 @@ class Scored:
         elif self.found is not None and self.found.error is not None:
             low, high = self.value - 1.96 * self.found.error, self.value + 1.96 * self.found.error
         ends = {"low": low, "high": high, "samples": samples}
-        return {"role": self.role, "name": self.name, "words": WORDS[self.role], "value": self.value, **ends}
+        head = {} if self.head is None else {"head": self.head}
+        return {"role": self.role, "name": self.name, "words": self.words, "value": self.value, **ends, **head}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +205,10 @@ def evaluate(
 ) -> Evaluated:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
+    A target without a head for the classes is scored with one that is fitted as that of the port, see `before_port`.
+
     Args:
-        job: whose models and heads are scored.
+        job: whose models and heads are scored, with the samples that the heads were fitted on.
         made: each output, as a model and the parameters that it gets.
         test: what is scored.
         samples: at most as many of them, in a fixed draw; all unless given.
@@ -222,10 +234,14 @@ def evaluate(
     if is_whole(job):
         with finetuned_source(job):
             scored["finetuned"] = replace(score("finetuned", job.source), name=job.record["finetuned"]["name"])
-    scored["target"] = score("target", job.target)
+    before = before_port(job)
+    scored["target"] = score("target", before)
     for role, (model, tensors) in made.items():
         with changed(model.module, tensors):
             scored[role] = score(role, model)
+    if job.fits_head and job.target.classifier is not None:
+        own = {"finetuned"} if before is not job.target else {"finetuned", "target"}
+        scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
     return Evaluated(test, indices, protocol, metric, scored)
 

@@ -9,8 +9,8 @@ A token classifier is fitted on the tokens of the texts, matched by their spans,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..errors import CheckpointError, first_of
 from ..io.tensors import describe
 from ..job import Drawn, Job, Samples
 from ..maps.ridge import ridge
-from ..measure.accuracy import encode_batches
+from ..measure.accuracy import changed, encode_batches
 from ..measure.signals import frozen
 from ..measure.tokens import scores_on
 from ..models.base import Labelling, Model
@@ -67,8 +67,10 @@ def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bo
     return Sides(source, as_classifier(models.target, labelling, trust_remote_code=trust_remote_code))
 
 
-def take_head(source: Model, finetuned: Finetuned, vector: TaskVector, exclude: Sequence[str]) -> TaskVector:
-    """Give the source its trained head, whole, and return what the `vector` of a fine-tune changes in other tensors."""
+def take_head(
+    source: Model, finetuned: Finetuned, vector: TaskVector, exclude: Sequence[str]
+) -> tuple[Model, TaskVector]:
+    """The source with its trained head, whole, and what the `vector` of a fine-tune changes in other tensors."""
     others = [glob for glob in exclude if not any(source.matches(name, [glob]) for name in source.head)]
     whole = vector if len(others) == len(exclude) else change_of(source, finetuned, others)
     lost = sorted(name for name in source.fresh if name.endswith("weight") and name not in whole)
@@ -79,21 +81,26 @@ def take_head(source: Model, finetuned: Finetuned, vector: TaskVector, exclude: 
             "give that as `source`, or train with it in modules_to_save."
         )
     stored = source.stored_parameters()
-    changed = {name: stored[name].double() + whole.dense(name).double().cpu() for name in source.head if name in whole}
-    put(source.module, changed)
-    return vector.subset(name for name in vector if name not in source.head)
+    head = {name: stored[name].double() + whole.dense(name).double().cpu() for name in source.head if name in whole}
+    return source.with_head(head, rounded=False), vector.subset(name for name in vector if name not in source.head)
 
 
-def with_scores(samples: Drawn, scores: NDArray[Any]) -> Drawn:
-    """The samples with the scores of a teacher."""
+def with_scores(samples: Drawn, scores: NDArray[Any] | None, base: NDArray[Any] | None = None) -> Drawn:
+    """The samples with the scores of a teacher, and of its base; those that are not given stay."""
+    given = {"scores": scores, "base_scores": base}
     model = samples.models.source
-    if model.task == "token":
-        found = np.empty(len(scores), dtype=object)
-        found[:] = [(spans, _centred(values.T, model).T) for spans, values in scores]
-    else:
-        found = _centred(torch.as_tensor(scores).T, model).T.numpy()
-    chosen = replace(samples.chosen, scores=found)
+    found: dict[str, Any] = {name: _centred_rows(rows, model) for name, rows in given.items() if rows is not None}
+    chosen = replace(samples.chosen, **found)
     return replace(samples, dataset=chosen, indices=np.arange(len(chosen)))
+
+
+def _centred_rows(scores: NDArray[Any], model: Model) -> NDArray[Any]:
+    """The `scores` of a `Dataset`, centred over the classes."""
+    if model.task != "token":
+        return _centred(torch.as_tensor(scores).T, model).T.numpy()
+    found = np.empty(len(scores), dtype=object)
+    found[:] = [(spans, _centred(values.T, model).T) for spans, values in scores]
+    return found
 
 
 def _centred(scores: Tensor, model: Model) -> Tensor:
@@ -153,23 +160,35 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
     return X[::every], Y[::every]
 
 
-@contextmanager
-def fitted(job: Job, module: nn.Module, samples: Samples) -> Iterator[Mapping[str, Tensor]]:
-    """Context in which the target's head is fitted on these samples, if the job fits heads; yields the head."""
-    head = fit_head(job.target, module, samples) if job.fits_head else {}
-    before = {name: module.get_parameter(name).detach().clone() for name in head}
-    put(module, head)
-    try:
-        yield head
-    finally:
-        put(module, before)
+def before_port(job: Job) -> Model:
+    """The target that a port is compared with: as it was, if it has a head of its own for the classes.
+
+    A target without one gets a head in the same way as the port, fitted on its features without the port: the head's
+    gain is not the port's.
+    """
+    target = job.target
+    if not job.fits_head or target.classifier is None or f"{target.classifier}.weight" in target.own_head:
+        return target
+    return target.with_head(fit_head(target, target.module, job.samples))
 
 
-def put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give values to some parameters of a module."""
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            module.get_parameter(name).copy_(tensor)
+def fitted(job: Job, module: nn.Module, samples: Samples) -> AbstractContextManager[None]:
+    """Context in which the target's head is fitted on these samples, if the job fits heads."""
+    return changed(module, fit_head(job.target, module, samples) if job.fits_head else {})
+
+
+def measuring(job: Job) -> AbstractContextManager[None]:
+    """Context in which the target has the head that it is measured with, if its samples have scores of the base.
+
+    That head says of the target's base features what the trained head says of the source's: both models are measured
+    with the same function of their features, so that their gradients compare. It is fitted on the job's samples only,
+    so that samples which judge what is measured have no part in it.
+    """
+    samples, head = job.samples, dict[str, Tensor]()
+    if isinstance(samples, Drawn) and samples.dataset.base_scores is not None:
+        base = replace(samples.dataset, scores=samples.dataset.base_scores)
+        head = fit_head(job.target, job.target.module, replace(samples, dataset=base))
+    return changed(job.target.module, head)
 
 
 def _fit_projection(model: Model, module: nn.Module, samples: Drawn) -> dict[str, Tensor]:

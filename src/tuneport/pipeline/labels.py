@@ -24,7 +24,7 @@ from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.heads import Head
 from ..task_vectors.vector import TaskVector
-from .heads import fit_head, put, with_scores
+from .heads import with_scores
 from .scale import Scaled
 
 LABELS = ("data", "source")  # whose labels the samples have
@@ -85,25 +85,20 @@ def agreement(labelled: Dataset, known: Dataset) -> float | None:
 
 
 def measurable(job: Job, scores: tuple[NDArray[Any], NDArray[Any]] | None = None) -> Job:
-    """The job with the scores of the fine-tuned source, and with a head of the target that means the same.
+    """The job with the scores of the fine-tuned source and of its base, to which heads of the target are fitted.
 
-    That head says of the target's base features what the trained head says of the source's: both models are measured
-    with the same function of their features, so that their gradients compare. Jobs that fit no head stay as they are.
-    `scores` are those of the source's base and of the fine-tuned source, where they are known.
+    `scores` are those of the base and of the fine-tuned source, where they are known. Jobs that fit no head stay as
+    they are.
     """
     if job.teacher is None:
         return job
-    samples, source, target = job.samples, job.source, job.target
+    samples, source = job.samples, job.source
     assert isinstance(samples, Drawn)
     assert samples.heads is not None
-
-    def scored(place: int, change: TaskVector) -> Drawn:
-        assert samples.heads is not None
-        found = scores and scores[place]
-        if found is None:
-            found = scores_by(source, change, samples.heads.source, samples.chosen, batch_size=samples.size)
-        return with_scores(samples, found)
-
-    if target.classifier is not None:
-        put(target.module, fit_head(target, target.module, scored(0, TaskVector({}))))
-    return job if samples.chosen.scores is not None else replace(job, samples=scored(1, job.teacher))
+    head, chosen = samples.heads.source, samples.chosen
+    base, tuned = scores or (None, None)
+    if base is None and chosen.base_scores is None and job.target.classifier is not None:
+        base = scores_by(source, TaskVector({}), head, chosen, batch_size=samples.size)
+    if tuned is None and chosen.scores is None:
+        tuned = scores_by(source, job.teacher, head, chosen, batch_size=samples.size)
+    return replace(job, samples=with_scores(samples, None if chosen.scores is not None else tuned, base))

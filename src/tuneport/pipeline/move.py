@@ -1,7 +1,7 @@
 """The middle of a transfer: measure a job's layers, group by group, and move what the fine-tune changed in them.
 
 The statistics of a group are freed before the next group is measured. Each of several processes measures its share of
-the samples and solves its share of the layers. The division of a job changes the result by rounding only.
+the samples and solves its share of the layers. Groups and processes change the result by rounding only.
 """
 
 from __future__ import annotations

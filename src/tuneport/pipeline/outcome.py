@@ -86,7 +86,7 @@ def _recommended(evaluated: Evaluated, change: int, distilled: bool) -> str:
     on = "more texts" if evaluated.metric == "bits per character" else "labels"
     more = f"fine-tune the target on {on}" if distilled else f"add {MORE}, or fine-tune the port on {on}"
     if change < 0:
-        keep = "the target as it was" if old is None else f"the old model ({value(old)})"
+        keep = evaluated.scored["target"].words if old is None else f"the old model ({value(old)})"
         return f"Keep {keep}, or {more}: this output is worse than the target without it."
     if old is not None and evaluated.better(old, after) < 0:
         return f"Keep the old model while you can ({value(old)} against {value(after)}), or {more}."

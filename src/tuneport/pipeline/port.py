@@ -93,7 +93,7 @@ def port(
                 begin("scoring the test split")
                 made: dict[Role, Result] = {"port": ported, **({} if ported is result else {"distilled": result})}
                 outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
-                found = evaluate(job, outputs, test, test_samples)
+                found = evaluate(ported.job or job, outputs, test, test_samples)
             more = {"fingerprint": fingerprint(conditions), **_outcome(result, found, scale, untested)}
             result = replace(result, record={**result.record, **more})
             begin("writing")

@@ -140,7 +140,8 @@ def _change(
     vector, exclude = change_of(models.source, tuned, given["exclude"]), given["exclude"]
     check_changes(vector, (name for name in vector if not models.source.matches(name, exclude)), exclude)
     if headed is not None:
-        vector = take_head(models.source, tuned, vector, exclude)
+        source, vector = take_head(models.source, tuned, vector, exclude)
+        models = Sides(source, models.target)
     return models, parts, tuned, vector, headed is not None
 
 

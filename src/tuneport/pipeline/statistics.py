@@ -20,6 +20,7 @@ from ..models.offload import placed
 from ..runtime.distributed import reduce_statistics, share_of
 from ..runtime.resume import Work
 from ..types import Progress
+from .heads import measuring
 
 
 def problem_of(job: Job, statistics: Statistics) -> Problem:
@@ -58,7 +59,8 @@ def measure_job(
     if earlier is not None and progress is not None:
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
-    statistics = _measured(job, wanted, progress, earlier, keeper)
+    with measuring(job):
+        statistics = _measured(job, wanted, progress, earlier, keeper)
     more = job.samples.views(job.seed) if views and INPUT in wanted else None
     if more is not None:
         statistics = statistics.extend(_measured(job.on(more), frozenset({INPUT})))

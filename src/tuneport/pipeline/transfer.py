@@ -204,7 +204,7 @@ def _result(
         "layers": _layer_entries(job.plan, done.records),
         "not_transported": [asdict(item) for item in kept],
         **account(parts),
-        "sanity": seen.record(_of_target(seen, moved)),
+        "sanity": seen.record(None if head else _of_target(seen, moved)),
         **asdict(outcome_of(None, scale=moved.scale, rule=scale if isinstance(scale, str) else None, head=bool(head))),
     }
     if (choice := moved.choice) is not None:

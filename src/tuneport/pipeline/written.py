@@ -13,7 +13,7 @@ from ..models.open import as_classifier, open_model
 from ..task_vectors.lora_format import Adapter, is_adapter
 from ..task_vectors.lora_read import whole_tensors
 from .change import change_of, is_task_vector, opened, stated_base
-from .heads import labelling_by, put
+from .heads import labelling_by
 
 
 def open_written(
@@ -40,5 +40,7 @@ def open_written(
         head = whole_tensors(change, model.head)
     vector = change_of(model, change)
     new = vector.apply_to(model.stored_parameters())
-    put(model.module, {name: new[name] for name in vector} | head)
+    with torch.no_grad():
+        for name, tensor in ({name: new[name] for name in vector} | head).items():
+            model.module.get_parameter(name).copy_(tensor)
     return model
