@@ -89,6 +89,7 @@ class ScoredModel(TypedDict):
     low: float | None
     high: float | None
     samples: Count
+    head: NotRequired[Annotated[Literal["own", "fitted"], Keywords(description="The classification layer.")]]
 
 
 ByClass = TypedDict("ByClass", {"class": str, "samples": Count, "before": float, "after": float})

@@ -45,6 +45,7 @@ def test_evaluation_of_what_is_written(run: Run, given: list[str], tmp_path: Pat
     done = run("transfer", "--scale=1", *given, *output, "--labels", "data", "--evaluate", "--out", out, "--json")
     assert done.code == 0, done.err
     again = run("evaluate", out, "--data", data, "--json")
+    assert again.code == 0, again.err
     assert again.json["accuracy"] == done.json["evaluation"]["after"]
     assert done.json["head"]["classes"] == list(CLASSES.values())
     assert done.json["options"]["labels"] == "data"

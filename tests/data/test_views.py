@@ -37,6 +37,14 @@ class TestViews:
         assert {(view.size, view.mode) for view in one} == {((6, 9), "RGB")}
         assert any(not np.array_equal(one[i], images[i % 3]) for i in range(6))
 
+    @pytest.mark.parametrize("ordered", [False, True])
+    def test_the_views_of_a_sample_differ(self, ordered: bool) -> None:
+        """Also those of two samples that are the same."""
+        texts = list(Views([" ".join(map(str, range(40)))] * 2, 4, 0, ordered))
+        assert len(set(texts)) == 8
+        images = {view.tobytes() for view in Views([picture(0, (64, 64))] * 2, 3, 1, ordered)}
+        assert len(images) == 6
+
     def test_view_of_an_image_consists_of_its_pixels(self) -> None:
         image = picture(0)
         known = {tuple(pixel) for row in np.array(image) for pixel in row}

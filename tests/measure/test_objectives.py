@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paper.preflight import try_transfer
 from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -36,7 +37,6 @@ from builders.texts import (
     write_rows,
 )
 from builders.twins import finetuned
-from paper.preflight import try_transfer
 from tuneport import transfer
 from tuneport.cli import app
 from tuneport.data.dataset import UNLABELLED, Dataset

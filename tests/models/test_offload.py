@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from paper.preflight import compare
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -18,7 +19,6 @@ from typer.testing import CliRunner
 from builders.folders import Zoo
 from builders.runs import measured, passes_for, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
-from paper.preflight import compare
 from tuneport.cli import app
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers

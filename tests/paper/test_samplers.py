@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tuneport.pipeline.prepare import prepare
 
 from builders.folders import Zoo
 from builders.samples import labelled, raises
 from paper.samplers import PAPER_SAMPLERS
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import SAMPLERS, select
-from tuneport.pipeline.prepare import prepare
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import paper.layouts  # noqa: F401 - the layouts join the tasks
 from builders.texts import write_rows
 from tuneport.data.dataset import with_prompts
 from tuneport.data.tasks import TASKS, read_data, read_tasks

@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,18 +16,26 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from paper.preflight import try_transfer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from builders.classifiers import CLASSES, WIDER, bert, grow, write_classifier
-from builders.folders import Zoo, edit_json, images, write_data, write_processor
-from builders.runs import prepare, run
+from builders.folders import Zoo, edit_json, images, same, write_data, write_processor
+from builders.runs import Case, prepare, run
 from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.measure.samples import DatasetSamples
+from tuneport.methods import Transfer
 from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
+from tuneport.models.weights import Scaled
+from tuneport.pipeline.heads import fit_head, measurable, measuring
+from tuneport.pipeline.scale import ScaleChoice, choose_on_halves, scaled_as_written
+from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import ScaleRule
 
 
 @pytest.fixture
@@ -273,7 +283,8 @@ def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
     job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], zoo.data, samples=8).with_scores()
     own = load_file(zoo["vit-base"] / "model.safetensors")["classifier.weight"]
     trained = load_file(zoo["vit-tuned"] / "model.safetensors")["classifier.weight"]
-    fitted = job.target.module.get_parameter("classifier.weight").detach()
+    with measuring(job):
+        fitted = job.target.module.get_parameter("classifier.weight").detach().clone()
     distances = [float((centred(one.T) - centred(trained.T)).norm()) for one in (fitted, own, torch.zeros_like(own))]
     assert distances[0] <= distances[1] * 1.05 < distances[2]
 
@@ -381,6 +392,127 @@ def test_both_models_are_measured_with_the_same_function(tmp_path: Path, zoo: Zo
     folder = write_data(tmp_path / "data.npz", train=60)
     job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], folder, samples=60).with_scores()
     pixels = {"pixel_values": pixels_of(20)}
-    with torch.no_grad():
+    with measuring(job), torch.no_grad():
         trained, fitted = (centred(model.logits(model.module, pixels)) for model in job.models)  # type: ignore[misc]
     torch.testing.assert_close(trained, fitted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, "auto"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_models_come_back_as_they_went_in(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, scale: float | str, fails: bool
+) -> None:
+    def state(job: Case) -> list[Tensor]:
+        return [parameter.detach().clone() for model in job.models for parameter in model.module.parameters()]
+
+    job = prepare(*zoo.trio("vit"), zoo.data, samples=12, accept_unlikely=True)
+    before = state(job)
+    if fails:
+        monkeypatch.setattr("tuneport.pipeline.move.problem_of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        run(job, scale=scale)  # type: ignore[arg-type]
+    assert all(torch.equal(one, two) for one, two in zip(before, state(job), strict=True))
+
+
+class TestJudges:
+    """A sample that judges was not used by what it judges: another one in its place changes nothing there."""
+
+    @pytest.fixture(params=["vit", "bare"])
+    def jobs(self, request: pytest.FixtureRequest, zoo: Zoo, tmp_path: Path) -> Callable[[slice], tuple[Case, Case]]:
+        """Two jobs that differ in the images at some places of the draw; the target has its own head, or none."""
+        target = zoo["vit-target"]
+        if request.param == "bare":
+            module = transformers.ViTModel.from_pretrained(target)
+            module.save_pretrained(target := tmp_path / "bare")
+            write_processor(target, module.config.image_size)
+
+        def make(places: slice) -> tuple[Case, Case]:
+            found = []
+            pixels, labels = images(24, 1, 3)
+            for name in ("one", "other"):
+                np.savez(data := tmp_path / f"{name}.npz", x=pixels, y=labels, classes=np.array(("cat", "dog", "owl")))
+                models = zoo["vit-base"], zoo["vit-tuned"], target
+                job = prepare(*models, data, samples=24, labels="source", accept_unlikely=True)
+                drawn = np.array(job.record["data"]["indices"])[places]
+                pixels = pixels.copy()
+                pixels[drawn] = 255 - pixels[drawn]
+                found.append(job)
+            return found[0], found[1]
+
+        return make
+
+    def test_maps_of_a_half_do_not_know_the_other(
+        self, jobs: Callable[[slice], tuple[Case, Case]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[list[TaskVector]] = []
+
+        def judge(sides: tuple[Case, Case], moved: Iterable[Transfer], rule: ScaleRule) -> ScaleChoice:
+            done = list(moved)
+            seen.append([each.task_vector for each in done])
+            return choose_on_halves(sides, done, rule)
+
+        monkeypatch.setattr("tuneport.pipeline.move.choose_on_halves", judge)
+        for job in jobs(slice(12, None)):
+            run(job, scale="auto")
+        (first, second), (again, other) = seen
+        assert same(first, again), "maps of the first half, which the second judges"
+        assert not same(second, other)
+
+    def test_maps_for_a_fold_do_not_know_it(
+        self, jobs: Callable[[slice], tuple[Case, Case]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[TaskVector] = []
+
+        def scaled(job: Case, vector: TaskVector) -> Scaled:
+            seen.append(vector)
+            return scaled_as_written(job, vector)
+
+        monkeypatch.setattr("paper.preflight.scaled_as_written", scaled)
+        for job in jobs(slice(6)):
+            try_transfer(job, scale=1.0)
+        assert same(seen[0], seen[4]), "maps for the first of four folds"
+        assert not any(same(one, two) for one, two in zip(seen[1:4], seen[5:], strict=True))
+
+    def test_the_head_that_judges_is_fitted_on_the_half_of_the_maps(
+        self, jobs: Callable[[slice], tuple[Case, Case]]
+    ) -> None:
+        job = measurable(jobs(slice(0))[0])
+
+        def judged(changed: slice) -> ScaleChoice:
+            """Only the second half judges; the teacher's scores of some samples are others, and no label is."""
+            assert isinstance(job.samples, DatasetSamples)
+            data = job.samples.dataset
+            assert data.scores is not None
+            scores = data.scores.copy()
+            scores[changed] = -scores[changed]
+            samples = replace(job.samples, dataset=replace(data, scores=scores))
+            moved = Transfer(TaskVector({}), (), ())
+            return choose_on_halves(replace(job, samples=samples).halves(), [moved])
+
+        plain = judged(slice(0)).scores
+        assert plain == judged(slice(12, None)).scores, "the samples that judge"
+        assert plain != judged(slice(12)).scores, "the samples of the maps"
+
+
+class TestFit:
+    """The oracle is a regression without a head of the target's own, and that head itself."""
+
+    @pytest.mark.parametrize("good", [True, False])
+    def test_the_start_with_the_smaller_error_wins(self, zoo: Zoo, good: bool) -> None:
+        trio = zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"]
+        job = prepare(*trio, zoo.data, samples=12, labels="source", accept_unlikely=True).with_scores()
+        assert isinstance(job.samples, DatasetSamples)
+        source, target = job.models
+        trained = {name: source.module.get_parameter(name).detach() for name in target.own_head}
+        generator = torch.Generator().manual_seed(1)
+        noise = {name: 50 * torch.randn(tensor.shape, generator=generator) for name, tensor in trained.items()}
+        target = replace(target, own_head=trained if good else noise)
+        base = replace(job.samples.dataset, scores=job.samples.dataset.base_scores)  # what the trained head says
+        samples = replace(job.samples, dataset=base)
+        found, fresh = (
+            fit_head(model, target.module, samples)["classifier.weight"]
+            for model in (target, replace(target, own_head={}))
+        )
+        wanted = centred(trained["classifier.weight"].double().T).T if good else fresh
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found, fresh) != good

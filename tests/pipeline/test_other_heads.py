@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from paper.preflight import try_transfer
 from torch import Tensor
 
 from builders.classifiers import CLASSES, WIDER, bert, grow
@@ -26,11 +28,11 @@ from builders.texts import (
 )
 from builders.twins import Twin, finetuned
 from paper.finetune import prepare_training
-from paper.preflight import try_transfer
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
 from tuneport.models.open import describe_module
 from tuneport.outputs.adapter import loader_of
+from tuneport.pipeline import heads
 from tuneport.pipeline.comparison import check_test, read_test, usual_test
 from tuneport.training.loop import Schedule
 
@@ -97,6 +99,29 @@ class TestTokens:
         wanted = torch.where(inside, logits.argmax(-1), -100)
         for side in next(iter(job.samples.encoded())):  # type: ignore[attr-defined]
             assert torch.equal(side.labels, wanted[: len(side.labels), : side.labels.shape[1]])
+
+    def test_the_tokens_that_fit_a_head_are_spread_over_all_texts(
+        self, tokens: tuple[list[Path], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = prepare(*tokens[0], samples=12).with_scores()
+        seen: list[tuple[Tensor, Tensor]] = []
+        plain = heads.ridge
+
+        def spy(inputs: Tensor, wanted: Tensor, **options: Any) -> Any:
+            seen.append((inputs, wanted))
+            return plain(inputs, wanted, **options)
+
+        monkeypatch.setattr(heads, "ridge", spy)
+        for most in (heads.MOST_TOKENS, 20):
+            monkeypatch.setattr(heads, "MOST_TOKENS", most)
+            heads.fit_head(job.target, job.target.module, job.samples)
+        count = len(seen[0][0])
+        texts = list(job.samples.chosen.inputs)  # type: ignore[attr-defined]
+        assert count == int(logits_of(tokens[1], texts)[1].sum()), "all tokens, but special ones"
+        places = range(0, count, math.ceil(count / 20))
+        assert 10 < len(places) <= 20
+        for found, whole in zip(seen[1], seen[0], strict=True):
+            assert torch.equal(found, whole[list(places)])
 
     def test_an_adapter_arrives_and_plain_peft_loads_it(self, tokens: tuple[list[Path], Any], tmp_path: Path) -> None:
         peft = pytest.importorskip("peft")
@@ -203,7 +228,7 @@ class TestBoth:
         self, kind: str, request: pytest.FixtureRequest
     ) -> None:
         paths, _ = request.getfixturevalue(kind)
-        result = transfer(*paths, samples=24)
+        result = transfer(*paths, samples=48)  # a half determines a head of 16 inputs
         assert result.scale == 1.0
         taught = result.distill(steps=1).record["distilled"]
         assert taught["matching"] == {"tokens": "classes", "numbers": "numbers"}[kind]

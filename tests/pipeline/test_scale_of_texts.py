@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paper.preflight import judge, try_transfer
 from torch import nn
 from torch.nn import functional as F
 
 from builders.runs import prepare, run
 from builders.texts import gpt_tokenizer, make, write
-from paper.preflight import judge, try_transfer
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.data.views import VIEWS

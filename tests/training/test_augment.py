@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ from torch import Tensor
 
 from builders.folders import Zoo
 from builders.runs import prepare
+from builders.texts import SENTENCES, bert_tokenizer, make, write
+from tuneport.data.dataset import Dataset
+from tuneport.measure.objectives import OBJECTIVES
 from tuneport.measure.samples import DatasetSamples
+from tuneport.models.open import open_model
 from tuneport.models.tokenizer import Encoded
 from tuneport.training import augment
 from tuneport.training.augment import PIXELS, Reader, blend, turn
@@ -89,3 +95,14 @@ def test_views_follow_from_the_seed(drawn: DatasetSamples) -> None:
 
     assert torch.equal(view(3), view(3))
     assert not torch.equal(view(3), view(4))
+
+
+def test_each_copy_of_a_text_is_another_view(tmp_path: Path) -> None:
+    folder = write(tmp_path / "bert", make("bert"), bert_tokenizer())
+    models = Sides(open_model(folder), open_model(folder))
+    data = Dataset(inputs=list(SENTENCES[:4]), labels=None, classes=())
+    samples = DatasetSamples(models, data, np.arange(4), None, 4, OBJECTIVES["classification"])
+    reader = Reader(samples, 3, 0)
+    views = [reader.view(np.array([0, 1]), copy).target.inputs["input_ids"].tolist() for copy in range(3)]
+    assert views == [reader.view(np.array([0, 1]), copy).source.inputs["input_ids"].tolist() for copy in range(3)]
+    assert not any(one == two for one, two in combinations(views, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from tuneport.pipeline.lesson import prepare_lesson, run_lesson
+from tuneport.pipeline.lesson import Prepared, prepare_lesson, run_lesson
 
 from builders.classifiers import WIDER, bert
 from builders.folders import Zoo
@@ -31,12 +32,13 @@ from tuneport.pipeline.result import Result
 from tuneport.pipeline.samples import SCORED
 from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
-from tuneport.task_vectors.vector import save_task_vector
+from tuneport.task_vectors.vector import TaskVector, save_task_vector
 from tuneport.training import distill
 from tuneport.training.distill import Lesson, Mark
 from tuneport.training.loop import Schedule, run_steps
 from tuneport.training.matching import Matching, matching_of
 from tuneport.training.state import StateFile
+from tuneport.training.student import student_of
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,48 @@ def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path) -> 
         one, two = (module.eval()(pixel_values=pixels).logits for module in (loaded, found.apply()))
     # the same float32 weights, in two modules
     assert torch.allclose(one, two, atol=1e-5)
+
+
+class TestStudent:
+    @pytest.fixture
+    def lesson(self, tmp_path: Path) -> Prepared:
+        """Two GPT-2s of one tokenizer, with dropout."""
+        words, rates = gpt_tokenizer(), {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+        teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), words)
+        student = write(tmp_path / "student", make("gpt2", LARGE, vocab_size=320, **rates), words)
+        texts = Dataset(inputs=list(SENTENCES), labels=None, classes=())
+        return prepare_lesson(teacher, student, texts, Lesson(4), samples=16)
+
+    def test_it_learns_without_dropout(self, lesson: Prepared) -> None:
+        """Also if it is given in training mode: its weights and its curve are those of a student without dropout."""
+        learnt = []
+        for rate in (0.3, 0.0):
+            student = student_of(lesson.samples.models.target, TaskVector({})).module.train()
+            for part in student.modules():
+                if isinstance(part, nn.Dropout):
+                    part.p = rate
+            found = distill.distill(lesson.samples, student, lesson.lesson)
+            learnt.append((state(found.module), found.curve))
+        assert learnt[0][1] == learnt[1][1]
+        assert all(torch.equal(tensor, learnt[1][0][name]) for name, tensor in learnt[0][0].items())
+
+    def test_embeddings_and_vocabulary_heads_stay(self, lesson: Prepared) -> None:
+        target = lesson.samples.models.target
+        student = student_of(target, TaskVector({})).module
+        distill.distill(lesson.samples, student, lesson.lesson)
+        before = target.module.state_dict()
+        stay = {name for name, tensor in student.state_dict().items() if torch.equal(tensor, before[name])}
+        assert stay == {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
+
+    def test_each_view_of_a_held_out_sample_is_another_one(self, ported: Result) -> None:
+        assert ported.job is not None
+        seen: list[Tensor] = []
+        module = ported.job.source.module
+        with module.register_forward_pre_hook(lambda *call: seen.append(call[-1]["pixel_values"]), with_kwargs=True):
+            ported.distill(1)
+        views = [one for one in seen if len(one) == 3]  # of three held-out images: as they are, and four views
+        assert len(views) == 5
+        assert not any(torch.equal(one, two) for one, two in combinations(views, 2))
 
 
 class TestEverySampleCounts:

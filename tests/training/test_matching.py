@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from tuneport.job import Drawn
 
 from builders.chats import chat_tokenizer
 from builders.folders import Zoo
@@ -23,7 +25,6 @@ from tuneport.data.choices import without_labels
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.objectives import choose_objective
-from tuneport.measure.samples import DatasetSamples
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 from tuneport.training import matching
@@ -33,12 +34,12 @@ from tuneport.types import Sides
 OTHER = Size(width=24, depth=3, heads=4, head_width=6, hidden=40, seed=3)
 
 
-def drawn(source: Path, target: Path, data: Dataset, heads: Sides[Head] | None = None) -> DatasetSamples:
+def drawn(source: Path, target: Path, data: Dataset, heads: Sides[Head] | None = None) -> Drawn:
     models = Sides(open_model(source), open_model(target))
-    return DatasetSamples(models, data, np.arange(len(data)), heads, len(data), choose_objective(data, models))
+    return Drawn(models, data, np.arange(len(data)), heads, len(data), choose_objective(data, models))
 
 
-def answers(samples: DatasetSamples) -> tuple[Any, Any]:
+def answers(samples: Drawn) -> tuple[Any, Any]:
     """Both models' answers to all samples."""
     found, encoded = matching_of(samples), next(samples.encoded())
     with torch.no_grad():
@@ -134,12 +135,12 @@ class TestSimilarities:
 
 class TestTokens:
     @pytest.fixture
-    def writers(self, tmp_path: Path) -> DatasetSamples:
+    def writers(self, tmp_path: Path) -> Drawn:
         source = write(tmp_path / "source", make("gpt2", vocab_size=320), gpt_tokenizer())
         target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer())
         return drawn(source, target, Dataset(inputs=list(SENTENCES[:4]), labels=None, classes=()))
 
-    def test_one_tokenizer_compares_distributions(self, writers: DatasetSamples) -> None:
+    def test_one_tokenizer_compares_distributions(self, writers: Drawn) -> None:
         found = matching_of(writers)
         assert found.name == "tokens"
         (one, labels, first), (two, _, _) = answers(writers)
@@ -161,6 +162,22 @@ class TestTokens:
         assert float(found.loss(one, one)) == pytest.approx(0.0, abs=1e-6)
         assert float(found.agreement(one, one)) == pytest.approx(1.0)
         assert float(found.loss(one, two)) > 0
+
+    def test_tokens_with_other_ids_are_not_compared(self, tmp_path: Path) -> None:
+        """The same tokens, two of which have changed their ids."""
+        source, target = (
+            write(tmp_path / name, make("gpt2", vocab_size=320), gpt_tokenizer(320)) for name in ("source", "target")
+        )
+        samples = drawn(source, target, Dataset(inputs=list(SENTENCES[:2]), labels=None, classes=()))
+        assert matching_of(samples).name == "tokens"
+        words = json.loads((target / "tokenizer.json").read_text())
+        vocabulary = words["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (target / "tokenizer.json").write_text(json.dumps(words))
+        other = drawn(source, target, samples.dataset)
+        assert other.models.target.reader is not None
+        assert set(other.models.target.reader.tokenizer.get_vocab()) == set(vocabulary)
+        assert matching_of(other).name == "spans"
 
     @pytest.mark.parametrize("rows", [300, 320])
     def test_texts_judge_a_student_without_its_teacher(self, tmp_path: Path, rows: int) -> None:
