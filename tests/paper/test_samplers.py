@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tuneport.pipeline.prepare import prepare
 
 from builders.folders import Zoo
+from builders.runs import prepare
 from builders.samples import labelled, raises
 from paper.samplers import PAPER_SAMPLERS
 from tuneport.data.dataset import Dataset

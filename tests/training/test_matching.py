@@ -15,7 +15,6 @@ from scipy.special import rel_entr, softmax
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-from tuneport.job import Drawn
 
 from builders.chats import chat_tokenizer
 from builders.folders import Zoo
@@ -25,6 +24,7 @@ from tuneport.data.choices import without_labels
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.objectives import choose_objective
+from tuneport.measure.samples import DatasetSamples
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 from tuneport.training import matching
@@ -34,12 +34,12 @@ from tuneport.types import Sides
 OTHER = Size(width=24, depth=3, heads=4, head_width=6, hidden=40, seed=3)
 
 
-def drawn(source: Path, target: Path, data: Dataset, heads: Sides[Head] | None = None) -> Drawn:
+def drawn(source: Path, target: Path, data: Dataset, heads: Sides[Head] | None = None) -> DatasetSamples:
     models = Sides(open_model(source), open_model(target))
-    return Drawn(models, data, np.arange(len(data)), heads, len(data), choose_objective(data, models))
+    return DatasetSamples(models, data, np.arange(len(data)), heads, len(data), choose_objective(data, models))
 
 
-def answers(samples: Drawn) -> tuple[Any, Any]:
+def answers(samples: DatasetSamples) -> tuple[Any, Any]:
     """Both models' answers to all samples."""
     found, encoded = matching_of(samples), next(samples.encoded())
     with torch.no_grad():
@@ -135,12 +135,12 @@ class TestSimilarities:
 
 class TestTokens:
     @pytest.fixture
-    def writers(self, tmp_path: Path) -> Drawn:
+    def writers(self, tmp_path: Path) -> DatasetSamples:
         source = write(tmp_path / "source", make("gpt2", vocab_size=320), gpt_tokenizer())
         target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer())
         return drawn(source, target, Dataset(inputs=list(SENTENCES[:4]), labels=None, classes=()))
 
-    def test_one_tokenizer_compares_distributions(self, writers: Drawn) -> None:
+    def test_one_tokenizer_compares_distributions(self, writers: DatasetSamples) -> None:
         found = matching_of(writers)
         assert found.name == "tokens"
         (one, labels, first), (two, _, _) = answers(writers)
