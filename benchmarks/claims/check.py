@@ -34,7 +34,7 @@ else:
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "paper/recipes"
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ("README.md", "docs/benchmarks.md", "docs/move-a-lora.md")
+PAGES = ("README.md", "docs/results.md")
 NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER})( ?%?)<!-- ([^>]+?) -->")
 TABLE = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
