@@ -18,6 +18,7 @@ from tuneport.models.heads import Head
 from tuneport.pairing import Plan
 from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.change import Change
+from tuneport.pipeline.estimate import describe
 from tuneport.pipeline.heads import with_teacher_scores
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.run import write_run
@@ -151,8 +152,13 @@ def port(
 class Listener(Events):
     """Calls functions with what a run says."""
 
-    def __init__(self, note: Callable[[str], Any] | None = None, progress: Callable[[int], Any] | None = None) -> None:
-        self._note, self._progress = note, progress
+    def __init__(
+        self,
+        note: Callable[[str], Any] | None = None,
+        progress: Callable[[int], Any] | None = None,
+        mark: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._note, self._progress, self._mark = note, progress, mark
 
     def note(self, text: str) -> None:
         if self._note is not None:
@@ -161,6 +167,10 @@ class Listener(Events):
     def advance(self, count: int) -> None:
         if self._progress is not None:
             self._progress(count)
+
+    def mark(self, mark: Any) -> None:
+        if self._mark is not None:
+            self._mark(mark)
 
 
 def measured(case: Case, **more: Any) -> Statistics:
@@ -171,6 +181,12 @@ def measured(case: Case, **more: Any) -> Statistics:
 def problem(case: Case, statistics: Statistics) -> Problem:
     """What the method of a prepared transfer solves."""
     return problem_of(case.measurement, case.task_vector, statistics)
+
+
+def expected(case: Case, method: str | Method | None = None, *, tested: int = 0, **options: Any) -> dict[str, Any]:
+    """What a prepared transfer would do, with other options."""
+    case = case.using(**options, **({} if method is None else {"method": method}))
+    return describe(case.setup, case.config, tested=tested)
 
 
 def passes_for(case: Case, budget: int | None = None, *, method: str | Method | None = None) -> Passes | None:

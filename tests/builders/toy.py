@@ -19,7 +19,6 @@ from tuneport.measure.tokens import match_tokens
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers
 from tuneport.task_vectors.vector import TaskVector
-from tuneport.types import Completion
 
 
 class Attention(nn.Module):
@@ -132,7 +131,6 @@ def problem(
     signals: frozenset[str],
     *,
     count: int = 256,
-    completion: Completion = "svd",
 ) -> Problem:
     """Measure two toys and pose the problem of moving `moved - source` to the target.
 
@@ -155,7 +153,7 @@ def problem(
         match=match_tokens(first, second),
     )
     changes = TaskVector.between(source.state_dict(), moved.state_dict())
-    return Problem(between, changes, statistics, completion, source.state_dict(), target.state_dict())
+    return Problem(between, changes, statistics, source.state_dict(), target.state_dict())
 
 
 def resized(images: Tensor, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from builders.clip_twins import clip_twin, random_clip
 from builders.toy import ToyViT, batches, changed, finetuned, problem, twin
 from tuneport.layers import find_layers, find_loose
 from tuneport.measure.capture import measure_pairs
-from tuneport.methods import METHODS, Problem, Transfer
+from tuneport.methods import METHODS, BilinearAlignment, Problem, Transfer
 from tuneport.pairing import pair_layers
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Completion
 
 SHAPES = {
     "equal": {"heads": 2, "head_width": 4, "hidden": 20},
@@ -39,15 +41,17 @@ def assert_full_rank(answer: Transfer, posed: Problem) -> None:
 
 @pytest.mark.parametrize("completion", ["svd", "none"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_twin_answers_like_the_finetuned_source(shape: str, completion) -> None:
+def test_a_twin_answers_like_the_finetuned_source(shape: str, completion: Completion) -> None:
     source = ToyViT()
     moved, target = finetuned(source), twin(source, **SHAPES[shape])
     images = batches(64, seed=99)[0][0]
     with torch.no_grad():
         assert float((source(images) - target(images)).abs().max()) < 1e-4  # the twin is one
         shift = float((source(images) - moved(images)).abs().max())
-    method = METHODS["bico"]
-    posed = problem(source, moved, target, method.signals, completion=completion)
+    bico = METHODS["bico"]
+    assert isinstance(bico, BilinearAlignment)
+    method = replace(bico, completion=completion)
+    posed = problem(source, moved, target, method.signals)
     answer = method.transfer(posed)
     assert_full_rank(answer, posed)
     with torch.no_grad():

@@ -8,7 +8,7 @@ value, over the least one that is not zero: 1e-7 of it here), and in the task ve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from benchmarks import reference
 from builders.folders import load, scatter, write_head, write_processor, write_tokenizer
 from builders.runs import Case, prepare, run
 from tuneport import transfer
+from tuneport.methods import BilinearAlignment, Method, get_method
 from tuneport.pipeline.result import Result
 from tuneport.types import Signal
 
@@ -88,16 +89,23 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    """Folders, a job from them for all methods, and the reference's signals; `soft` are without the exponential."""
+class Prepared:
+    """Folders, a case from them for all methods, and the reference's signals; `soft` are without the exponential."""
 
     folders: tuple[Path, Path, Path]
-    job: Case
+    case: Case
     signals: tuple[reference.Signals, reference.Signals]
     soft: tuple[reference.Signals, reference.Signals]
 
     def determined(self, method: str) -> dict[str, NDArray[np.float64]]:
-        return dense(run(self.job, method, scale=1.0))
+        return dense(run(self.case, without_completion(method), scale=1.0))
+
+
+def without_completion(method: str) -> Method:
+    """The method, whose maps are only what the samples determine."""
+    found = get_method(method)
+    assert isinstance(found, BilinearAlignment)
+    return replace(found, completion="none")
 
 
 def dense(result: Result) -> dict[str, NDArray[np.float64]]:
@@ -113,18 +121,18 @@ def differences(found: dict[str, NDArray[np.float64]], wanted: reference.Moved) 
 
 
 @pytest.fixture(scope="module", params=["vision wider", "vision deeper", "vision narrower", "clip wider"])
-def case(request: pytest.FixtureRequest, towers: Towers) -> Case:
+def case(request: pytest.FixtureRequest, towers: Towers) -> Prepared:
     kind, target = request.param.split()
     folders = towers.folders(kind, target)
     ends = folders[0], folders[2]
     head = "animals" if kind == "vision" else None
     signals = [reference.measure(*ends, towers.samples, head, factor) for factor in (math.exp, float)]
-    job = prepare(*folders, towers.data, signals=SIGNALS, samples=SAMPLES, dtype="float64", completion="none")
-    return Case(folders, job, *signals)
+    prepared = prepare(*folders, towers.data, signals=SIGNALS, samples=SAMPLES, dtype="float64")
+    return Prepared(folders, prepared, *signals)
 
 
 @pytest.mark.parametrize("method", reference.METHODS)
-def test_what_the_samples_determine_agrees(case: Case, method: str) -> None:
+def test_what_the_samples_determine_agrees(case: Prepared, method: str) -> None:
     wanted = reference.move(case.folders, case.signals, method, complete=False)
     found = case.determined(method)
     assert max(differences(found, wanted).values()) < CLOSE
@@ -133,7 +141,7 @@ def test_what_the_samples_determine_agrees(case: Case, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["bico", "theseus"])
-def test_maps_of_full_rank_agree_with_a_plain_svd(case: Case, method: str, towers: Towers) -> None:
+def test_maps_of_full_rank_agree_with_a_plain_svd(case: Prepared, method: str, towers: Towers) -> None:
     wanted = reference.move(case.folders, case.signals, method)
     result = transfer(*case.folders, towers.data, method=method, scale=1.0, samples=SAMPLES, dtype="float64")
     filled = differences(dense(result), wanted)
@@ -144,18 +152,7 @@ def test_maps_of_full_rank_agree_with_a_plain_svd(case: Case, method: str, tower
     assert {name for name in filled if name.split(".")[-2] not in low} == set(full)
 
 
-def test_norms_move_with_the_layers_that_read_them(case: Case, towers: Towers) -> None:
-    wanted = reference.move(case.folders, case.signals, "theseus", complete=False, norms=True)
-    options: Any = {"method": "theseus", "completion": "none", "scale": 1.0, "samples": SAMPLES, "dtype": "float64"}
-    result = transfer(*case.folders, towers.data, norms="rotate", **options)
-    assert max(differences(dense(result), wanted).values()) < CLOSE
-    assert set(result.task_vector) == set(wanted.deltas)
-    left = {item["tensor"] for item in result.record["left_behind"] if item["tensor"].startswith("vision_model")}
-    assert left
-    assert not any("layer_norm" in name or "post_layernorm" in name for name in left)
-
-
-def test_another_temperature_would_be_noticed(case: Case) -> None:
+def test_another_temperature_would_be_noticed(case: Prepared) -> None:
     """The factor of a cosine is the exponential of what is stored; with the stored number itself the maps differ."""
     found = case.determined("bico")
     soft = reference.move(case.folders, case.soft, "bico", complete=False)

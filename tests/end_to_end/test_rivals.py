@@ -58,7 +58,7 @@ def pose(source: nn.Module, tuned: nn.Module, target: nn.Module) -> Problem:
     )
     vector = TaskVector.between(dict(source.named_parameters()), dict(tuned.named_parameters()))
     weights = (dict(model.named_parameters()) for model in (source, target))
-    return Problem(plan, vector, Statistics(), "svd", *weights)
+    return Problem(plan, vector, Statistics(), *weights)
 
 
 def shuffled(model: Any, seed: int = 4) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
@@ -243,7 +243,7 @@ def test_transfusion_puts_classes_in_the_order_of_the_target() -> None:
     pairs = tuple(replace(p, output_map=classes) if p.target.role == "classifier" else p for p in between.pairs)
     vector = TaskVector.between(source.state_dict(), tuned.state_dict())
     weights = (dict(model.named_parameters()) for model in (source, target))
-    posed = Problem(replace(between, pairs=pairs), vector, Statistics(), "svd", *weights)
+    posed = Problem(replace(between, pairs=pairs), vector, Statistics(), *weights)
     answer = TransFusion().transfer(posed).task_vector
     assert torch.equal(answer.dense("classifier.weight"), vector.dense("classifier.weight")[order])
     assert torch.equal(answer.dense("classifier.bias"), vector.dense("classifier.bias")[order])

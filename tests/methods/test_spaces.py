@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from builders.runs import prepare
+from builders.runs import expected, prepare
 from builders.texts import FAMILIES, Size, make, scatter
 from builders.twins import Twin, moved
 from tuneport import transfer
@@ -22,7 +22,6 @@ from tuneport.methods.transfusion.spaces import TURNED, UNMATCHED, places_of
 from tuneport.models.base import Model
 from tuneport.models.open import describe_module
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.estimate import describe
 from tuneport.pipeline.plan import plan_of
 from tuneport.task_vectors.vector import TaskVector
 
@@ -120,7 +119,7 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
             answer(target), answer(source), atol=2e-4, rtol=1e-4
         )  # the copy computes the same function
     result = transfer(source, tuned, target, method="transfusion")
-    planned = describe(prepare(source, tuned, target, signals="transfusion"), "transfusion")
+    planned = expected(prepare(source, tuned, target, signals="transfusion"))
     assert [asdict(item) for item in result.not_transported] == planned["not_transported"]
     before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
     kept = set()
@@ -144,7 +143,7 @@ def test_partial_task_vectors_move_or_are_kept_as_unmatched(changed: tuple[str, 
     vector = TaskVector({name: entry for name, entry in whole.items() if any(word in name for word in changed)})
     plan = plan_of(describe_module(source), describe_module(target), vector)
     weights = (dict(module.named_parameters()) for module in (source, target))
-    answer = TransFusion().transfer(Problem(plan, vector, Statistics(), "svd", *weights))
+    answer = TransFusion().transfer(Problem(plan, vector, Statistics(), *weights))
     before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
     for name in answer.task_vector:
         tau = (after[name] - before[name]).detach()
@@ -196,7 +195,7 @@ def test_units_of_rotary_queries_and_keys_keep_their_order_inside_a_head(family:
         describe_module(strangers),
         TaskVector.between(*map(weights_of, (source, moved(source)))),
     )
-    found = match_weights(Problem(plan, TaskVector({}), Statistics(), "svd", weights_of(source), weights_of(strangers)))
+    found = match_weights(Problem(plan, TaskVector({}), Statistics(), weights_of(source), weights_of(strangers)))
     turned = {space: order for space, order in found.items() if space is not None and space[1] == TURNED}
     assert len(turned) == SIZE.depth
     for (stack, _, block), order in turned.items():

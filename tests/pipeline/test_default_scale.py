@@ -14,14 +14,13 @@ from builders.texts import SENTENCES, gpt_tokenizer, make, write, write_rows
 from builders.toy import ToyViT, batches, finetuned, loss
 from tuneport.config import parse_scale
 from tuneport.errors import TuneportError
-from tuneport.methods import METHODS
 from tuneport.pipeline.transfer import choose_rule, transfer
 
 
 def test_images_are_scored_with_caution(zoo: Zoo) -> None:
     job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=12)
-    assert choose_rule(job, None) == "safe"
-    assert choose_rule(job, 1) == 1.0, "the paper's scale is one number away"
+    assert choose_rule(job.setup, None) == "safe"
+    assert choose_rule(job.setup, 1) == 1.0, "the paper's scale is one number away"
 
 
 @pytest.mark.parametrize("method", ["bico", "bico+", "theseus", "naive"])
@@ -35,7 +34,7 @@ def test_texts_of_a_language_model_are_scored_by_auto(tmp_path: Path) -> None:
     words = gpt_tokenizer()
     models = [write(tmp_path / name, make("llama", vocab_size=len(words)), words) for name in ("a", "b")]
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in SENTENCES])
-    assert choose_rule(prepare(models[0], None, models[1], data, samples=8), None) == "auto"
+    assert choose_rule(prepare(models[0], None, models[1], data, samples=8).setup, None) == "auto"
 
 
 def unlabelled(folder: Path) -> Path:
@@ -45,17 +44,17 @@ def unlabelled(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("method", "data"), [("theseus", unlabelled), ("naive", lambda _: None)])
 def test_samples_that_cannot_be_scored_leave_it_at_one(zoo: Zoo, tmp_path: Path, method: str, data: Any) -> None:
-    job = prepare(*zoo.trio("clip_vision"), data(tmp_path), signals=METHODS[method], scored=None, samples=12)
-    assert choose_rule(job, None) == 1.0
+    job = prepare(*zoo.trio("clip_vision"), data(tmp_path), method=method, samples=12)
+    assert choose_rule(job.setup, None) == 1.0
 
 
 def test_own_batches_leave_it_at_one() -> None:
     source, target = ToyViT(seed=0), ToyViT(seed=1)
     job = prepare(source, finetuned(source), target, batches(count=16, batch=8), loss=loss)
-    assert choose_rule(job, None) == 1.0
+    assert choose_rule(job.setup, None) == 1.0
 
 
 def test_wrong_scales_are_refused() -> None:
     for wrong in ("much", "nan", float("inf")):
-        with pytest.raises(TuneportError, match="the scale must be"):
+        with pytest.raises(TuneportError, match="`scale` must be"):
             parse_scale(wrong)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from paper.preflight import try_transfer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,13 +26,14 @@ from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.measure.measurement import Measurement
 from tuneport.measure.samples import DatasetSamples
 from tuneport.methods import Transfer
 from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
-from tuneport.models.weights import Scaled
-from tuneport.pipeline.heads import fit_head, measurable, measuring
-from tuneport.pipeline.scale import ScaleChoice, choose_on_halves, scaled_as_written
+from tuneport.outputs import ModelOutput
+from tuneport.pipeline.heads import fit_head, measuring
+from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import ScaleRule
 
@@ -283,7 +283,7 @@ def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
     job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], zoo.data, samples=8).with_scores()
     own = load_file(zoo["vit-base"] / "model.safetensors")["classifier.weight"]
     trained = load_file(zoo["vit-tuned"] / "model.safetensors")["classifier.weight"]
-    with measuring(job):
+    with measuring(job.target, job.samples):
         fitted = job.target.module.get_parameter("classifier.weight").detach().clone()
     distances = [float((centred(one.T) - centred(trained.T)).norm()) for one in (fitted, own, torch.zeros_like(own))]
     assert distances[0] <= distances[1] * 1.05 < distances[2]
@@ -392,7 +392,7 @@ def test_both_models_are_measured_with_the_same_function(tmp_path: Path, zoo: Zo
     folder = write_data(tmp_path / "data.npz", train=60)
     job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], folder, samples=60).with_scores()
     pixels = {"pixel_values": pixels_of(20)}
-    with measuring(job), torch.no_grad():
+    with measuring(job.target, job.samples), torch.no_grad():
         trained, fitted = (centred(model.logits(model.module, pixels)) for model in job.models)  # type: ignore[misc]
     torch.testing.assert_close(trained, fitted, atol=1e-3, rtol=1e-3)
 
@@ -408,7 +408,7 @@ def test_models_come_back_as_they_went_in(
     job = prepare(*zoo.trio("vit"), zoo.data, samples=12, accept_unlikely=True)
     before = state(job)
     if fails:
-        monkeypatch.setattr("tuneport.pipeline.move.problem_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("tuneport.pipeline.solve.problem_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         run(job, scale=scale)  # type: ignore[arg-type]
     assert all(torch.equal(one, two) for one, two in zip(before, state(job), strict=True))
@@ -446,37 +446,24 @@ class TestJudges:
     ) -> None:
         seen: list[list[TaskVector]] = []
 
-        def judge(sides: tuple[Case, Case], moved: Iterable[Transfer], rule: ScaleRule) -> ScaleChoice:
+        def chosen(
+            judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule
+        ) -> ScaleChoice:
             done = list(moved)
             seen.append([each.task_vector for each in done])
-            return choose_on_halves(sides, done, rule)
+            return choose_on_halves(judge, sides, done, rule)
 
-        monkeypatch.setattr("tuneport.pipeline.move.choose_on_halves", judge)
+        monkeypatch.setattr("tuneport.pipeline.solve.choose_on_halves", chosen)
         for job in jobs(slice(12, None)):
             run(job, scale="auto")
         (first, second), (again, other) = seen
         assert same(first, again), "maps of the first half, which the second judges"
         assert not same(second, other)
 
-    def test_maps_for_a_fold_do_not_know_it(
-        self, jobs: Callable[[slice], tuple[Case, Case]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        seen: list[TaskVector] = []
-
-        def scaled(job: Case, vector: TaskVector) -> Scaled:
-            seen.append(vector)
-            return scaled_as_written(job, vector)
-
-        monkeypatch.setattr("paper.preflight.scaled_as_written", scaled)
-        for job in jobs(slice(6)):
-            try_transfer(job, scale=1.0)
-        assert same(seen[0], seen[4]), "maps for the first of four folds"
-        assert not any(same(one, two) for one, two in zip(seen[1:4], seen[5:], strict=True))
-
     def test_the_head_that_judges_is_fitted_on_the_half_of_the_maps(
         self, jobs: Callable[[slice], tuple[Case, Case]]
     ) -> None:
-        job = measurable(jobs(slice(0))[0])
+        job = jobs(slice(0))[0].with_scores()
 
         def judged(changed: slice) -> ScaleChoice:
             """Only the second half judges; the teacher's scores of some samples are others, and no label is."""
@@ -485,9 +472,9 @@ class TestJudges:
             assert data.scores is not None
             scores = data.scores.copy()
             scores[changed] = -scores[changed]
-            samples = replace(job.samples, dataset=replace(data, scores=scores))
-            moved = Transfer(TaskVector({}), (), ())
-            return choose_on_halves(replace(job, samples=samples).halves(), [moved])
+            measured = job.on(replace(job.samples, dataset=replace(data, scores=scores))).measurement
+            judge = Judge(job.target, measured.calibration, ModelOutput(), fits_head=True)
+            return choose_on_halves(judge, measured.halves(), [Transfer(TaskVector({}), (), ())])
 
         plain = judged(slice(0)).scores
         assert plain == judged(slice(12, None)).scores, "the samples that judge"

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from builders import toy
 from builders.folders import SAMPLES, Zoo, cross
-from builders.runs import Case, measured, port, prepare
+from builders.runs import Case, expected, measured, port, prepare
 from tuneport.data.formats import read_plain
-from tuneport.pipeline.estimate import describe, statistics_bytes
+from tuneport.pipeline.estimate import statistics_bytes
 
 
 def answered(module: nn.Module, layer: str, counts: Counter[str], name: str) -> None:
@@ -32,7 +32,7 @@ class TestPlan:
         self, zoo: Zoo, tmp_path: Path, family: str, scale: float | None
     ) -> None:
         job, test = prepare(*zoo.trio(family), zoo.data, samples=SAMPLES), read_plain(zoo.data, "test")
-        planned = describe(job, scale=scale, tested=len(test))["describe"]
+        planned = expected(job, scale=scale, tested=len(test))["expected"]
         counts: Counter[str] = Counter()
         pair = next(pair for pair in job.plan.pairs if pair.target.block is not None)
         answered(job.source.module, pair.source.weight, counts, "source")
@@ -45,13 +45,13 @@ class TestPlan:
             job: Case = prepare(
                 zoo[f"{source}-base"], zoo[f"{source}-tuned"], zoo[f"{target}-target"], zoo.data, samples=SAMPLES
             )
-            outlook, result = describe(job), cross(zoo, source, target)
+            outlook, result = expected(job), cross(zoo, source, target)
             assert outlook["samples"] == SAMPLES
             assert [(row["target"], row["source"]) for row in outlook["layers"]] == [
                 (record.target, record.source) for record in result.records
             ]
             assert outlook["not_transported"] == result.record["not_transported"]
-            assert outlook["describe"]["statistics_bytes"] > 0
+            assert outlook["expected"]["statistics_bytes"] > 0
 
 
 class TestStatistics:
@@ -66,10 +66,10 @@ class TestStatistics:
         job = prepare(*zoo.trio(family), zoo.data, samples=SAMPLES, max_tokens=limit)
         sums = {id(found): found for found in measured(job).covariances.values()}.values()
         assert any(found.rows is not None for found in sums) == (limit is not None)
-        assert statistics_bytes(job) == sum(found.nbytes for found in sums)
+        assert statistics_bytes(job.measurement) == sum(found.nbytes for found in sums)
 
     def test_nothing_is_measured_for_a_method_without_signals(self, zoo: Zoo) -> None:
-        assert statistics_bytes(prepare(*zoo.trio("vit"), signals="naive")) == 0
+        assert statistics_bytes(prepare(*zoo.trio("vit"), signals="naive").measurement) == 0
 
     def test_models_that_read_values_have_a_bound(self) -> None:
         source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
@@ -81,7 +81,7 @@ class TestStatistics:
         options = {"loss": loss, "pairs": toy.plan(source, target).pairs}
         job = prepare(source, toy.finetuned(source), target, batches, **options)
         sums = {id(found): found for found in measured(job).covariances.values()}.values()
-        assert statistics_bytes(job) >= sum(found.nbytes for found in sums) > 0
+        assert statistics_bytes(job.measurement) >= sum(found.nbytes for found in sums) > 0
         once = prepare(source, toy.finetuned(source), target, iter(batches), **options)
-        assert statistics_bytes(once) == statistics_bytes(job)
+        assert statistics_bytes(once.measurement) == statistics_bytes(job.measurement)
         assert len(list(once.samples)) == len(batches), "batches that can be read once are not used up"

@@ -15,7 +15,7 @@ from builders.folders import LARGE, SMALL, Zoo, build, load, perturb, write_data
 from builders.runs import prepare, run
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import same_weights, weights_fingerprint
-from tuneport.pipeline import labels, sanity
+from tuneport.pipeline import checks, heads
 from tuneport.pipeline.arithmetic import extract, fingerprint_of
 from tuneport.pipeline.checks import check_inputs
 from tuneport.pipeline.transfer import transfer
@@ -86,20 +86,21 @@ def test_what_cannot_be_a_fine_tune_is_refused(
     with pytest.raises(CheckpointError, match=words) as refused:
         transfer(*trio, data, samples=SAMPLES)
     assert "`accept_unlikely=True`" in str(refused.value)
-    assert check_inputs(prepare(*trio, data, samples=SAMPLES, accept_unlikely=True)).change is not None
+    job = prepare(*trio, data, samples=SAMPLES, accept_unlikely=True)
+    assert check_inputs(job.source, job.change, job.plan, job.setup.calibration, job.config).change is not None
 
 
 @pytest.fixture
 def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where anything is measured."""
-    monkeypatch.setattr("tuneport.pipeline.transfer.move", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("tuneport.pipeline.transfer.solve", lambda *_, **__: pytest.fail("measured"))
 
 
 def test_a_head_that_is_fitted_costs_no_second_pass(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores of the fine-tuned source and of its base serve the check and the fit of the head."""
     passes = []
-    scores_by = labels.scores_by
-    for module in (labels, sanity):
+    scores_by = heads.scores_by
+    for module in (heads, checks):
         monkeypatch.setattr(module, "scores_by", lambda *a, **b: passes.append(a[1]) or scores_by(*a, **b))
     run(prepare(*zoo.trio("vit"), zoo.data, samples=24), scale=1.0)
     assert len(passes) == 2

@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from builders.runs import prepare
+from builders.runs import expected, prepare
 from builders.texts import SENTENCES, Size, gpt_tokenizer, make, write
 from tuneport import transfer
 from tuneport.data.dataset import Dataset
-from tuneport.pipeline.estimate import describe
 from tuneport.report.summary import moved_words
 
 SIZE = Size(width=16, depth=1, heads=2, groups=2, head_width=8, hidden=24)
@@ -82,7 +81,7 @@ def test_rows_of_added_tokens_move_by_their_text(tied: bool, adapter: bool, tmp_
     assert len(lacking) == len(found["rows"])
     assert {item["reason"] for item in lacking} == {"the target's tokenizer has no token <|plan|>"}
     assert "rows of tokens that the target lacks" in moved_words(result.record)
-    assert describe(job)["left_behind"] == result.record["left_behind"]
+    assert expected(job)["left_behind"] == result.record["left_behind"]
     if not adapter:
         tensors = [load_file(found[name] / "model.safetensors") for name in ("source", "tuned")]
         changes = [tensors[1][name][: len(old)] - old for name, old in tensors[0].items()]

@@ -15,18 +15,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from tuneport.pipeline.lesson import Prepared, prepare_lesson, run_lesson
 
 from builders.classifiers import WIDER, bert
 from builders.folders import Zoo
-from builders.runs import prepare, run
+from builders.runs import Listener, prepare, run
 from builders.texts import LARGE, SENTENCES, SMALL, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport import transfer
+from tuneport.config import DistillConfig
 from tuneport.data.choices import with_answers
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.measure.objectives import choose_objective
 from tuneport.measure.samples import DatasetSamples
+from tuneport.models.open import open_model
+from tuneport.pipeline import distill as alone
 from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.samples import SCORED
@@ -34,11 +37,12 @@ from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import TaskVector, save_task_vector
 from tuneport.training import distill
-from tuneport.training.distill import Lesson, Mark
+from tuneport.training.distill import Mark
 from tuneport.training.loop import Schedule, run_steps
 from tuneport.training.matching import Matching, matching_of
 from tuneport.training.state import StateFile
 from tuneport.training.student import student_of
+from tuneport.types import Sides
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def same(one: Result, other: Result) -> bool:
 def test_the_student_comes_nearer_to_its_teacher(ported: Result) -> None:
     seen: list[Mark] = []
     steps: list[int] = []
-    found = ported.distill(12, progress=steps.append, watch=seen.append)
+    found = ported.distill(12, events=Listener(progress=steps.append, mark=seen.append))
     entry = found.record["distilled"]
     assert (entry["matching"], entry["samples"], entry["held_out"], sum(steps)) == ("classes", 27, 3, 12)
     assert [mark.step for mark in seen] == [mark["step"] for mark in entry["curve"]]
@@ -82,16 +86,16 @@ def test_the_student_comes_nearer_to_its_teacher(ported: Result) -> None:
 
 
 def test_models_come_back_as_they_were_also_after_an_error(ported: Result) -> None:
-    assert ported.job is not None
-    before = [state(model.module) for model in ported.job.models]
+    assert ported.setup is not None
+    before = [state(model.module) for model in ported.setup.models]
 
     def stop(_: Mark) -> None:
         raise RuntimeError("stop")
 
     ported.distill(3)
     with pytest.raises(RuntimeError, match="stop"):
-        ported.distill(3, watch=stop)
-    for model, old in zip(ported.job.models, before, strict=True):
+        ported.distill(3, events=Listener(mark=stop))
+    for model, old in zip(ported.setup.models, before, strict=True):
         assert all(torch.equal(tensor, old[name]) for name, tensor in model.module.state_dict().items())
 
 
@@ -118,7 +122,7 @@ def test_a_worse_teacher_does_not_spoil_a_language_model(tmp_path: Path) -> None
         optimizer.step()
         optimizer.zero_grad()
     student = write(tmp_path / "student", module, tokenizer)
-    found = run_lesson(prepare_lesson(teacher, student, texts, Lesson(4), samples=8), tmp_path / "out")["distilled"]
+    found = alone.distill(teacher, student, texts, steps=4, samples=8).record["distilled"]
     losses = {mark["step"]: mark["held_out_loss"] for mark in found["curve"]}
     assert found["matching"] == "tokens"
     assert found["curve"][-1]["loss"] < found["curve"][1]["loss"]  # it did come nearer to its teacher
@@ -151,39 +155,40 @@ def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path) -> 
 
 class TestStudent:
     @pytest.fixture
-    def lesson(self, tmp_path: Path) -> Prepared:
+    def samples(self, tmp_path: Path) -> DatasetSamples:
         """Two GPT-2s of one tokenizer, with dropout."""
         words, rates = gpt_tokenizer(), {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), words)
         student = write(tmp_path / "student", make("gpt2", LARGE, vocab_size=320, **rates), words)
-        texts = Dataset(inputs=list(SENTENCES), labels=None, classes=())
-        return prepare_lesson(teacher, student, texts, Lesson(4), samples=16)
+        texts = Dataset(inputs=list(SENTENCES[:16]), labels=None, classes=())
+        models = Sides(open_model(teacher), open_model(student))
+        return DatasetSamples(models, texts, np.arange(16), None, 16, choose_objective(texts, models))
 
-    def test_it_learns_without_dropout(self, lesson: Prepared) -> None:
+    def test_it_learns_without_dropout(self, samples: DatasetSamples) -> None:
         """Also if it is given in training mode: its weights and its curve are those of a student without dropout."""
         learnt = []
         for rate in (0.3, 0.0):
-            student = student_of(lesson.samples.models.target, TaskVector({})).module.train()
+            student = student_of(samples.models.target, TaskVector({})).module.train()
             for part in student.modules():
                 if isinstance(part, nn.Dropout):
                     part.p = rate
-            found = distill.distill(lesson.samples, student, lesson.lesson)
+            found = distill.distill(samples, student, DistillConfig(steps=4))
             learnt.append((state(found.module), found.curve))
         assert learnt[0][1] == learnt[1][1]
         assert all(torch.equal(tensor, learnt[1][0][name]) for name, tensor in learnt[0][0].items())
 
-    def test_embeddings_and_vocabulary_heads_stay(self, lesson: Prepared) -> None:
-        target = lesson.samples.models.target
+    def test_embeddings_and_vocabulary_heads_stay(self, samples: DatasetSamples) -> None:
+        target = samples.models.target
         student = student_of(target, TaskVector({})).module
-        distill.distill(lesson.samples, student, lesson.lesson)
+        distill.distill(samples, student, DistillConfig(steps=4))
         before = target.module.state_dict()
         stay = {name for name, tensor in student.state_dict().items() if torch.equal(tensor, before[name])}
         assert stay == {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
 
     def test_each_view_of_a_held_out_sample_is_another_one(self, ported: Result) -> None:
-        assert ported.job is not None
+        assert ported.setup is not None
         seen: list[Tensor] = []
-        module = ported.job.source.module
+        module = ported.setup.models.source.module
         with module.register_forward_pre_hook(lambda *call: seen.append(call[-1]["pixel_values"]), with_kwargs=True):
             ported.distill(1)
         views = [one for one in seen if len(one) == 3]  # of three held-out images: as they are, and four views
@@ -207,7 +212,7 @@ class TestEverySampleCounts:
         words = " ".join(SENTENCES).split()
         texts = [" ".join(words[start % 60 : start % 60 + 4 + start % 5]) for start in range(count)]
         data = Dataset(inputs=texts, labels=None, classes=())
-        found = run_lesson(prepare_lesson(*folders, data, Lesson(4), samples=count), tmp_path / "out")["distilled"]
+        found = alone.distill(*folders, data, steps=4, samples=count).record["distilled"]
         assert found["matching"] == {"regression": "numbers", "encoder": "similarities"}[kind]
         assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
         assert found["best"] > 0, "four steps lower the loss"
@@ -221,8 +226,7 @@ class TestEverySampleCounts:
 
         def taught(name: str, inputs: list[str]) -> dict[str, Any]:
             data = Dataset(inputs=inputs, labels=None, classes=())
-            prepared = prepare_lesson(teacher, student, data, Lesson(3), samples=len(inputs), sampler="random")
-            run_lesson(prepared, tmp_path / name)
+            alone.distill(teacher, student, data, steps=3, samples=len(inputs)).save(tmp_path / name)
             return json.loads((tmp_path / name / "tuneport.json").read_text())["distilled"]
 
         found = taught("out", texts)
@@ -288,9 +292,10 @@ class TestResume:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            ported.distill(8, lora=lora, progress=kill, saved=self.conditions(tmp_path))
+            ported.distill(8, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
         done: list[int] = []
-        found = ported.distill(8, lora=lora, progress=done.append, saved=self.conditions(tmp_path))
+        events = Listener(progress=done.append)
+        found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
         assert done[0] == after
         assert sum(done) == 8
         assert same(found, wanted)
@@ -345,9 +350,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"steps": 0}, "at least one step, got 0"),
+            ({"steps": 0}, "`steps` must be at least 1, got 0"),
             ({"learning_rate": 0.0}, "`learning_rate` must be a number above 0"),
-            ({"lora": 0}, "`lora` must be a rank of at least 1, got 0"),
+            ({"lora": 0}, "`lora` must be at least 1, got 0"),
             ({"batch_size": 1}, "`batch_size` must be at least 2, got 1"),
         ],
     )
@@ -357,7 +362,7 @@ class TestRefusals:
 
     def test_a_result_without_its_samples(self, ported: Result) -> None:
         with pytest.raises(TuneportError, match="does not know the models and samples"):
-            replace(ported, job=None).distill(2)
+            replace(ported, setup=None).distill(2)
 
 
 QUESTIONS = [f"{text[:18]}?" for text in SENTENCES[:12]]
@@ -399,8 +404,9 @@ class TestLanguageModelsAndLabels:
             if data.has_chats:  # the answer in a chat is the label's
                 given = with_answers(given, [WORDS[label] for label in labels])
                 given = replace(given, labels=labels)
-            prepared = prepare_lesson(teacher, student, given, Lesson(3), samples=12)
-            entry = run_lesson(prepared, tmp_path / str(number))["distilled"]
+            result = alone.distill(teacher, student, given, steps=3, samples=12)
+            result.save(tmp_path / str(number))
+            entry = result.record["distilled"]
             found.append(((tmp_path / str(number) / "model.safetensors").read_bytes(), entry["curve"]))
         assert found[0] == found[1]
         assert (entry["matching"], entry["left_out"]) == ("answers", 0)
@@ -409,9 +415,9 @@ class TestLanguageModelsAndLabels:
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
         student = write(tmp_path / "student", make("gpt2", LARGE, vocab_size=320), gpt_tokenizer(320))
         data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=tuple("abc"))
-        found = run_lesson(prepare_lesson(teacher, student, data, Lesson(10), samples=12), tmp_path / "out")
-        curve = found["distilled"]["curve"]
-        assert found["distilled"]["best"] > 0
+        found = alone.distill(teacher, student, data, steps=10, samples=12).record["distilled"]
+        curve = found["curve"]
+        assert found["best"] > 0
         # the random student differs from its teacher by some nats: ten steps halve that easily
         assert min(mark["held_out_loss"] for mark in curve) < 0.5 * curve[0]["held_out_loss"]
 
@@ -419,7 +425,7 @@ class TestLanguageModelsAndLabels:
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
         data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=("the sea",))
         with pytest.raises(DataError, match=r"compared on 0 of 12 samples.* and a question two answers"):
-            run_lesson(prepare_lesson(teacher, teacher, data, Lesson(2), samples=12), tmp_path / "out")
+            alone.distill(teacher, teacher, data, steps=2, samples=12)
 
 
 class TestAlone:
@@ -430,22 +436,21 @@ class TestAlone:
         found = []
         for number, labels in enumerate((data.labels, np.roll(data.labels, 1), None)):
             given = replace(data, labels=labels)
-            prepared = prepare_lesson(zoo["clip_vision-tuned"], zoo["clip_vision-target"], given, Lesson(3), samples=12)
-            run_lesson(prepared, tmp_path / str(number))
+            result = alone.distill(zoo["clip_vision-tuned"], zoo["clip_vision-target"], given, steps=3, samples=12)
+            result.save(tmp_path / str(number))
             found.append((tmp_path / str(number) / "model.safetensors").read_bytes())
         assert found[0] == found[1] == found[2]
 
     def test_a_base_with_a_task_vector_teaches_as_the_fine_tune(self, zoo: Zoo, tmp_path: Path) -> None:
         base, tuned, target = zoo.trio("clip_vision")
         save_task_vector(tmp_path / "tau.safetensors", extract(base, tuned), {})
-        whole = prepare_lesson(tuned, target, zoo.data, Lesson(3), samples=12)
-        parts = prepare_lesson(tmp_path / "tau.safetensors", target, zoo.data, Lesson(3), source=base, samples=12)
-        one, two = (run_lesson(each, tmp_path / name) for name, each in (("one", whole), ("two", parts)))
-        for mark, other in zip(one["distilled"]["curve"], two["distilled"]["curve"], strict=True):
+        one = alone.distill(tuned, target, zoo.data, steps=3, samples=12)
+        two = alone.distill(tmp_path / "tau.safetensors", target, zoo.data, base, steps=3, samples=12)
+        for mark, other in zip(curve(one), curve(two), strict=True):
             # base + (tuned - base) is rounded in the last place of float32
             assert mark["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-3)
         with pytest.raises(TuneportError, match="teaches together with its base: pass `source`"):
-            prepare_lesson(tmp_path / "tau.safetensors", target, zoo.data, Lesson(3))
+            alone.distill(tmp_path / "tau.safetensors", target, zoo.data, steps=3)
 
 
 def test_the_learning_rate_follows_the_width(ported: Result) -> None:
@@ -455,9 +460,10 @@ def test_the_learning_rate_follows_the_width(ported: Result) -> None:
 
 
 def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_once(ported: Result) -> None:
-    assert ported.job is not None
+    assert ported.setup is not None
     asked: list[int] = []  # images in each pass of the teacher
-    watched = ported.job.source.module.register_forward_hook(lambda *call: asked.append(len(call[-1].image_embeds)))
+    teacher = ported.setup.models.source.module
+    watched = teacher.register_forward_hook(lambda *call: asked.append(len(call[-1].image_embeds)))
     with watched:
         found = ported.distill(4, batch_size=5).record["distilled"]
     assert len(found["curve"]) == 5
