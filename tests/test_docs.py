@@ -215,12 +215,6 @@ def slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_lines_have_at_most_120_columns(page: Path) -> None:
-    long = [i for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1) if len(line) > 120]
-    assert not long
-
-
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
