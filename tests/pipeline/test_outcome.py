@@ -16,6 +16,7 @@ from tuneport.measure.language import perplexity
 from tuneport.models.open import open_model
 from tuneport.pipeline.evaluation import Evaluated, Role, Scored
 from tuneport.pipeline.outcome import outcome_of
+from tuneport.pipeline.unseen import Unseen
 
 COUNT = 100
 LABELS = np.zeros(COUNT, dtype=np.int64)
@@ -31,7 +32,7 @@ def scored(role: Role, right: int) -> Scored:
 def evaluated(**right: int) -> Evaluated:
     test = Dataset(["text"] * COUNT, LABELS, ("a", "b"), name="mnist")
     models = {role: scored(role, count) for role, count in right.items()}  # type: ignore[arg-type]
-    return Evaluated(test, np.arange(COUNT), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
+    return Evaluated(Unseen(test, np.arange(COUNT)), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,6 @@ def test_a_model_is_not_kept_or_dropped_for_how_its_turns_end(tmp_path: Path) ->
     }
     rows = {role: Scored(role, role, each.bits_per_character, each) for role, each in models.items()}  # type: ignore
     test = Dataset([answer for _, answer in ANSWERS], None, (), name="words")
-    found = Evaluated(test, np.arange(4), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
+    found = Evaluated(Unseen(test, np.arange(4)), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
     assert outcome_of(found, scale=1.0).recommendation.startswith("Keep the old model while you can")
     assert [rows[role].value / rows["port"].value for role in ("finetuned", "target")] == pytest.approx([5 / 7, 9 / 7])

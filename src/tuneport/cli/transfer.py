@@ -105,7 +105,10 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
     method, data, kind, steps = asked.method, asked.data, asked.as_, asked.distill
     form = AdapterForm(asked.rank, asked.energy, asked.uniform_rank, asked.adapter_dtype)
     strength = check_scale(asked.scale)
-    needed = isinstance(strength, str) or asked.evaluate or steps is not None
+    columns, untested = options.parse_columns(asked.columns), ""
+    test = read_test(data, columns) if asked.evaluate else None
+    labelled = test is not None and test.labels is not None  # others are scored without a loss
+    needed = isinstance(strength, str) or labelled or steps is not None
     given = options.prepare_options(vars(asked))
     inputs = (asked.source, asked.finetuned, asked.target, data)
     prepared = partial(prepare, *inputs, signals=method, scored=True if needed else None, **given)
@@ -115,8 +118,7 @@ def _run(asked: SimpleNamespace, first: bool) -> tuple[Job, dict[str, Any]] | No
     with claimed(asked.out):
         read = (asked.source, *asked.finetuned, asked.target, data, asked.head)
         _check_output(asked.out, kind, form, asked.overwrite or asked.resume, *read)
-        columns, untested = given.get("columns"), ""
-        test, job = read_test(data, columns) if asked.evaluate else None, prepared()
+        job = prepared()
         if asked.evaluate is None:
             usual = usual_test(job, data, columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
@@ -242,6 +244,8 @@ def _can_evaluate(target: Model, data: str, head: str | None, columns: str | Non
 
     try:
         test = read_data(data, "test", labelled=False, columns=options.parse_columns(columns))
+        if test.split == "all":  # calibration has used some of the samples
+            return False
         protocol = usual_protocol(target, test, head)
         if protocol == "zero-shot" and test.labels is not None:
             chosen = choose_head(target, head, test)

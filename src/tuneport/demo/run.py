@@ -35,6 +35,7 @@ from ..pipeline.prepare import prepare
 from ..pipeline.result import Result
 from ..pipeline.statistics import measure_job, problem_of
 from ..pipeline.transfer import run
+from ..pipeline.unseen import unseen
 from ..report.record import write_record
 from ..training.loop import Schedule
 from ..types import Stage, count_steps
@@ -86,7 +87,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
             found[f"target, ported by {name}"] = accuracy(ported.apply())
             porting(1)
         best = run(job, "bico", scale=1.0)
-        scored = evaluate(job, {"port": (large, best.written())}, test)
+        scored = evaluate(job, {"port": (large, best.written())}, unseen(job, test))
         more = {
             "out": str(out / "large-mirrored"),
             **scored.record(),

@@ -7,6 +7,7 @@ encoders without classes by their fidelity to the fine-tuned source.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from ..models.heads import choose_head
 from ..report.samples import shown
 from .heads import before_port
 from .scale import Scaled
+from .unseen import Unseen
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
@@ -127,17 +129,20 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """The scores of all models on one test split; the last is that of what is written."""
+    """The scores of all models on the same test samples; the last is that of what is written."""
 
-    test: Dataset
-    indices: NDArray[np.int64]  # of its samples in the whole split
+    on: Unseen
     protocol: str
     metric: Metric
     scored: Mapping[Role, Scored]
 
     @property
     def written(self) -> Scored:
-        return self.scored.get("distilled", self.scored["port"])
+        return self.scored["distilled" if "distilled" in self.scored else "port"]
+
+    @property
+    def test(self) -> Dataset:
+        return self.on.test
 
     def better(self, first: Scored, second: Scored) -> int:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
@@ -151,6 +156,8 @@ class Evaluated:
         """The entries of the run record."""
         before, after, samples = self.scored["target"], self.written, len(self.test)
         entry: dict[str, Any] = {"data": self.test.name, "samples": samples}
+        if self.on.shared:
+            entry |= {"shared": self.on.shared, "held_out": self.on.held_out}
         entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}
         if "finetuned" in self.scored:
             entry["source"] = self.scored["finetuned"].value
@@ -190,7 +197,7 @@ class Evaluated:
         found = {"label": before.found.labels, "before": before.found.predicted, "after": after.found.predicted}
         numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
-        return {"index": int(self.indices[index]), **words, **shown(self.test.inputs[index])}
+        return {"index": int(self.on.indices[index]), **words, **shown(self.test.inputs[index])}
 
 
 def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -200,9 +207,7 @@ def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]
     return found.bits, found.characters
 
 
-def evaluate(
-    job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], test: Dataset, samples: int | None = None
-) -> Evaluated:
+def evaluate(job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], on: Unseen) -> Evaluated:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
     A target without a head for the classes is scored with one that is fitted as that of the port, see `before_port`.
@@ -210,15 +215,12 @@ def evaluate(
     Args:
         job: whose models and heads are scored, with the samples that the heads were fitted on.
         made: each output, as a model and the parameters that it gets.
-        test: what is scored.
-        samples: at most as many of them, in a fixed draw; all unless given.
+        on: the samples that are scored.
     """
-    drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).numpy()
-    indices = np.sort(drawn[:samples])
-    test = test.subset(indices)
+    test = on.test
     protocol = "zero-shot" if job.heads is not None else usual_protocol(job.target, test)
     if protocol == "zero-shot" and job.heads is None:  # an encoder without classes
-        return _by_fidelity(job, made, test, indices)
+        return _by_fidelity(job, made, on)
     head = job.record["options"]["head"]
 
     def score(role: Role, model: Model) -> Scored:
@@ -243,20 +245,20 @@ def evaluate(
         own = {"finetuned"} if before is not job.target else {"finetuned", "target"}
         scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
-    return Evaluated(test, indices, protocol, metric, scored)
+    return Evaluated(on, protocol, metric, scored)
 
 
-def _by_fidelity(
-    job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], test: Dataset, indices: NDArray[np.int64]
-) -> Evaluated:
+def _by_fidelity(job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], on: Unseen) -> Evaluated:
     job.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
     with finetuned_source(job):
-        wanted = compute_features(job.source, test)
+        wanted = compute_features(job.source, on.test)
     scored: dict[Role, Scored] = {}
     for role, (model, tensors) in {"target": (job.target, {}), **made}.items():
         with changed(model.module, tensors):
-            scored[role] = Scored(role, model.name, fidelity(compute_features(model, test), wanted))
-    return Evaluated(test, indices, "fidelity", "fidelity", scored)
+            scored[role] = Scored(role, model.name, fidelity(compute_features(model, on.test), wanted))
+    if not all(math.isfinite(each.value) for each in scored.values()):
+        raise DataError(f"{on.test} shows no fidelity: a model gives all pairs of its samples one cosine.")
+    return Evaluated(on, "fidelity", "fidelity", scored)
 
 
 def is_whole(job: Job) -> bool:

@@ -56,16 +56,21 @@ def outcome_of(
         return Outcome("not measured", f"the gain was not measured{why}{alone}", UNKNOWN)
     before, after = evaluated.scored["target"], evaluated.written
     form, unit = FORMS[evaluated.metric]
-    what = f"{evaluated.metric} on {evaluated.test.name}: {before.value:{form}} -> {after.value:{form}}{unit}"
+    kind = "held-out" if evaluated.on.held_out else "test"
+    where = f"held-out samples of {evaluated.test.name}" if evaluated.on.held_out else evaluated.test.name
+    what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {after.value:{form}}{unit}"
     if same:
-        headline = f"{evaluated.metric} on {evaluated.test.name}: {before.value:{form}}{unit}, as before: nothing moved"
+        headline = f"{evaluated.metric} on {where}: {before.value:{form}}{unit}, as before: nothing moved"
         return Outcome("nothing moved", f"{headline}; {zero}; try {other}", advice)
     change = evaluated.better(before, after)
     safer = "" if rule == "safe" or scale == 0 else "--scale safe, "
     words: dict[int, tuple[Word, str]] = {
         1: ("gain", "the transfer helped"),
         -1: ("harm", f"the transfer did harm; try {safer}more samples, or {MORE}"),
-        0: ("no clear change", f"no clear change on {len(evaluated.test)} test samples"),
+        0: (
+            "no clear change",
+            f"no clear change on {len(evaluated.test)} {kind} samples",
+        ),
     }
     outcome, said = words[change]
     return Outcome(outcome, f"{what}: {said}{alone}", _recommended(evaluated, change, distilled))
@@ -91,6 +96,7 @@ def _recommended(evaluated: Evaluated, change: int, distilled: bool) -> str:
     if old is not None and evaluated.better(old, after) < 0:
         return f"Keep the old model while you can ({value(old)} against {value(after)}), or {more}."
     if change == 0:
-        return f"The test split shows no gain: {more}, or give more samples."
+        shows = "The held-out samples show" if evaluated.on.held_out else "The test split shows"
+        return f"{shows} no gain: {more}, or give more samples."
     against = "" if old is None else f": the old model has {value(old)}"
     return f"Use {'the distilled port' if distilled else 'the port'}{against}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from ..training.state import StateFile
 from ..types import OutputKind, Progress, Say, ScaleRule
 from .evaluation import Evaluated, Role, evaluate
 from .outcome import outcome_of
-from .result import Result, check_output, check_vector, output_bytes, updates_of
+from .result import Result, check_output, check_vector, output_bytes, rewrite, updates_of
 from .transfer import conditions_of, run, scale_for
+from .unseen import Unseen, unseen
+from .written import open_written
 
 
 def port(
@@ -57,16 +59,19 @@ def port(
         out: a folder, or a file where the kind is "task-vector".
         kind, form: what to write, and of an adapter, how.
         distill, watch: steps of a distillation (of an adapter, of its LoRA), and what gets its curve.
-        overwrite, resume: replace an existing output, or continue what a killed run has measured, with the same files.
+        overwrite, resume: replace an existing output, or continue what a killed run has measured, with the same files;
+            a complete output is only scored, if it was not.
         save_every: seconds between two saves of what is measured.
         note, step: called with lines for the user, and with the name of each step as it begins.
-        test, test_samples, untested: data that are scored, how many of them if not all, and why there are none.
+        test, test_samples, untested: data that are scored, how many of them if not all, and why there are none. Samples
+            that calibration uses are left out, see `unseen`.
     """
     out, method, asked, scale = Path(out), get_method(method), scale, scale_for(job, scale)
     say, begin = (call or (lambda _: None) for call in (note, step))
     if asked is None and isinstance(scale, float):
         say("the scale is 1, as in the paper: no sample can be scored to choose it")
     _check(job, kind, form, test, distill)
+    scored, untested = _to_score(job, test, test_samples, untested, say)
     form_of = asdict(form) if kind == "adapter" else {}
     conditions = {**conditions_of(job, method, scale), **({} if distill is None else {"distill": distill}), **form_of}
     job = replace(job, form=form if kind == "adapter" else None)
@@ -76,7 +81,10 @@ def port(
         if done is not None and done.get("fingerprint") == fingerprint(conditions):
             work.remove()
             say(f"{out} was complete already")
-            return done
+            if scored is None or done.get("evaluation", {}).get("samples") == len(scored.test):
+                return done
+            begin("scoring the test split")
+            return _score_finished(job, out, kind, done, scored, scale)
         size = output_bytes(job.target, kind, updates_of(job, method, kind, form.rank))
         check_output(out, kind, overwrite, needed_bytes=size)
         _resume(work, resume, say)
@@ -89,12 +97,16 @@ def port(
                 lora = form_of.get("rank")
                 result = result.distill(distill, lora=lora, progress=progress, watch=watch, saved=state_file(work))
             found = None
-            if test is not None:
+            if scored is not None:
                 begin("scoring the test split")
                 made: dict[Role, Result] = {"port": ported, **({} if ported is result else {"distilled": result})}
                 outputs = {role: (each.target, each.written(kind, form)) for role, each in made.items()}
-                found = evaluate(ported.job or job, outputs, test, test_samples)
-            more = {"fingerprint": fingerprint(conditions), **_outcome(result, found, scale, untested)}
+                try:
+                    found = evaluate(ported.job or job, outputs, scored)
+                except TuneportError as error:  # the port is not lost for it
+                    untested = _reason(error, say)
+            more = {"fingerprint": fingerprint(conditions)}
+            more |= _outcome(result.record, found, result.scale, scale, untested)
             result = replace(result, record={**result.record, **more})
             begin("writing")
             result.save(out, kind=kind, overwrite=overwrite, **asdict(form))
@@ -106,14 +118,56 @@ def port(
     return finished(out, kind) or {**result.record, "out": str(out), "as": kind}  # what is written says more
 
 
-def _outcome(result: Result, found: Evaluated | None, scale: float | str, reason: str) -> dict[str, Any]:
+def _to_score(
+    job: Job, test: Dataset | None, samples: int | None, untested: str, say: Say
+) -> tuple[Unseen | None, str]:
+    """Choose the test samples that are scored, and say which; where there are none, the reason."""
+    if test is None:
+        return None, untested
+    try:
+        scored = unseen(job, test, samples)
+    except TuneportError as error:
+        return None, _reason(error, say)
+    if scored.note:
+        say(scored.note)
+    return scored, ""
+
+
+def _reason(error: TuneportError, say: Say) -> str:
+    """Say why there are no scores, and return it for the record."""
+    reason = str(error).rstrip(".")
+    say(f"there will be no scores: {reason}")
+    return reason
+
+
+def _score_finished(
+    job: Job, out: Path, kind: OutputKind, done: dict[str, Any], scored: Unseen, scale: float | str
+) -> dict[str, Any]:
+    """Score an output that is there already, and write what it has come to into its record, card and report."""
+    dtype = next(job.target.module.parameters()).dtype
+    base = None if kind == "model" else done["target"].get("path")
+    model = replace(open_written(out, base, device=job.target.device, dtype=dtype), name=job.target.name)
+    if job.target.reader is not None:
+        model = model.cut_at(job.target.reader.max_length)
+    taught = done.get("distilled", {})
+    role: Role = "distilled" if taught.get("best") or taught.get("lora") else "port"
+    found = evaluate(job, {role: (model, {})}, scored)
+    strength = done["scale"] if role == "port" else 1.0
+    record = {**done, **_outcome(done, found, strength, scale, "")}
+    rewrite(out, kind, record, job.target.library)
+    return record
+
+
+def _outcome(
+    record: Mapping[str, Any], found: Evaluated | None, strength: float, scale: float | str, reason: str
+) -> dict[str, Any]:
     """What the record says of the scores, and of what the transfer has come to."""
     told = outcome_of(
         found,
-        scale=result.scale,
+        scale=strength,
         rule=scale if isinstance(scale, str) else None,
-        head="head" in result.record,
-        distilled=bool(result.record.get("distilled", {}).get("best")),
+        head="head" in record,
+        distilled=bool(record.get("distilled", {}).get("best")),
         reason=reason,
     )
     return {**({} if found is None else found.record()), **asdict(told)}

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TuneportError
+from ..io.checkpoint import open_checkpoint
 from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import weights_fingerprint
-from ..io.output import check_new_file, check_new_folder, new_folder
+from ..io.output import check_new_file, check_new_folder, new_file, new_folder
 from ..io.tensors import LazyTensors, describe
 from ..job import Drawn, Job, Part
 from ..methods import LayerRecord, Method
@@ -32,7 +33,7 @@ from ..report.record import to_json, write_record
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, pack
-from ..task_vectors.vector import TaskVector, save_task_vector
+from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..training.distill import STEPS, Lesson, Mark, divide
 from ..training.state import StateFile
 from ..types import Blocks, OutputKind, Progress
@@ -187,8 +188,8 @@ class Result:
             else:
                 copy_companions(self.target.folder, folder)
                 self.target.write(folder, self.tensors())
-            (folder / "README.md").write_text(model_card(record, self.target.library), encoding="utf-8")
-            (folder / "report.html").write_text(report_page(record), encoding="utf-8")
+            for name, text in _texts(record, self.target.library).items():
+                (folder / name).write_text(text, encoding="utf-8")
             write_record(folder / "tuneport.json", record)
         return out
 
@@ -211,6 +212,22 @@ class Result:
             head=whole_head(self.target, self.task_vector, "head" in self.record),
             about=about,
         )
+
+
+def _texts(record: Mapping[str, Any], library: str | None) -> dict[str, str]:
+    """Return the files for people: the model card and the report."""
+    return {"README.md": model_card(record, library), "report.html": report_page(record)}
+
+
+def rewrite(out: Path, kind: OutputKind, record: Mapping[str, Any], library: str | None) -> None:
+    """Put another record into an output, in place of its own, with the card and the report that follow from it."""
+    if kind == "task-vector":
+        about = {**open_checkpoint(out).metadata, "record": to_json(record)}
+        save_task_vector(out, load_task_vector(out), about, overwrite=True)
+        return
+    for name, text in {**_texts(record, library), "tuneport.json": to_json(record) + "\n"}.items():
+        with new_file(out / name, overwrite=True) as file:
+            file.write_text(text, encoding="utf-8")
 
 
 def check_output(

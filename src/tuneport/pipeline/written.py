@@ -17,7 +17,12 @@ from .heads import labelling_by
 
 
 def open_written(
-    reference: str | Path, base: str | Path | None = None, *, device: torch.device, trust_remote_code: bool = False
+    reference: str | Path,
+    base: str | Path | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> Model:
     """Open a model, or the base of an adapter or task vector with its change, as `apply` would write it.
 
@@ -27,11 +32,12 @@ def open_written(
     if not is_adapter(item) and not is_task_vector(item):
         if base is not None:
             raise TuneportError(f"`base` goes with an adapter or a task vector, and {reference} is a model.")
-        return open_model(reference, device=device, trust_remote_code=trust_remote_code)
+        return open_model(reference, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     base = base or stated_base(item)
     if base is None:
         raise CheckpointError(f"{reference} does not name the model that it changes: pass it as `base`.")
-    model, change = open_model(base, device=device, trust_remote_code=trust_remote_code), opened(item)
+    model = open_model(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    change = opened(item)
     head = {}
     if isinstance(change, Adapter):
         labelling = labelling_by(change, model)

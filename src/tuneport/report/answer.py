@@ -11,7 +11,7 @@ from typing import Any
 
 from .plots import Figure, is_finite, tracks
 from .record import Record
-from .summary import SCORE_FORMS, column_words, repeat_command
+from .summary import SCORE_FORMS, column_words, repeat_command, sample_words
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "gain": ("good", "▲"),
@@ -85,7 +85,7 @@ def _score(row: Mapping[str, Any], form: str, unit: str, name: str) -> dict[str,
 def _about(record: Record) -> str:
     """What was scored, how sure the scores are, and which direction is good."""
     found, turned = record.get("evaluation", {}), record.get("turned") or {}
-    parts = [f"{found['samples']} samples of the test split of {found['data']}, {found['protocol']}" if found else ""]
+    parts = [f"{sample_words(found)}, {found['protocol']}" if found else ""]
     if any(is_finite(row["low"]) for row in record["accuracies"]):
         parts.append("Bars: 95 % intervals")
     if found.get("metric") == "bits per character":
@@ -99,7 +99,8 @@ def _measuring(record: Record) -> str | None:
     """The command that scores the output; None if it would need other data, or more than a record knows."""
     out, data = record.get("out"), record.get("data", {})
     unlabelled = "labels" in data and data["labels"]["agreement"] is None
-    if not out or not data.get("path") or unlabelled or record.get("as", "model") != "model":
+    whole = data.get("split") == "all"  # calibration has used some of the samples
+    if not out or not data.get("path") or unlabelled or whole or record.get("as", "model") != "model":
         return None
     place = f"{data['task']}:{data['path']}" if data.get("task") else data["path"]
     options = record.get("options", {})

@@ -88,7 +88,15 @@ def score_words(record: Record) -> str:
     """What the scores are of."""
     found = record["evaluation"]
     ends = ", with 95 % intervals" if record["accuracies"][0]["low"] is not None else ""
-    return f"{found['metric']} on {found['samples']} test samples of {found['data']}{ends}"
+    return f"{found['metric']} on {sample_words(found)}{ends}"
+
+
+def sample_words(found: Mapping[str, Any]) -> str:
+    """Return which samples an evaluation is of, from its entry in a record."""
+    if found.get("held_out"):
+        return f"{found['samples']} samples of {found['data']} that calibration does not use"
+    without = f", without {found['shared']} that are calibration samples" if found.get("shared") else ""
+    return f"{found['samples']} test samples of {found['data']}{without}"
 
 
 def distilled_words(found: Mapping[str, Any]) -> str:
@@ -236,7 +244,6 @@ def repeat_command(record: Record) -> str | None:
     words = [word for name, value in listed for word in (f"--{name}", str(value))]
     words += ["--uniform-rank"] if options.get("uniform_rank") else []
     words += ["--accept-unlikely"] if options.get("accept_unlikely") else []
-    words += ["--compare"] if "verdict" in record else []
     if record.get("command") != "distill":
         words += _evaluate_option(record.get("evaluation"))
     return shlex.join(["tuneport", record.get("command", "transfer"), *words])
@@ -256,7 +263,8 @@ def _evaluate_option(found: Mapping[str, Any] | None) -> list[str]:
     """What asks for the same evaluation: by default at most 500 labelled samples are scored."""
     if found is None:
         return ["--no-evaluate"]
-    return ["--evaluate"] if found["samples"] > 500 or found["protocol"] in ("perplexity", "fidelity") else []
+    asked = found["samples"] > 500 or found["protocol"] in ("perplexity", "fidelity") or found.get("held_out")
+    return ["--evaluate"] if asked else []
 
 
 def _distill_options(given: dict[str, Any], repeated: dict[str, Any], record: Record) -> dict[str, Any]:
