@@ -7,17 +7,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from tuneport.data.dataset import Dataset, of_images
-from tuneport.data.formats import find_reader, images_under, read_columns, read_plain
+from tuneport.data.dataset import Dataset, LazySequence, check_count, reading
+from tuneport.data.formats import find_reader, read_plain
+from tuneport.data.images import check_images, images_under, open_array, open_file, read_image_folder
+from tuneport.data.tables import from_table
 from tuneport.data.tasks import TASKS
 from tuneport.data.tasks.base import Layout, Task, TaskReader, plain_name
-from tuneport.errors import DataError
+from tuneport.errors import DataError, first_of
 from tuneport.types import Split
 
 from .files import find_column, find_numbers, read_idx, read_lines, read_mat, read_rows
@@ -55,7 +60,7 @@ def _resisc45_lists(task: Task, place: Path, split: Split) -> Dataset | None:
     files = [Path(line).name for line in read_lines(found)]
     labels = _labels([file.rpartition("_")[0] for file in files], FACTS[task.name].folders, found)
     paths = [home / FACTS[task.name].folders[label] / file for label, file in zip(labels, files, strict=True)]
-    return of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
+    return _of_images(paths, labels, task.classes, name=task.name, split=split, files=[found])
 
 
 def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -80,7 +85,7 @@ def _gtsrb(task: Task, place: Path, split: Split) -> Dataset | None:
         paths += files
         labels += [int(folder.name)] * len(files)
         read += [table] if listed else []
-    return of_images(paths, labels, task.classes, name=task.name, split=split, files=read)
+    return _of_images(paths, labels, task.classes, name=task.name, split=split, files=read)
 
 
 def _gtsrb_tables(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -94,7 +99,7 @@ def _listed(task: Task, split: Split, table: Path, delimiter: str, column: str, 
     rows = read_rows(table, delimiter)
     paths = [folder / path for path in find_column(rows, table, column)]
     labels = find_numbers(rows, table, "ClassId")
-    return of_images(paths, labels, task.classes, name=task.name, split=split, files=[table])
+    return _of_images(paths, labels, task.classes, name=task.name, split=split, files=[table])
 
 
 def _svhn(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -108,7 +113,7 @@ def _svhn(task: Task, place: Path, split: Split) -> Dataset | None:
         raise DataError(f"X of {file} has shape {images.shape}; expected (32, 32, 3, N).")
     images = np.ascontiguousarray(np.moveaxis(images, -1, 0))  # (N, 32, 32, 3)
     labels = np.asarray(content["y"]).reshape(-1) % 10
-    return of_images(images, labels, task.classes, name=task.name, split=split, files=[file])
+    return _of_images(images, labels, task.classes, name=task.name, split=split, files=[file])
 
 
 def _mnist(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -121,7 +126,7 @@ def _mnist(task: Task, place: Path, split: Split) -> Dataset | None:
     if images is None or labels is None:
         return None
     files = [images, labels]
-    return of_images(read_idx(images, 3), read_idx(labels, 1), task.classes, name=task.name, split=split, files=files)
+    return _of_images(read_idx(images, 3), read_idx(labels, 1), task.classes, name=task.name, split=split, files=files)
 
 
 def _dtd(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -133,7 +138,7 @@ def _dtd(task: Task, place: Path, split: Split) -> Dataset | None:
     lines = [line for file in lists for line in read_lines(file)]
     labels = _labels([line.partition("/")[0] for line in lines], task.classes, place / "labels")
     paths = [place / "images" / line for line in lines]
-    return of_images(paths, labels, task.classes, name=task.name, split=split, files=lists)
+    return _of_images(paths, labels, task.classes, name=task.name, split=split, files=lists)
 
 
 def _cars(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -152,7 +157,7 @@ def _cars(task: Task, place: Path, split: Split) -> Dataset | None:
         raise DataError(f"annotations of {found} have no fname and class.")
     paths = [place / f"cars_{split}" / str(note["fname"]) for note in notes]
     labels = [int(note["class"]) - 1 for note in notes]
-    return of_images(paths, labels, names, name=task.name, split=split, files=[meta, found])
+    return _of_images(paths, labels, names, name=task.name, split=split, files=[meta, found])
 
 
 def _sun397(task: Task, place: Path, split: Split) -> Dataset | None:
@@ -171,10 +176,10 @@ def _sun397(task: Task, place: Path, split: Split) -> Dataset | None:
         files = [line.strip("/") for line in read_lines(partition)]
         labels = _labels([file.rpartition("/")[0] for file in files], folders, partition)
         paths = [place / file for file in files]
-        return of_images(paths, labels, classes, name=task.name, split=split, files=[*lists, partition])
+        return _of_images(paths, labels, classes, name=task.name, split=split, files=[*lists, partition])
     by_class = [[file for file in images_under(place / name) if file.parent == place / name] for name in folders]
     labels = [index for index, files in enumerate(by_class) for _ in files]
-    return of_images([file for files in by_class for file in files], labels, classes, name=task.name, files=lists)
+    return _of_images([file for files in by_class for file in files], labels, classes, name=task.name, files=lists)
 
 
 def _labels(folders: Sequence[str], known: Sequence[str], place: Path) -> list[int]:
@@ -202,10 +207,33 @@ def _text_pairs(task: Task, place: Path, split: Split) -> Dataset | None:
     columns = dict(zip(FACTS[task.name].columns, ("text", "text_pair"), strict=True))
     for labels in ({}, {"gold_label": "label"}, {"is_duplicate": "label"}):
         for file in _places(place, split):
-            found = read_columns(file, split, {**columns, **labels}, MATCHED if split == "test" else ())
+            found = _read_columns(file, split, {**columns, **labels}, MATCHED if split == "test" else ())
             if found is not None and found.labels is not None:
                 return found if file == place else replace(found, split=split)  # a file of one split is all of it
     return None
+
+
+def _read_columns(path: Path, split: Split, columns: Mapping[str, str], also: Sequence[str] = ()) -> Dataset | None:
+    """Read one split of a table with other column names; None if the path is no table that has
+    them, or no row has a label.
+
+    `columns` maps its names to text, text_pair and label; `also` holds further names of the split. Rows without a label
+    (-1 or a dash) are dropped.
+    """
+    reader = find_reader(path)
+    if reader is None or reader is read_image_folder:
+        return None
+    with reading(path):
+        table = reader(path, split)
+        if not all(key in table.columns for key in columns):
+            return None
+        named = {columns.get(key, key): column for key, column in table.columns.items() if key not in columns.values()}
+        labels = enumerate(named.get("label", ()))
+        rows = np.array([row for row, label in labels if label not in (None, "", "-", "-1", -1)], dtype=np.int64)
+        if not len(rows):
+            return None
+        named = {key: LazySequence(rows, column.__getitem__) for key, column in named.items()}
+        return from_table(replace(table, columns=named), path, split, also)
 
 
 def _places(place: Path, split: Split) -> list[Path]:
@@ -215,6 +243,50 @@ def _places(place: Path, split: Split) -> list[Path]:
     tables = {file.name.lower(): file for file in sorted(place.iterdir()) if file.is_file() and find_reader(file)}
     by_split = [file for name in names for key, file in tables.items() if key.partition(".")[0].split("-")[0] == name]
     return [place, *by_split]
+
+
+def _of_images(
+    images: Sequence[Path] | NDArray[Any],
+    labels: ArrayLike,
+    classes: Sequence[str],
+    *,
+    name: str = "data",
+    split: str = "all",
+    files: Iterable[Path] = (),
+) -> Dataset:
+    """A dataset of labelled images, checked for missing files and labels that are out of range.
+
+    Args:
+        images: paths, or an array (N, H, W) or (N, H, W, 1 or 3) of uint8 or floats from 0 to 1.
+        labels: N indices of `classes`.
+        classes: the class names.
+        name: the dataset's name.
+        split: the split's name.
+        files: the files that were read, without the images themselves.
+    """
+    load: Callable[[int], Any]
+    check_count(len(images), name)
+    if isinstance(images, np.ndarray):
+        images = check_images(images, "the images", Path(name))
+        load = partial(open_array, images)
+    else:
+        load = partial(open_file, list(images))
+        missing = [path.name for path in images if not path.is_file()]
+        if missing:
+            given = f"{len(missing)} of {len(images)} images of {name}"
+            raise DataError(f"{given} are not in {images[0].parent}: {first_of(missing)}.")
+    numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
+    if len(numbers) != len(images):
+        raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
+    if not len(images):
+        raise DataError(f"{name} has no images in its {split} split.")
+    if numbers.min() < 0 or numbers.max() >= len(classes):
+        raise DataError(
+            f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
+            f"{len(classes)} classes."
+        )
+    inputs = LazySequence(np.arange(len(images)), load)
+    return Dataset(inputs, numbers, tuple(classes), name, "image", split, files=tuple(files))
 
 
 READERS: Mapping[str, TaskReader] = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from paper.preflight import compare
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM

@@ -16,7 +16,7 @@ from scipy.io import savemat
 from paper import files
 from paper.files import read_idx, read_mat
 from paper.layouts import FACTS, scene_name
-from tuneport.data.dataset import files_of
+from tuneport.data.images import files_of
 from tuneport.data.tasks import TASKS, get_task, read_data
 from tuneport.data.tasks.base import VALIDATION_SHARE
 from tuneport.errors import DataError

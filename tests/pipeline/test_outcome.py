@@ -16,6 +16,7 @@ from tuneport.measure.language import perplexity
 from tuneport.models.open import open_model
 from tuneport.pipeline.comparison import Comparison, ModelScore, Role
 from tuneport.pipeline.outcome import summarize
+from tuneport.pipeline.unseen import Unseen
 
 COUNT = 100
 LABELS = np.zeros(COUNT, dtype=np.int64)
@@ -31,7 +32,7 @@ def scored(role: Role, right: int) -> ModelScore:
 def evaluated(**right: int) -> Comparison:
     test = Dataset(["text"] * COUNT, LABELS, ("a", "b"), name="mnist")
     models = {role: scored(role, count) for role, count in right.items()}  # type: ignore[arg-type]
-    return Comparison(test, np.arange(COUNT), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
+    return Comparison(Unseen(test, np.arange(COUNT)), "zero-shot", "accuracy", models)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,6 @@ def test_a_model_is_not_kept_or_dropped_for_how_its_turns_end(tmp_path: Path) ->
     }
     rows = {role: ModelScore(role, role, each.bits_per_character, each) for role, each in models.items()}  # type: ignore
     test = Dataset([answer for _, answer in ANSWERS], None, (), name="words")
-    found = Comparison(test, np.arange(4), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
+    found = Comparison(Unseen(test, np.arange(4)), "perplexity", "bits per character", rows)  # type: ignore[arg-type]
     assert summarize(found, scale=1.0).recommendation.startswith("Keep the old model while you can")
     assert [rows[role].value / rows["port"].value for role in ("finetuned", "target")] == pytest.approx([5 / 7, 9 / 7])

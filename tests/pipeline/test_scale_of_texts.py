@@ -25,14 +25,7 @@ from tuneport.measure.objectives import read_answers
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model
 from tuneport.outputs import ModelOutput
-from tuneport.pipeline.scale import (
-    MOST_ANSWERS,
-    TOKEN_SCALES,
-    Judge,
-    Score,
-    choose_scale,
-    score_of_classes,
-)
+from tuneport.pipeline.scale import MOST_ANSWERS, TOKEN_SCALES, Judge, Score, choose_scale, score_of_classes
 from tuneport.pipeline.transfer import transfer
 from tuneport.types import ScaleRule
 

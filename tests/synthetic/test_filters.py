@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
 
 from tuneport.errors import TuneportError
-from tuneport.synthetic.filters import Candidate, Doubt, Floats, Form, NearDuplicates, Probe, tell_apart
+from tuneport.synthetic.filters import BLOCK, Candidate, Doubt, Floats, Form, NearDuplicates, Probe, tell_apart
 from tuneport.synthetic.prompts import Prompts
 
 SEEDS = ("Who wrote the Iliad ?", "How far is it from Rome to Paris ?", "What is a chimera ?")
@@ -55,22 +56,28 @@ def test_an_ending_is_asked_for_only_if_all_seeds_have_one() -> None:
     assert reason(Form.of(Prompts((), "Questions:")), "Who painted the blue door") is None
 
 
+@cache
+def pieces(text: str) -> frozenset[str]:
+    return frozenset(text[at : at + 4] for at in range(len(text) - 3))
+
+
 def jaccard(one: str, other: str) -> float:
-    sets = [{text[at : at + 4] for at in range(len(text) - 3)} for text in (one, other)]
+    sets = [pieces(text) for text in (one, other)]
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
 def test_near_duplicates_are_those_of_all_pairs() -> None:
     """Random words, each with changes of a few letters; the oracle compares every pair."""
     chance = random.Random(1)
-    stems = ["".join(chance.choice("abcdef") for _ in range(30)) for _ in range(12)]
+    stems = ["".join(chance.choice("abcdef") for _ in range(30)) for _ in range(40)]
 
     def near(stem: str) -> str:
         at = chance.randrange(30)
         return stem[:at] + chance.choice("abcdef") + stem[at + chance.randint(0, 4) :]
 
-    texts = [near(chance.choice(stems)) for _ in range(150)]
+    texts = [near(chance.choice(stems)) for _ in range(350)]
     seeds, kept, new = tuple(texts[:10]), texts[10:30], texts[30:]
+    assert len(new) > BLOCK
     expected: list[str | None] = []
     known = [*seeds, *kept]
     for text in new:

@@ -9,10 +9,9 @@ import csv
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import DataError, brief, first_of
 from ..io.untrusted import check_regular
 from ..types import Split
-from .images import check_images, open_array, open_file
 
 Kind = Literal["image", "text"]
 
@@ -147,62 +145,10 @@ def with_prompts(dataset: Dataset) -> Dataset:
     return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), fill), prompts=())
 
 
-def of_images(
-    images: Sequence[Path] | NDArray[Any],
-    labels: ArrayLike,
-    classes: Sequence[str],
-    *,
-    name: str = "data",
-    split: str = "all",
-    files: Iterable[Path] = (),
-) -> Dataset:
-    """A dataset of labelled images, checked for missing files and labels that are out of range.
-
-    Args:
-        images: paths, or an array (N, H, W) or (N, H, W, 1 or 3) of uint8 or floats from 0 to 1.
-        labels: N indices of `classes`.
-        classes: the class names.
-        name: the dataset's name.
-        split: the split's name.
-        files: the files that were read, without the images themselves.
-    """
-    load: Callable[[int], Any]
-    check_count(len(images), name)
-    if isinstance(images, np.ndarray):
-        images = check_images(images, "the images", Path(name))
-        load = partial(open_array, images)
-    else:
-        load = partial(open_file, list(images))
-        missing = [path.name for path in images if not path.is_file()]
-        if missing:
-            given = f"{len(missing)} of {len(images)} images of {name}"
-            raise DataError(f"{given} are not in {images[0].parent}: {first_of(missing)}.")
-    numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
-    if len(numbers) != len(images):
-        raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
-    if not len(images):
-        raise DataError(f"{name} has no images in its {split} split.")
-    if numbers.min() < 0 or numbers.max() >= len(classes):
-        raise DataError(
-            f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
-            f"{len(classes)} classes."
-        )
-    inputs = LazySequence(np.arange(len(images)), load)
-    return Dataset(inputs, numbers, tuple(classes), name, "image", split, files=tuple(files))
-
-
 def check_count(samples: int, name: object) -> None:
     """Refuse more samples than are kept track of."""
     if samples > MOST_SAMPLES:
         raise DataError(f"{name} is refused: it has {samples} samples, and at most {MOST_SAMPLES} are read. Split it.")
-
-
-def files_of(dataset: Dataset) -> list[Path]:
-    """The image files of its samples, in order; empty if the samples are stored in the dataset's `files`."""
-    inputs = dataset.inputs
-    if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
-        return [inputs.load.args[0][index] for index in inputs.indices]
-    return []
 
 
 def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:

@@ -1,4 +1,4 @@
-"""Decode RGB images from files, table cells and arrays.
+"""Images: folders of classes, and RGB images decoded from files, table cells and arrays.
 
 Only common formats are decoded, no formats whose decoders spawn other programs, and no decompression bombs. An image
 that cannot be read is a DataError of one line that names it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,53 @@ from PIL import Image, UnidentifiedImageError
 
 from ..errors import DataError, brief
 from ..io.untrusted import check_regular
+from ..types import Split
+from .dataset import SPLIT_NAMES, Dataset, LazySequence, Table, choose_split
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 LARGEST_RATIO = 100
+_ANY_SPLIT = {name for names in SPLIT_NAMES.values() for name in names}
 _IMAGES = "uint8, or floats from 0 to 1, of shape (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W)"
+
+
+def read_image_folder(path: Path, split: Split) -> Table:
+    """Read the paths of images: a sub-folder for each class, in folders for splits if there are any; or no classes."""
+    # A class may be called "train": a split is a folder of folders.
+    splits = {f.name: f for f in _sub_folders(path) if f.name.lower() in _ANY_SPLIT and _sub_folders(f)}
+    found = choose_split(list(splits), split, path)
+    files = {
+        name: {child.name: images for child in _sub_folders(root) if (images := images_under(child))}
+        for name, root in (splits or {"all": path}).items()
+    }
+    classes = tuple(sorted({name for by_class in files.values() for name in by_class}))
+    by_class = files[found or "all"]
+    paths = [file for name in sorted(by_class) for file in by_class[name]]
+    labels = [classes.index(name) for name in sorted(by_class) for _ in by_class[name]]
+    flat = [] if classes else [file for file in images_under(path) if file.parent == path]
+    if not paths and not flat:
+        where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
+        raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
+    columns: dict[str, list[Any]] = {"image": paths, "label": labels} if paths else {"image": flat}
+    return Table(columns, classes, found or "all", expected="one sub-folder of images per class")
+
+
+def images_under(folder: Path) -> list[Path]:
+    """The image files in a folder and its sub-folders, without hidden ones."""
+    found = (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+
+
+def _sub_folders(folder: Path) -> list[Path]:
+    return sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+
+def files_of(dataset: Dataset) -> list[Path]:
+    """The image files of its samples, in order; empty if the samples are stored in the dataset's `files`."""
+    inputs = dataset.inputs
+    if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
+        return [inputs.load.args[0][index] for index in inputs.indices]
+    return []
 
 
 def open_file(paths: Sequence[Path], index: int) -> Image.Image:

@@ -17,7 +17,8 @@ from typing import Any, cast
 from huggingface_hub import metadata_load
 from torch import nn
 
-from ..data.dataset import Dataset, files_of
+from ..data.dataset import Dataset
+from ..data.images import files_of
 from ..io.checkpoint import file_digests
 from ..io.companions import README, companions
 from ..io.hub import hub_name, local

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,11 +111,14 @@ def _is_mark(character: str) -> bool:
     return unicodedata.category(character).startswith("P")
 
 
+BLOCK = 256  # texts that are compared with all others at a time
+
+
 @dataclass(frozen=True)
 class NearDuplicates:
     """Whether a text is nearly a seed sample or a text before it: the Jaccard index of their runs of four characters.
 
-    The index is exact. Two sets that are alike share one of their rarest elements, so only texts that do are compared.
+    All pairs are compared, by products of sparse matrices.
     """
 
     seeds: tuple[str, ...] = ()
@@ -126,40 +128,36 @@ class NearDuplicates:
 
     def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
         """Why each text is no new one."""
-        known = [self._pieces(text) for text in (*self.seeds, *kept)]
-        new = [self._pieces(candidate.text) for candidate in candidates]
-        frequency = Counter(piece for pieces in (*known, *new) for piece in pieces)
-        index: dict[str, list[int]] = {}
-        stored: list[frozenset[str]] = []
-
-        def rarest(pieces: frozenset[str]) -> list[str]:
-            """As many that a set without any of them cannot reach the threshold."""
-            count = len(pieces) - math.ceil(self.threshold * len(pieces)) + 1
-            return sorted(pieces, key=lambda piece: (frequency[piece], piece))[:count]
-
-        def add(pieces: frozenset[str]) -> None:
-            for piece in rarest(pieces):
-                index.setdefault(piece, []).append(len(stored))
-            stored.append(pieces)
-
-        for pieces in known:
-            add(pieces)
+        texts = [*self.seeds, *kept, *(candidate.text for candidate in candidates)]
+        first = len(texts) - len(candidates)
+        rows = self._rows(texts)
+        sizes = np.diff(rows.indptr)
+        alive = np.ones(len(texts), dtype=bool)
         found: Reasons = []
-        for pieces in new:
-            near = sorted({place for piece in rarest(pieces) for place in index.get(piece, ())})
-            like = next((place for place in near if self._alike(pieces, stored[place])), None)
-            found.append(None if like is None else "like a seed" if like < len(self.seeds) else "like another")
-            if like is None:
-                add(pieces)
+        for start in range(first, len(texts), BLOCK):
+            stop = min(start + BLOCK, len(texts))
+            shared = (rows[start:stop] @ rows[:stop].T).toarray()
+            alike = shared >= self.threshold * (sizes[start:stop, None] + sizes[None, :stop] - shared)
+            for place in range(start, stop):
+                near = np.flatnonzero(alike[place - start, :place] & alive[:place])
+                alive[place] = not len(near)
+                like_seed = len(near) and near[0] < len(self.seeds)
+                found.append(None if alive[place] else "like a seed" if like_seed else "like another")
         return found
 
-    def _pieces(self, text: str) -> frozenset[str]:
-        plain = re.sub(r"[\W_]+", " ", text.lower()).strip() or text
-        return frozenset(plain[at : at + self.size] for at in range(max(len(plain) - self.size + 1, 1)))
+    def _rows(self, texts: Sequence[str]) -> Any:
+        """A sparse matrix with a row for each text and a column for each run of characters."""
+        from scipy.sparse import csr_matrix
 
-    def _alike(self, one: frozenset[str], other: frozenset[str]) -> bool:
-        shared = len(one & other)
-        return shared >= self.threshold * (len(one) + len(other) - shared)
+        numbers: dict[str, int] = {}
+        columns: list[int] = []
+        ends = [0]
+        for text in texts:
+            plain = re.sub(r"[\W_]+", " ", text.lower()).strip() or text
+            pieces = {plain[at : at + self.size] for at in range(max(len(plain) - self.size + 1, 1))}
+            columns += sorted(numbers.setdefault(piece, len(numbers)) for piece in pieces)
+            ends.append(len(columns))
+        return csr_matrix((np.ones(len(columns), dtype=np.int32), columns, ends), shape=(len(texts), len(numbers)))
 
 
 CERTAIN = math.log(0.5)  # mean log-likelihood of an answer that is not doubtful
