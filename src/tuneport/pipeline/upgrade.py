@@ -48,7 +48,7 @@ MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
 HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that judges, at most, and of all at least
 RANK = 16  # of a LoRA
 EPOCHS, LEAST_STEPS, MOST_STEPS = 60, 300, 2000  # of a distillation: passes over the samples, in batches of 16
-AGREES = 0.95  # a route whose agreement is above this, with certainty, ends the search
+AGREES = 0.9  # a route whose agreement is above this, with certainty, ends the search
 SHOWN = 50  # disagreements that are written
 
 
