@@ -175,8 +175,8 @@ class TestRefusals:
         with pytest.raises(TuneportError, match="go with"):
             TransferConfig.of(**{name: other_value(name, {"uniform_rank": False}.get(name))})
 
-    @pytest.mark.parametrize("scale", ["nan", "inf", "full"])
-    def test_a_scale(self, scale: str) -> None:
+    @pytest.mark.parametrize("scale", ["nan", "inf", "full", float("nan"), float("inf")])
+    def test_a_scale(self, scale: float | str) -> None:
         with pytest.raises(TuneportError, match="scale"):
             TransferConfig.of(scale=scale)
 

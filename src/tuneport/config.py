@@ -163,9 +163,14 @@ WORDS = Text(parse_words, lambda words: [",".join(words)])
 NUMBERS = Text(parse_numbers, lambda numbers: [",".join(map(repr, numbers))])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Declared:
     """Fields with options: what `Inputs` and `Config` share."""
+
+    def __repr__(self) -> str:
+        given = {item.name: "..." if about.python else repr(getattr(self, item.name)) for item, about in self.options()}
+        other = (item.name for item, _ in self.options() if getattr(self, item.name) != item.default)
+        return f"{type(self).__name__}({', '.join(f'{name}={given[name]}' for name in other)})"
 
     @classmethod
     def options(cls) -> Iterator[tuple[Field[Any], Option]]:
@@ -242,7 +247,7 @@ class Declared:
                 raise OptionError(f"`{item.name}` must be at most {about.most:g}, got {value}.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(Declared):
     """How a command works. Every command has one, and every public function takes its fields as keywords."""
 
@@ -354,7 +359,7 @@ REMOTE_CODE = partial(option, False, help="Allow custom code from the checkpoint
 # The commands
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TransferInputs(Declared):
     """What a transfer reads and writes."""
 
@@ -365,7 +370,7 @@ class TransferInputs(Declared):
     out: str = OUT()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanInputs(Declared):
     """What a plan reads."""
 
@@ -375,7 +380,7 @@ class PlanInputs(Declared):
     data: str | None = DATA()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MeasureConfig(Config):
     """Options that decide what a transfer moves: those of `transfer` and `plan`."""
 
@@ -420,12 +425,14 @@ class MeasureConfig(Config):
 
     def check(self) -> None:
         super().check()
+        if self.scale is not None:
+            parse_scale(self.scale)
         if self.labels == "source" and (self.shots is not None or self.sampler == "class_balanced"):
             need = "`shots` needs" if self.shots is not None else f"sampler '{self.sampler}' needs"
             raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TransferConfig(MeasureConfig):
     """Options of a transfer. Command line, run record and docs are made from these fields."""
 
@@ -460,7 +467,7 @@ class TransferConfig(MeasureConfig):
             raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanConfig(MeasureConfig):
     """Options of a plan: those that decide what a transfer moves, and what to show."""
 
@@ -474,7 +481,7 @@ class PlanConfig(MeasureConfig):
 ROUTES = ("copy", "port", "distill")  # cheap to dear
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class UpgradeConfig(Config):
     """Options of an upgrade."""
 
@@ -513,7 +520,7 @@ class UpgradeConfig(Config):
             raise TuneportError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DistillInputs(Declared):
     """What a distillation reads and writes."""
 
@@ -524,7 +531,7 @@ class DistillInputs(Declared):
     source: str | None = option(None, help="The base of an adapter or a task vector.", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DistillConfig(Config):
     """Options of a distillation."""
 
@@ -551,7 +558,7 @@ class DistillConfig(Config):
             raise TuneportError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluateInputs(Declared):
     """What an evaluation reads."""
 
@@ -560,7 +567,7 @@ class EvaluateInputs(Declared):
     base: str | None = option(None, help="The base of an adapter (default: the one it names).", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluateConfig(Config):
     """Options of an evaluation."""
 
@@ -586,7 +593,7 @@ class EvaluateConfig(Config):
             raise TuneportError(f'`samples` goes with `protocol="linear-probe"`; {words} the whole test split.')
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ExtractInputs(Declared):
     """What an extraction reads and writes."""
 
@@ -595,7 +602,7 @@ class ExtractInputs(Declared):
     out: str = option(help="The task-vector file to write (.safetensors).", group=INPUTS, flags=("--out", "-o"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ExtractConfig(Config):
     """Options of an extraction."""
 
@@ -605,7 +612,7 @@ class ExtractConfig(Config):
     overwrite: bool = OVERWRITE()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ApplyInputs(Declared):
     """What `apply` reads and writes."""
 
@@ -614,7 +621,7 @@ class ApplyInputs(Declared):
     out: str = option(help="The folder to write.", group=INPUTS, flags=("--out", "-o"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ApplyConfig(Config):
     """Options of `apply`."""
 
@@ -624,7 +631,7 @@ class ApplyConfig(Config):
     overwrite: bool = OVERWRITE()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MergeInputs(Declared):
     """What a merge reads and writes."""
 
@@ -633,7 +640,7 @@ class MergeInputs(Declared):
     base: str | None = option(None, help="Their base (default: the one that they name).", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MergeConfig(Config):
     """Options of a merge."""
 
@@ -660,14 +667,14 @@ class MergeConfig(Config):
         check_adapter_options(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DemoInputs(Declared):
     """What the demo writes."""
 
     out: str = option("tuneport-demo", help="The folder to write.", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DemoConfig(Config):
     """Options of the demo."""
 

@@ -189,10 +189,14 @@ def expected(case: Case, method: str | Method | None = None, *, tested: int = 0,
     return describe(case.setup, case.config, tested=tested)
 
 
-def passes_for(case: Case, budget: int | None = None, *, method: str | Method | None = None) -> Passes | None:
-    """How the layers of a prepared transfer are divided, within a budget if one is given."""
+def planned(case: Case, budget: int | None, *, method: str | Method | None = None) -> Passes:
+    """How a prepared transfer is divided within a budget, whatever its options say."""
     case = case if method is None else case.using(method=method)
-    chosen = get_method(case.config.method)
-    if budget is not None:
-        return plan_passes(case.measurement, case.task_vector, chosen, budget)
-    return passes_of(case.measurement, case.task_vector, chosen, chooses_scale=isinstance(case.config.scale, str))
+    return plan_passes(case.measurement, case.task_vector, get_method(case.config.method), budget)
+
+
+def passes_for(case: Case, **options: Any) -> Passes | None:
+    """How a prepared transfer is divided, with other options."""
+    case = case.using(**options)
+    chooses = isinstance(case.config.scale, str)
+    return passes_of(case.measurement, case.task_vector, get_method(case.config.method), chooses_scale=chooses)

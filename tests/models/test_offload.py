@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from typer.testing import CliRunner
 
 from builders.folders import Zoo
-from builders.runs import measured, passes_for, prepare, run
+from builders.runs import measured, planned, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.cli import app
+from tuneport.config import PlanConfig
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers
 from tuneport.measure.batches import PairedBatch, move_batch
@@ -27,7 +29,7 @@ from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.estimate import plan_devices, prepare_shapes
+from tuneport.pipeline.estimate import estimate_shapes, measurement_of_shapes
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.samples import SCORED
 from tuneport.runtime.forecast import Forecast, LiveBytes
@@ -191,7 +193,7 @@ def result(folders: dict[str, Path], budget: int | None = None, **options: Any) 
         device="cpu",
         **options,
     )
-    passes = passes_for(job, budget) if budget is not None else None
+    passes = planned(job, budget) if budget is not None else None
     live = LiveBytes()
     with live:
         found = run(job, scale=1.0, passes=passes)
@@ -247,9 +249,9 @@ def test_operations_on_whole_models_are_refused_within_a_budget(folders: dict[st
     with pytest.raises(
         TuneportError, match=r"the tensors outside the blocks take .*, and the largest layer .* Give at least"
     ):
-        passes_for(job, 300_000)
+        planned(job, 300_000)
     with pytest.raises(TuneportError, match=r"a scale is chosen on whole models"):
-        run(job, scale="auto", passes=passes_for(job, 8 * 10**6))
+        run(job, scale="auto", passes=planned(job, 8 * 10**6))
 
     with pytest.raises(TuneportError, match=r"measuring without a plan needs whole models in memory, and .*llama "):
         measured(job)
@@ -267,7 +269,7 @@ def test_operations_on_whole_models_are_refused_within_a_budget(folders: dict[st
         device="cpu",
     )
     with pytest.raises(TuneportError, match=r"cannot be planned on the meta device: they or their loss read values"):
-        passes_for(odd, 10**6)
+        planned(odd, 10**6)
 
 
 def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path]) -> None:
@@ -282,14 +284,14 @@ def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path
         device="cpu",
     )
     assert all(model.offloaded for model in (job.source, job.target))
-    least = passes_for(job, BUDGET)
-    some = passes_for(job, 10 * 10**6)
-    every = passes_for(job, 10**9)
+    least = planned(job, BUDGET)
+    some = planned(job, 10 * 10**6)
+    every = planned(job, 10**9)
     assert len(least.groups) > len(some.groups) == len(every.groups) == 1
     assert any(placement.fetched != frozenset(placement.blocks) for placement in some.placements or ())
     assert all(not placement.blocks for placement in every.placements or ())
     assert least.fetched_bytes > some.fetched_bytes > every.fetched_bytes
-    assert [len(group.plan.pairs) for group in groups_of(job, some)] == [len(job.plan.pairs)]
+    assert [len(group.plan.pairs) for group in groups_of(job.measurement, some)] == [len(job.plan.pairs)]
 
 
 def test_methods_without_statistics_leave_large_models_offloaded(folders: dict[str, Path]) -> None:
@@ -344,14 +346,14 @@ def config_folder(path: Path, **changes: Any) -> Path:
 
 def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> None:
     source = config_folder(tmp_path / "old")
-    job = prepare_shapes(source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16)
-    assert len(job.plan.pairs) == 5 * 7
+    options = PlanConfig.of(samples=16, length=64, batch_size=4, max_tokens=16)
     with pytest.raises(TuneportError, match=r"needs `memory_budget`, the memory of one device"):
-        plan_devices(job)
-    job = prepare_shapes(
-        source, folders["qwen"], samples=16, length=64, batch_size=4, max_tokens=16, memory_budget=12 * 10**6
-    )
-    one, two = plan_devices(job, devices=(1, 2))
+        estimate_shapes(source, folders["qwen"], options)
+    options = replace(options, memory_budget=12 * 10**6)
+    found = estimate_shapes(source, folders["qwen"], options)
+    assert found["layers"] == 5 * 7
+    one, two = found["plans"][:2]
+    assert (one["devices"], two["devices"]) == (1, 2)
     assert one["runs"] == two["runs"] == 1
     assert (one["samples"], two["samples"]) == (16, 8)
     assert one["peak_bytes"] <= 12 * 10**6
@@ -365,11 +367,12 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
         max_tokens=16,
         device="cpu",
     )
-    planned, known = (Forecast.of(each).statistics_bytes(each.plan.pairs) for each in (job, real))
-    assert planned == known  # as with weights and data
+    shapes = measurement_of_shapes(source, folders["qwen"], options)
+    nbytes = [Forecast.of(each).statistics_bytes(each.plan.pairs) for each in (shapes, real.measurement)]
+    assert nbytes[0] == nbytes[1]  # as with weights and data
     with pytest.raises(CheckpointError, match=r"old has no weights, so model\.norm\.weight cannot be read"):
-        job.source.tensors["model.norm.weight"]
-    (error,) = plan_devices(prepare_shapes(source, source, memory_budget=1000), devices=(1,))
+        shapes.source.tensors["model.norm.weight"]
+    error = estimate_shapes(source, source, PlanConfig.of(memory_budget=1000))["plans"][0]
     assert "is too small" in error["error"]
 
 
@@ -427,7 +430,7 @@ def test_models_in_ram_run_on_a_gpu_within_a_budget() -> None:
     whole = run(prepare(decoder("llama").to(device), change, decoder("qwen").to(device), there, **options))
     budget = 9 * 10**6
     job = prepare(source, change, target, texts(), memory_budget=budget, **options)
-    passes = passes_for(job, budget)
+    passes = planned(job, budget)
     assert passes.placements is not None
     assert any(placement.fetched for placement in passes.placements)
     found = run(job, scale=1.0, passes=passes)

@@ -12,6 +12,7 @@ from builders.folders import Zoo, images
 from builders.runs import prepare
 from builders.texts import SENTENCES, gpt_tokenizer, make, write, write_rows
 from builders.toy import ToyViT, batches, finetuned, loss
+from builders.twins import moved
 from tuneport.config import parse_scale
 from tuneport.errors import TuneportError
 from tuneport.pipeline.transfer import choose_rule, transfer
@@ -32,9 +33,11 @@ def test_every_method_has_it_also_those_that_need_no_labels(zoo: Zoo, method: st
 
 def test_texts_of_a_language_model_are_scored_by_auto(tmp_path: Path) -> None:
     words = gpt_tokenizer()
-    models = [write(tmp_path / name, make("llama", vocab_size=len(words)), words) for name in ("a", "b")]
+    module = make("llama", vocab_size=len(words))
+    modules = {"base": module, "tuned": moved(module), "target": module}
+    models = [write(tmp_path / name, each, words) for name, each in modules.items()]
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in SENTENCES])
-    assert choose_rule(prepare(models[0], None, models[1], data, samples=8).setup, None) == "auto"
+    assert choose_rule(prepare(*models, data, samples=8).setup, None) == "auto"
 
 
 def unlabelled(folder: Path) -> Path:

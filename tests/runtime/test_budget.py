@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from builders.runs import Case, measured, passes_for, prepare, run
+from builders.runs import Case, measured, passes_for, planned, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
+from tuneport.measure.measurement import Measurement
 from tuneport.measure.samples import UserBatches
 from tuneport.methods import METHODS
+from tuneport.pipeline.solve import measure
 from tuneport.runtime import passes
 from tuneport.runtime.budget import COPIES
 from tuneport.runtime.forecast import LiveBytes
@@ -22,7 +23,7 @@ from tuneport.runtime.forecast import LiveBytes
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches run in two parts, as with wide models."""
-    monkeypatch.setattr(Case, "samples_at_once", 8)
+    monkeypatch.setattr(Measurement, "samples_at_once", 8)
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Case:
@@ -43,10 +44,10 @@ def job(method: str = "bico", budget: int | None = None, **options) -> Case:
 @pytest.mark.parametrize(("scale", "method"), [(1.0, "bico"), (1.0, "theseus"), ("auto", "bico")])
 def test_groups_give_the_same_bits(scale, method: str) -> None:
     whole = run(job(method), method, scale=scale)
-    least = passes_for(job(method), None, method=method)
+    least = planned(job(method), None, method=method)
     budget = least.fixed_bytes + max(least.group_bytes) * 3 // 4
     small = job(method, budget)
-    groups = passes_for(small, budget, method=method).groups
+    groups = planned(small, budget, method=method).groups
     assert len(groups) > 1
     assert [pair.target.name for group in groups for pair in group] == [pair.target.name for pair in small.plan.pairs]
     divided = run(small, method, scale=scale)
@@ -62,11 +63,11 @@ def test_groups_give_the_same_bits(scale, method: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, "auto"])
 def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(job(), scale=scale)
-    assert passes_for(job(), "bico", scale) is None
+    assert passes_for(job(), scale=scale) is None
     monkeypatch.setattr(passes, "free_memory", lambda: 250_000)
     divided = run(job(), scale=scale)
-    groups = passes_for(job(), "bico", scale).groups
-    size, signals = passes.sum_bytes(job(), COPIES if scale == "auto" else 1), METHODS["bico"].signals
+    groups = passes_for(job(), scale=scale).groups
+    size, signals = passes.sum_bytes(job().measurement, COPIES if scale == "auto" else 1), METHODS["bico"].signals
     sizes = [sum(size(pair, signal) for pair in group for signal in pair.wanted(signals)) for group in groups]
     assert len(groups) > 1
     assert max(sizes) <= 2**16  # the power of two below half of it
@@ -75,21 +76,20 @@ def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch:
         assert torch.equal(divided.task_vector.dense(name), whole.task_vector.dense(name))
     assert divided.scale == whole.scale
     monkeypatch.setattr(passes, "free_memory", lambda: 260_000)  # a little more: the same groups
-    assert [len(group) for group in passes_for(job(), "bico", scale).groups] == list(map(len, groups))
+    assert [len(group) for group in passes_for(job(), scale=scale).groups] == list(map(len, groups))
 
 
 def test_what_cannot_be_divided_is_measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "free_memory", lambda: 0)
-    assert passes_for(job(), "bico", 1.0) is not None
-    assert (
-        passes_for(replace(job(), samples=UserBatches(iter([]))), "bico", 1.0) is None
-    )  # batches that can be read once
-    assert passes_for(job(), "naive", 1.0) is None
+    assert passes_for(job(), scale=1.0) is not None
+    once = job().on(UserBatches(iter([])))
+    assert passes_for(once, scale=1.0) is None, "batches that can be read once"
+    assert passes_for(job("naive"), scale=1.0) is None
 
 
 def test_a_limit_of_tokens_makes_sums_smaller() -> None:
     pair = job().plan.pairs[0]
-    dense, kept = (passes.sum_bytes(job(max_tokens=limit), 3)(pair, "input") for limit in (None, 4))
+    dense, kept = (passes.sum_bytes(job(max_tokens=limit).measurement, 3)(pair, "input") for limit in (None, 4))
     n, m = pair.widths("input")
     assert (dense, kept) == (3 * 8 * n * m, 4 * 4 * (n + m))
     assert pair.widths("output_gradient") == (pair.source.out_features, pair.target.out_features)
@@ -100,7 +100,7 @@ def test_a_limit_of_tokens_makes_sums_smaller() -> None:
 def test_the_peak_is_the_expected_one(method: str) -> None:
     """Of the bytes of tensors, counted while the job runs; models and result were there before."""
     found = job(method)
-    expected = passes_for(found, None, method=method)
+    expected = planned(found, None, method=method)
     models = sum(4 * p.numel() for m in (found.source, found.target) for p in m.module.parameters())
     live = LiveBytes()
     with live:
@@ -112,33 +112,33 @@ def test_models_that_read_values_are_planned_by_one_sample(monkeypatch: pytest.M
     def curious(module: nn.Module, batch: Any) -> Tensor:
         return loss(module, batch) / float(batch[0].square().mean())
 
-    usual, odd = passes_for(job(), None), passes_for(job(loss=curious), None)
+    usual, odd = planned(job(), None), planned(job(loss=curious), None)
     assert odd.fixed_bytes == usual.fixed_bytes
     assert abs(odd.peak_bytes / usual.peak_bytes - 1) < 0.1
     ran = []
     monkeypatch.setattr("builders.toy.ToyViT.forward", lambda *_: ran.append(1))
-    passes_for(job("naive"), None, method="naive")
+    planned(job("naive"), None, method="naive")
     assert not ran, "a method without signals runs no model"
 
 
 def test_a_token_limit_lowers_the_expected_peak() -> None:
-    assert passes_for(job(max_tokens=2), None).peak_bytes < passes_for(job(), None).peak_bytes
+    assert planned(job(max_tokens=2), None).peak_bytes < planned(job(), None).peak_bytes
 
 
 def test_a_budget_below_one_layer_is_refused_with_the_least_sufficient_one() -> None:
     with pytest.raises(
         TuneportError, match=r"a `memory_budget` of 9.77 KiB is too small: the models and the result take"
     ):
-        passes_for(job(), 10_000)
-    once = replace(job(), samples=UserBatches(iter(batches())))
+        planned(job(), 10_000)
+    once = job().on(UserBatches(iter(batches())))
     with pytest.raises(TuneportError, match=r"needs batches that can be read more than once: pass a list"):
-        passes_for(once, 10**9)
+        planned(once, 10**9)
 
 
 def test_limits_below_one_are_refused_before_any_work() -> None:
-    with pytest.raises(TuneportError, match=r"`max_tokens` must be at least 1, got 0. Leave it out to use every token"):
+    with pytest.raises(TuneportError, match="`max_tokens` must be at least 1, got 0"):
         job(max_tokens=0)
-    with pytest.raises(TuneportError, match=r"`memory_budget` must be a number of bytes, got 0"):
+    with pytest.raises(TuneportError, match="`memory_budget` must be at least 1, got 0"):
         job(budget=0)
 
 
@@ -146,7 +146,7 @@ def test_max_tokens_count_over_the_whole_measurement() -> None:
     few = measured(job(max_tokens=30))
     assert {covariance.tokens for covariance in few.covariances.values()} == {30}
     assert few.samples == 48
-    fit, rest = replace(job(max_tokens=30), samples=UserBatches(batches(count=48, batch=4))).halves()
+    fit, rest = job(max_tokens=30).on(UserBatches(batches(count=48, batch=4))).measurement.halves()
     assert fit is not rest
-    both = measured(fit) + measured(rest)
+    both = measure(fit) + measure(rest)
     assert {covariance.tokens for covariance in both.covariances.values()} <= {28, 29, 30}

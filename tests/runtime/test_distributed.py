@@ -13,7 +13,7 @@ from builders.processes import run_together
 from builders.runs import measured, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
-from tuneport.pipeline import statistics
+from tuneport.pipeline import solve
 from tuneport.pipeline.result import Result
 from tuneport.runtime import distributed
 from tuneport.runtime.distributed import Ranks, gather_entries, processes, ranks
@@ -107,7 +107,7 @@ def test_the_shares_of_two_processes_draw_the_tokens_of_one(monkeypatch: pytest.
     given = {"loss": loss, "pairs": plan(source, target).pairs, "signals": "bico", "max_tokens": 33}
     job = prepare(source, finetuned(source), target, batches(count=44, batch=8), **given)
     whole = measured(job)
-    monkeypatch.setattr(statistics, "reduce_statistics", lambda found, _: found)
+    monkeypatch.setattr(solve, "reduce_statistics", lambda found, _: found)
     parts = []
     for rank in range(2):
         monkeypatch.setattr(distributed, "ranks", lambda rank=rank: Ranks(rank, 2))

@@ -37,7 +37,7 @@ def test_batches_in_named_tuples() -> None:
     source, target = toy.ToyViT(seed=1), toy.ToyViT(seed=2)
     batches, pairs = toy.batches(64), toy.plan(source, target).pairs
     plain, named = (
-        Forecast.of(prepare(source, toy.finetuned(source), target, given, loss=toy.loss, pairs=pairs))
+        Forecast.of(prepare(source, toy.finetuned(source), target, given, loss=toy.loss, pairs=pairs).measurement)
         for given in (batches, [Batch(*batch) for batch in batches])
     )
     assert named.batch is not None

@@ -180,7 +180,7 @@ def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) 
     """
     if config.memory_budget is None:
         raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
-    measurement = _measurement_of_shapes(source, target, config)
+    measurement = measurement_of_shapes(source, target, config)
     vector, method = every_layer(measurement.source), get_method(config.method)
     forecast = Forecast.of(measurement)
     lines: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) 
     }
 
 
-def _measurement_of_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> Measurement:
+def measurement_of_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> Measurement:
     """A measurement of two text models from their config.json alone; it can be planned but not run."""
     samples, length, batch_size = config.samples or 100, config.length, config.batch_size
     if min(samples, length, batch_size) < 1 or max(samples, batch_size * length) > MOST:

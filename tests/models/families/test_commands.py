@@ -61,7 +61,7 @@ def test_transformers_models_work_where_torchvision_is_installed(zoo: Zoo) -> No
 
 EACH_APART = """
 import os, sys
-import tuneport.cli, tuneport.pipeline.evaluation
+import tuneport.cli, tuneport.pipeline.evaluate
 data, *models = sys.argv[1:]
 for model in models:
     if (child := os.fork()) == 0:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -546,6 +547,8 @@ def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
     for module, name in ((base, "base"), (moved, "ft"), (target, "new")):
         save_file(copy.deepcopy(module).half().state_dict(), tmp_path / f"{name}.safetensors")
     del base, moved, target
+    bico = tuneport.get_method("bico")
+    assert isinstance(bico, tuneport.BilinearAlignment)
     result = tuneport.transfer(
         f"ViT-B-16:{tmp_path / 'base.safetensors'}",
         f"ViT-B-16:{tmp_path / 'ft.safetensors'}",
@@ -553,7 +556,7 @@ def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
         write_data(tmp_path / "animals.npz"),
         samples=2,
         batch_size=1,
-        completion="none",
+        method=replace(bico, completion="none"),
     )
     assert len(result.records) == 12 * 6 + 2
     out = result.save(tmp_path / "out")
