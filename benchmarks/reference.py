@@ -38,11 +38,6 @@ METHODS: dict[str, tuple[str | None, str | None]] = {
     "gradient_only": ("input_gradient", "output_gradient"),
     "naive": (None, None),
 }
-NORMS = {  # the norm that each layer reads
-    "self_attn.q_proj": "layer_norm1",
-    "mlp.fc1": "layer_norm2",
-    "visual_projection": "vision_model.post_layernorm",
-}
 PROMPTS = (
     "a photo of a {}.",
     "a picture that shows a {}.",
@@ -100,19 +95,17 @@ def move(
     signals: tuple[Signals, Signals],
     method: str,
     complete: bool = True,
-    norms: bool = False,
     ranks: Mapping[str, tuple[int | None, int | None]] | None = None,
 ) -> Moved:
     """tau_B = R_out^T tau_A R_in (eq. 8) for each linear layer of the target's vision tower.
 
     It takes the layer of the same role from the source block that the depth rule gives. The folders are those of
     source, fine-tuned source and target. With `complete`, a map keeps the singular vectors of zero singular values,
-    which are those below the rounding of the SVD. With `norms`, the vectors of norms before layers move as inputs of
-    these layers. `ranks` of the maps for inputs and outputs of a layer take the place of the count of singular values.
+    which are those below the rounding of the SVD. `ranks` of the maps for inputs and outputs of a layer take the place
+    of the count of singular values.
     """
     models = [open_tower(folder) for folder in folders]
     source, changed, target = map(vision_layers, models)
-    parameters = [dict(model.named_parameters()) for model in models]
     sides = METHODS[method]
     deltas: dict[str, Array] = {}
     full = set()
@@ -137,11 +130,6 @@ def move(
         deltas[f"{name}.weight"] = (R_out.T @ weight @ R_in).reshape(layer.weight.shape)  # (d_out_B, d_in_B)
         if layer.bias is not None:
             deltas[f"{name}.bias"] = difference(changed[other].bias, source[other].bias) @ R_out
-        for end in ("weight", "bias") if norms else ():
-            for layer_name, norm in NORMS.items():
-                if name.endswith(layer_name):
-                    here, there = (f"{key.removesuffix(layer_name)}{norm}.{end}" for key in (name, other))
-                    deltas[here] = difference(parameters[1][there], parameters[0][there]) @ R_in
         if full_in and full_out:
             full.add(name)
     return Moved(deltas, frozenset(full))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -16,13 +16,10 @@ from torch.nn import functional as F
 
 from .errors import PairingError, first_of
 from .layers import Layer, LooseTensor
-from .types import Norms
 
 DepthRule = Callable[[int, int, int], int]
 Roles = Mapping[str, str | None]
 
-# The layers that read the output of a norm, by its role.
-READERS = {"norm1": ("q",), "norm2": ("gate", "up", "fc1"), "final norm": ("projection", "classifier")}
 # The layers of a gated feed-forward and of a plain one that do the same; a gate has no counterpart.
 COUNTERPARTS = {"up": "fc1", "down": "fc2", "fc1": "up", "fc2": "down", "gate": None}
 KEPT_BY_KIND = {
@@ -44,14 +41,13 @@ class LayerPair:
     """A target layer and the source layer it takes its update from.
 
     `input_map` and `output_map` are fixed maps (d_A, d_B) of signals in one space (pixels, class logits); None for a
-    map that alignment finds. `norms` are the tensors of the norm whose output the layer reads, if they move with it.
+    map that alignment finds.
     """
 
     source: Layer
     target: Layer
     input_map: Tensor | None = None
     output_map: Tensor | None = None
-    norms: tuple[LoosePair, ...] = ()
 
     def __repr__(self) -> str:
         return f"LayerPair({self.source.name} -> {self.target.name})"
@@ -134,7 +130,6 @@ def pair_layers(
     output_maps: Mapping[str, Tensor] | None = None,
     source_blocks: Mapping[str, int] | None = None,
     target_blocks: Mapping[str, int] | None = None,
-    norms: Norms = "keep",
 ) -> Plan:
     """Pair every target layer with a source layer and say what stays.
 
@@ -146,7 +141,6 @@ def pair_layers(
         depth_rule: the source block for (target block, depth of the source, depth of the target).
         output_maps: fixed output maps of roles whose outputs are in one space, such as class logits.
         source_blocks, target_blocks: the depth of each stack, if not all of its layers are given.
-        norms: "rotate" moves the norms before layers with the layers that read them; "keep" leaves them.
     """
     roles = roles or {}
     stacks = _pair_stacks(source, target)
@@ -175,7 +169,6 @@ def pair_layers(
             kept.append(Kept(layer.bias, "the source layer has no bias"))
     loose_at = {(part.stack, part.block, roles.get(part.role, part.role)): part for part in source_loose}
     loose = [LoosePair(loose_at[place(part)], part) for part in target_loose if place(part) in loose_at]
-    pairs = _with_norms(pairs, loose) if norms == "rotate" else pairs
     kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in target_loose]
     used = {pair.source.name for pair in pairs}
     there = {layer.role for layer in target}
@@ -198,22 +191,6 @@ def pair_layers(
     _check_maps(pairs)
     kept, dropped = list(dict.fromkeys(kept)), list(dict.fromkeys(dropped))  # a fused bias is named once
     return Plan(tuple(pairs), tuple(loose), tuple(kept), tuple(dropped), depth_a, depth_b, tuple(target))
-
-
-def _with_norms(pairs: Sequence[LayerPair], loose: Sequence[LoosePair]) -> list[LayerPair]:
-    """The pairs, each with the norms in front of it; the first layer that reads a norm gets it."""
-    there = {(pair.target.stack, pair.target.block, pair.target.role) for pair in pairs}
-    read: dict[tuple[str, int | None, str], list[LoosePair]] = {}
-    for norm in loose:
-        stack, block = norm.target.stack, norm.target.block
-        for role in READERS.get(norm.target.role.removesuffix(".bias"), ()):
-            if (stack, block, role) in there:
-                read.setdefault((stack, block, role), []).append(norm)
-                break
-    return [
-        replace(pair, norms=tuple(read.get((pair.target.stack, pair.target.block, pair.target.role), ())))
-        for pair in pairs
-    ]
 
 
 def check_pairs(pairs: Iterable[LayerPair]) -> None:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # the command line must answer without torch
 
 Signal = Literal["input", "output", "output_gradient", "input_gradient", "weight_gradient"]
 Completion = Literal["none", "svd"]  # how to complete a rank-deficient map
-Norms = Literal["keep", "rotate"]  # what becomes of the changes of norms before layers
 ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on its samples
 OutputFormat = Literal["model", "adapter", "task-vector"]
 Split = Literal["train", "test"]

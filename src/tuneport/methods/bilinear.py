@@ -68,9 +68,6 @@ class BilinearAlignment(Method):
             if bias is not None:
                 carried = _carry(bias.double(), R_out, pair.target.out_features, 0)
                 entries.put_bias(pair.target, carried.to(bias.device))
-            for norm in pair.norms:  # its vectors are in the coordinates of the layer's inputs
-                vector = as_dense(problem.task_vector[norm.source.name]).double()
-                entries.put_loose(norm.target.name, _carry(vector, R_in, pair.target.in_features, 0).to(vector.device))
             evidence = _evidence("in", align_in, min(pair.source.in_features, pair.target.in_features))
             evidence |= _evidence("out", align_out, min(pair.source.out_features, pair.target.out_features))
             records.append(record_of(pair, tau, moved, **evidence))

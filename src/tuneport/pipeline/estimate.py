@@ -166,7 +166,6 @@ def _moved(plan: Plan, method: Method, kept: tuple[Kept, ...]) -> set[str]:
     pairs = [pair for pair in plan.pairs if pair.target.name not in stays]
     names = {pair.target.weight for pair in pairs}
     names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
-    names |= {norm.target.name for pair in pairs for norm in pair.norms}
     if method.moves_loose:
         names |= {pair.target.name for pair in plan.loose} - stays
     return names

@@ -31,7 +31,7 @@ from ..pairing import (
 from ..task_vectors.account import Part
 from ..task_vectors.low_rank import as_dense, norm_of
 from ..task_vectors.vector import TaskVector
-from ..types import Norms, Sides
+from ..types import Sides
 from .change import Change
 from .vocabulary import AddedTokens
 
@@ -75,7 +75,6 @@ def plan_of(
     pairs: Sequence[LayerPair] | None = None,
     roles: Mapping[str, str | None] | None = None,
     depth_rule: DepthRule = nearest_block,
-    norms: Norms = "keep",
     exclude: Sequence[str] = (),
     fitted: frozenset[str] = frozenset(),
 ) -> Plan:
@@ -87,7 +86,6 @@ def plan_of(
         pairs: the pairing, in place of roles and depth.
         roles: source roles to target roles where their names differ.
         depth_rule: which source block a target block takes.
-        norms: whether the norms before layers move with them.
         exclude: name patterns of tensors to leave alone.
         fitted: parameters of the target that are fitted, and not paired.
     """
@@ -112,7 +110,6 @@ def plan_of(
             output_maps=_class_map(source, target),
             source_blocks=count_blocks(source.layers),
             target_blocks=count_blocks(target.layers),
-            norms=norms,
         )
     else:
         plan = _given(pairs, vector)
