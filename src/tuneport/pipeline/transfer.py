@@ -195,6 +195,7 @@ def _result(
     parts = changed_parts(source, setup.change, plan, done.task_vector, done.kept)
     record: dict[str, Any] = {
         **setup.about,
+        "options": config.to_json(),
         "method": name_of(get_method(config.method)),
         "scale": solution.scale,
         "samples": solution.counted.samples,
