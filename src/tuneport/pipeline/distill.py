@@ -99,11 +99,12 @@ def _prepare(
     if source is None and part:
         raise TuneportError("an adapter or a task vector teaches together with its base: pass `source`.")
     base: Any = tuned if source is None else source
+    dtype, _ = dtype_on(device, config.dtype, base, target)
     models = open_both(
         base,
         target,
         device=device,
-        dtype=pick_dtype(dtype_on(device, config.dtype, base, target)[0]),
+        dtype=pick_dtype(dtype),
         trust_remote_code=config.trust_remote_code,
     )
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
@@ -123,7 +124,7 @@ def _prepare(
         "tuneport": package_version("tuneport"),
         "command": "distill",
         "options": config.to_json(),
-        "resolved": {"device": str(device), "dtype": config.dtype, "loss": objective.name},
+        "resolved": {"device": str(device), "dtype": dtype, "loss": objective.name},
         "source": identity_of(models.source),
         "finetuned": identity_of(tuned),
         "target": identity_of(models.target),
