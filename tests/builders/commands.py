@@ -24,6 +24,12 @@ def options(zoo: Zoo, family: str = "clip_vision", **changes: Any) -> list[str]:
     return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
 
 
+def loud(zoo: Zoo, data: Path, out: Path) -> list[str]:
+    """A transfer that is much too strong."""
+    given = options(zoo, "vit", data=data, method="naive", scale=30, out=out)
+    return ["transfer", *given, "--head-fit", "none"]
+
+
 def run_apart(*arguments: str) -> Done:
     """Run a command as `python -m tuneport` does, in a process of its own."""
     return run_program('import runpy; runpy.run_module("tuneport", run_name="__main__", alter_sys=True)', *arguments)

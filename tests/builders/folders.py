@@ -21,7 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from tuneport.models.heads import PROMPTS
+from tuneport.data.formats import read_plain
+from tuneport.measure.accuracy import zero_shot
+from tuneport.models.heads import PROMPTS, choose_head
+from tuneport.models.open import open_model
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector
@@ -323,3 +326,17 @@ def cross(zoo: Zoo, source: str, target: str, part: str = "target", **options: A
 
 def same(one: TaskVector, other: TaskVector) -> bool:
     return set(one) == set(other) and all(torch.equal(one.dense(name), other.dense(name)) for name in one)
+
+
+def known_by(model: Path, out: Path, test: int = 60) -> Path:
+    """Data whose test labels are the classes that a model gives to the samples."""
+    pixels, labels = images(30, 1, 3)
+    arrays = {"x_train": pixels, "y_train": labels, "classes": np.array(CLASSES)}
+    pixels = images(test, 2, 3)[0]
+    np.savez(out, **arrays, x_test=pixels, y_test=np.arange(test) % 3)
+    opened, data = open_model(model), read_plain(out, "test")
+    found = zero_shot(opened, choose_head(opened, None, data), data)
+    assert found.predicted is not None
+    known = np.array([list(arrays["classes"]).index(found.classes[each]) for each in found.predicted])
+    np.savez(out, **arrays, x_test=pixels, y_test=known)
+    return out

@@ -75,6 +75,10 @@ class ScaleChoiceEntry(TypedDict):
 class Evaluation(TypedDict):
     data: str
     samples: Count
+    shared: NotRequired[Annotated[int, Keywords(minimum=1, description="Test samples left out: calibration has them.")]]
+    held_out: NotRequired[
+        Annotated[bool, Keywords(description="The data have one split, of which these are held out.")]
+    ]
     protocol: str
     metric: Literal["accuracy", "bits per character", "fidelity"]
     before: float

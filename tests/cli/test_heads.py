@@ -35,8 +35,8 @@ def test_an_unlabelled_classifier(run: Run, given: list[str], tmp_path: Path) ->
 @pytest.mark.parametrize("output", [[], ["--as", "adapter", "--rank", "2"]], ids=["model", "adapter"])
 def test_evaluation_of_what_is_written(run: Run, given: list[str], tmp_path: Path, output: list[str]) -> None:
     rows = [
-        {"text": text, "label": CLASSES[place % 3], "split": split}
-        for split in ("train", "test")
+        {"text": f"{text}{end}", "label": CLASSES[place % 3], "split": split}
+        for split, end in (("train", ""), ("test", " again"))
         for place, text in enumerate(SENTENCES)
     ]
     data = write_rows(tmp_path / "labelled.jsonl", rows)

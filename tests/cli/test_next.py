@@ -82,6 +82,7 @@ MODELS: dict[str, tuple[str, str, str, list[str]]] = {  # family, tokenizer, row
     "contrastive": ("bert", "bert", "pairs", []),
     "classifier": ("bert", "bert", "labels", ["evaluate"]),
 }
+SPLITS = (("train", ""), ("test", " again"))
 TARGETS = {"llama": ["q_proj"], "t5": ["q"], "bert": ["query"]}
 
 
@@ -97,10 +98,21 @@ def test_texts(run: Run, place: Path, case: str, kind: str) -> None:
     for model, name in zip(models, names, strict=True):
         texts.write(name, model, texts.TOKENIZERS[tokenizer]())
     lora = saved(adapted(models[0], target_modules=TARGETS[family]), place / "lora")
-    data = texts.write_rows(place / "rows.jsonl", ROWS[rows])
+    splits = [{**row, "text": row["text"] + end, "split": split} for split, end in SPLITS for row in ROWS[rows]]
+    data = texts.write_rows(place / "rows.jsonl", splits)
     done = run(
         "transfer", "--source", names[0], "--finetuned", lora, "--target", names[1], "--data", data,
         "--as", kind, "--out", place / "out",
     )  # fmt: skip
     assert followed(run, done) == expected + (["python"] if kind == "adapter" else [])
     assert "the data have" in done.err, "there are fewer than 100 rows"
+
+
+def test_data_without_splits(run: Run, place: Path) -> None:
+    """A score on samples that calibration has used would not be one of the port."""
+    names = [texts.write(place / size, texts.make("t5"), texts.t5_tokenizer()) for size in ("old", "new")]
+    lora = saved(adapted(texts.make("t5"), target_modules=["q"]), place / "lora")
+    data = texts.write_rows(place / "rows.jsonl", ROWS["targets"])
+    words = ["--source", names[0], "--finetuned", lora, "--target", names[1], "--data", data, "--out", place / "out"]
+    assert followed(run, run("transfer", *words)) == []
+    assert "<code>tuneport evaluate" not in (place / "out" / "report.html").read_text()

@@ -10,27 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from builders.commands import Run, assert_refused, options
-from builders.folders import SMALL, Zoo, build, images
+from builders.commands import Run, assert_refused, loud, options
+from builders.folders import SMALL, Zoo, build, images, known_by
 from tuneport.data.formats import read_plain
-from tuneport.measure.accuracy import zero_shot
-from tuneport.models.heads import choose_head
-from tuneport.models.open import open_model
 from tuneport.pipeline.transfer import transfer
-
-
-def known_by(model: Path, out: Path, test: int = 60) -> Path:
-    """Data whose test labels are the classes that a model gives to the samples."""
-    pixels, labels = images(30, 1, 3)
-    arrays = {"x_train": pixels, "y_train": labels, "classes": np.array(("cat", "dog", "owl"))}
-    pixels = images(test, 2, 3)[0]
-    np.savez(out, **arrays, x_test=pixels, y_test=np.arange(test) % 3)
-    opened, data = open_model(model), read_plain(out, "test")
-    found = zero_shot(opened, choose_head(opened, None, data), data)
-    assert found.predicted is not None
-    known = np.array([list(arrays["classes"]).index(found.classes[each]) for each in found.predicted])
-    np.savez(out, **arrays, x_test=pixels, y_test=known)
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +24,9 @@ def ported(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return transfer(*trio, zoo.data, method="naive", scale=30, samples=24, head_fit="none").save(out)
 
 
-def words(zoo: Zoo, data: Path, out: Path) -> list[str]:
-    given = options(zoo, "vit", data=data, method="naive", scale=30, out=out)
-    return ["transfer", *given, "--head-fit", "none"]
-
-
 def test_a_gain(run: Run, zoo: Zoo, place: Path, ported: Path) -> None:
     data = known_by(ported, place / "known.npz")
-    done = run(*words(zoo, data, place / "out"), "--fail-on-harm")
+    done = run(*loud(zoo, data, place / "out"), "--fail-on-harm")
     assert done.code == 0, done.err
     first, *rest = done.out.splitlines()
     assert first.startswith("accuracy on known: ")
@@ -64,11 +42,11 @@ def test_a_gain(run: Run, zoo: Zoo, place: Path, ported: Path) -> None:
 
 def test_harm_is_said_and_has_an_exit_code(run: Run, zoo: Zoo, place: Path) -> None:
     data = known_by(zoo["vit-target"], place / "known.npz")
-    done = run(*words(zoo, data, place / "out"))
+    done = run(*loud(zoo, data, place / "out"))
     assert done.code == 0, "an exit code only where it is asked for"
     assert "100.0 -> " in done.out.splitlines()[0]
     assert "the transfer did harm; try --scale safe, more samples, or --distill 300" in done.out.splitlines()[0]
-    done = run(*words(zoo, data, place / "out"), "--overwrite", "--fail-on-harm", "--json")
+    done = run(*loud(zoo, data, place / "out"), "--overwrite", "--fail-on-harm", "--json")
     assert (done.code, done.json["outcome"]) == (3, "harm")
     assert (place / "out" / "tuneport.json").is_file(), "the output stays"
 

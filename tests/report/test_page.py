@@ -252,7 +252,7 @@ class TestAnswer:
         places = [float(place) for place in re.findall(r'<b class="\w+ \w*" style="--x:([\d.]+)%">', screen)]
         wanted = [100 * (value - ticks[0]) / (ticks[-1] - ticks[0]) for value in (90, 70, 80)]
         assert places == pytest.approx(wanted, abs=0.005)  # two digits
-        assert "400 samples of the test split of animals" in screen
+        assert "400 test samples of animals" in screen
         assert "50 samples turned right and 10 turned wrong" in screen
 
     def test_without_a_test_split_one_command_measures(self, record: dict[str, Any]) -> None:
