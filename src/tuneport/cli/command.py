@@ -51,6 +51,10 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config]) -> Ru
             made = config.of(**_given(config, given))
         except OptionError as error:
             raise typer.BadParameter(as_options(str(error))) from error
+        if "out" in given:  # refused before any heavy library is loaded
+            from ..io.output import check_absent
+
+            check_absent(given["out"], given["overwrite"] or given.get("resume", False))
         run(*(() if inputs is None else (inputs(**_given(inputs, given)),)), made, json=given["json"])
 
     called.__name__ = run.__name__
