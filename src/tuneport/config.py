@@ -129,12 +129,12 @@ def parse_scale(scale: float | str) -> float | ScaleRule:
     return number
 
 
-def parse_numbers(given: str) -> tuple[float, ...]:
+def parse_weights(given: str) -> tuple[float, ...]:
     """Parse numbers separated by commas."""
     try:
         return tuple(float(word) for word in given.split(","))
     except ValueError:
-        raise TuneportError(f"expected numbers separated by commas, got {given!r}.") from None
+        raise TuneportError(f"`weights` must be numbers separated by commas, got {given!r}.") from None
 
 
 def parse_seconds(given: str | int) -> int:
@@ -160,7 +160,7 @@ ROLES = Text(parse_roles, lambda roles: [f"{role}={other or 'none'}" for role, o
 SCALE = Text(parse_scale, lambda scale: [scale if isinstance(scale, str) else f"{scale!r}"])
 SECONDS = Text(parse_seconds, lambda seconds: [str(seconds)])
 WORDS = Text(parse_words, lambda words: [",".join(words)])
-NUMBERS = Text(parse_numbers, lambda numbers: [",".join(map(repr, numbers))])
+WEIGHTS = Text(parse_weights, lambda numbers: [",".join(map(repr, numbers))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -640,7 +640,7 @@ class MergeConfig(Config):
     command: ClassVar[str] = "merge"
 
     weights: Sequence[float] | None = option(
-        None, help="A factor for each, separated by commas (default: 1).", text=NUMBERS, metavar="NUMBERS"
+        None, help="A factor for each, separated by commas (default: 1).", text=WEIGHTS, metavar="NUMBERS"
     )
     rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", help="How changes are combined.", metavar="RULE")
     density: float = option(0.2, help="Share of entries that ties and dare keep.")
