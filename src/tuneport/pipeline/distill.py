@@ -30,6 +30,7 @@ from ..training.distill import teach
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .change import change_of, opened
+from .evaluate import with_protocol
 from .result import Result
 from .run import finished, state_file
 
@@ -71,6 +72,7 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     places = [path_of(path) for path in read if isinstance(path, (str, Path))]
     output.check_place(out, config.overwrite or config.resume, inputs=places)
     samples, change, about = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
+    about = with_protocol(about, samples.models.target, inputs.data, config.head)
     conditions = _conditions(about, config)
     work = Work(out, conditions, config.save_every)
     with claimed(out):
@@ -179,7 +181,9 @@ def _conditions(about: Mapping[str, Any], config: DistillConfig) -> dict[str, An
     control = {item.name for item, option in config.options() if option.control}
     return {
         key: {
-            name: item for name, item in value.items() if name != "path" and not (key == "options" and name in control)
+            name: item
+            for name, item in value.items()
+            if name not in ("path", "protocol") and not (key == "options" and name in control)
         }
         if isinstance(value, dict)
         else value
