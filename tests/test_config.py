@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from tuneport.cli.command import command
+from builders.options import INPUTS, application, other_options, read_words
 from tuneport.config import (
     ApplyConfig,
     Config,
@@ -37,24 +35,6 @@ CONFIGS: tuple[type[Config], ...] = (
     ApplyConfig,
     MergeConfig,
 )
-INPUTS = TransferInputs(source="a", finetuned=("b b", "c"), target="t", data="d", out="o")
-OTHER: dict[str, Any] = {  # another value for each option that has no obvious one
-    "scale": "safe",
-    "columns": {"text": "sentence", "label": "y"},
-    "labels": "source",
-    "head_fit": "none",
-    "exclude": ("*.bias", "a b"),
-    "roles": {"up": "fc1", "gate": None},
-    "as_": "adapter",
-    "protocol": "linear-probe",
-    "weights": (0.5, 1e-3),
-    "rule": "ties",
-    "sampler": "class_balanced",
-}
-WITH: dict[str, dict[str, Any]] = {  # options that go with another one
-    **{name: {"as_": "adapter"} for name in ("rank", "energy", "uniform_rank", "adapter_dtype")},
-    "samples": {"protocol": "linear-probe"},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +42,7 @@ class Extended(TransferConfig):
     warmth: int = option(3, help="How warm it is.", least=1)
 
 
-def other_value(name: str, default: Any) -> Any:
-    if isinstance(default, bool) or name == "evaluate":
-        return not default
-    if isinstance(default, (int, float)):
-        return default + 1
-    if name in OTHER:
-        return OTHER[name]
-    return {"energy": 0.5, "learning_rate": 0.25}.get(name, 7 if default is None and name in NUMBERS else "word")
-
-
-NUMBERS = ("samples", "shots", "max_length", "max_tokens", "memory_budget", "rank", "lora", "batch_size", "distill")
 CASES = [(config, item.name) for config in CONFIGS for item, about in config.options() if not about.python]
-
-
-def application(config: type[Config]) -> tuple[typer.Typer, list[Any]]:
-    """A program with a transfer that takes this config, and the list of what it was called with."""
-    app, calls = typer.Typer(), []
-
-    def transfer(inputs: TransferInputs, config: Config, json: bool) -> None:
-        """Transfer."""
-        calls.append((inputs, config, json))
-
-    app.command()(command(transfer, TransferInputs, config, ()))
-    return app, calls
 
 
 class TestOneField:
@@ -96,11 +53,9 @@ class TestOneField:
         assert re.search(r"--warmth +N +How warm it is\. +\[default: 3\]", done.output), done.output
 
     def test_on_the_command_line(self) -> None:
-        app, calls = application(Extended)
         words = ["--source", "a", "--finetuned", "b", "--target", "t", "--out", "o", "--warmth", "5", "--json"]
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-        (inputs, config, json), *_ = calls
+        inputs, config, json = read_words(Extended, words)
+        assert isinstance(config, Extended)
         assert (inputs.finetuned, config.warmth, config.samples, json) == (("b",), 5, None, True)
 
     def test_in_the_record_the_repeat_command_and_the_reference(self) -> None:
@@ -118,20 +73,12 @@ class TestOneField:
 class TestEveryField:
     def test_the_command_line_gives_the_value_back(self, config: type[Config], name: str) -> None:
         """What differs from its default is in the words of the command, and the words give the same config."""
-        default = next(item.default for item in fields(config) if item.name == name)
-        known = {item.name for item in fields(config)}
-        more = {key: value for key, value in WITH.get(name, {}).items() if key in known}
-        given = config.of(**{**more, name: other_value(name, default)})
-        assert getattr(given, name) != default
-        app, calls = application(config)
-        words = [*INPUTS.to_args(), *given.to_args()]
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, (words, done.output, done.exception)
-        assert calls == [(INPUTS, given, False)]
+        given = config.of(**other_options(config, name))
+        assert getattr(given, name) != getattr(config(), name)
+        assert read_words(config, [*INPUTS.to_args(), *given.to_args()]) == (INPUTS, given, False)
 
     def test_a_record_gives_the_value_back(self, config: type[Config], name: str) -> None:
-        default = next(item.default for item in fields(config) if item.name == name)
-        given = config(**{name: other_value(name, default)})
+        given = config(**other_options(config, name))
         assert config.from_json(given.to_json()) == given
 
 
@@ -172,8 +119,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["rank", "energy", "uniform_rank", "adapter_dtype"])
     def test_a_form_without_an_adapter(self, name: str) -> None:
+        given = {key: value for key, value in other_options(TransferConfig, name).items() if key != "as_"}
         with pytest.raises(TuneportError, match="go with"):
-            TransferConfig.of(**{name: other_value(name, {"uniform_rank": False}.get(name))})
+            TransferConfig.of(**given)
 
     @pytest.mark.parametrize("scale", ["nan", "inf", "full", float("nan"), float("inf")])
     def test_a_scale(self, scale: float | str) -> None:

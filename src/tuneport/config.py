@@ -129,12 +129,12 @@ def parse_scale(scale: float | str) -> float | ScaleRule:
     return number
 
 
-def parse_numbers(given: str) -> tuple[float, ...]:
+def parse_weights(given: str) -> tuple[float, ...]:
     """Parse numbers separated by commas."""
     try:
         return tuple(float(word) for word in given.split(","))
     except ValueError:
-        raise TuneportError(f"expected numbers separated by commas, got {given!r}.") from None
+        raise TuneportError(f"`weights` must be numbers separated by commas, got {given!r}.") from None
 
 
 def parse_seconds(given: str | int) -> int:
@@ -160,7 +160,7 @@ ROLES = Text(parse_roles, lambda roles: [f"{role}={other or 'none'}" for role, o
 SCALE = Text(parse_scale, lambda scale: [scale if isinstance(scale, str) else f"{scale!r}"])
 SECONDS = Text(parse_seconds, lambda seconds: [str(seconds)])
 WORDS = Text(parse_words, lambda words: [",".join(words)])
-NUMBERS = Text(parse_numbers, lambda numbers: [",".join(map(repr, numbers))])
+WEIGHTS = Text(parse_weights, lambda numbers: [",".join(map(repr, numbers))])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -331,7 +331,7 @@ def _plain(value: Any) -> Any:
 DATA = partial(option, None, help="Samples: folder, table, .npz, TASK:PATH.", group=INPUTS)
 OUT = partial(option, help="Where the result goes.", group=INPUTS)
 COUNT = partial(option, None, help="Number of samples (default: 100).", metavar="N")
-SAMPLER = partial(option, "random", help="How they are drawn: random or class_balanced.", group=SAMPLES, metavar="NAME")
+SAMPLER = partial(option, "random", help="random or class_balanced.", group=SAMPLES, metavar="NAME")
 SEED = partial(option, 0, help="Seed of the draw.", group=SAMPLES, least=0, most=2**63 - 1)
 NAMED = partial(
     option, None, help="Other column names: text=sentence,label=y.", group=SAMPLES, text=COLUMNS, metavar="LIST"
@@ -339,7 +339,7 @@ NAMED = partial(
 MAX_LENGTH = partial(option, None, help="Maximum tokens per text (default: 512).", group=SAMPLES, least=2)
 HEAD = partial(option, None, help="Zero-shot head: a name in heads/, or a file.", group=TASK, metavar="NAME")
 EXCLUDE = partial(option, (), help="Name pattern of tensors to leave alone; repeatable.", group=TASK, metavar="GLOB")
-AS = {"help": "Write a model, an adapter or a task-vector.", "metavar": "FORMAT"}
+AS = {"help": "model, adapter or task-vector.", "metavar": "FORMAT"}
 RANK = partial(option, None, help="Adapter: cut updates to this rank.", least=1)
 ENERGY = partial(option, None, help="Adapter: keep this share of each |tau|².", group=OUTPUT, listed=False)
 UNIFORM_RANK = partial(option, False, help="Adapter: pad all layers to one rank.", group=OUTPUT, listed=False)
@@ -364,7 +364,7 @@ class TransferInputs(Declared):
     """What a transfer reads and writes."""
 
     source: str = option(help="The old base model.", group=INPUTS)
-    finetuned: tuple[str, ...] = option(help="Fine-tuned source: model or adapter.", group=INPUTS)
+    finetuned: tuple[str, ...] = option(help="Fine-tuned source, or adapter.", group=INPUTS)
     target: str = option(help="The new base model.", group=INPUTS)
     data: str | None = DATA()
     out: str = OUT()
@@ -376,7 +376,7 @@ class PlanInputs(Declared):
 
     source: str = option(help="The old base model.", group=INPUTS)
     target: str = option(help="The new base model.", group=INPUTS)
-    finetuned: tuple[str, ...] = option((), help="Fine-tuned source: model or adapter.", group=INPUTS)
+    finetuned: tuple[str, ...] = option((), help="Fine-tuned source, or adapter.", group=INPUTS)
     data: str | None = DATA()
 
 
@@ -386,10 +386,8 @@ class MeasureConfig(Config):
 
     method: str | Any = option("bico", help="See 'tuneport methods'.", metavar="NAME")
     samples: int | None = COUNT()
-    scale: float | ScaleRule | None = option(
-        None, help="Strength: a number, auto or safe (default: by the data).", text=SCALE, metavar="X"
-    )
-    shots: int | None = option(None, help="Samples per class, instead of --samples.", group=SAMPLES)
+    scale: float | ScaleRule | None = option(None, help="Strength: a number, auto or safe.", text=SCALE, metavar="X")
+    shots: int | None = option(None, help="Per class, instead of --samples.", group=SAMPLES)
     sampler: str = SAMPLER()
     seed: int = SEED()
     columns: Mapping[str, str] | None = NAMED()
@@ -397,7 +395,9 @@ class MeasureConfig(Config):
         None, help="Whose labels: data or source.", group=SAMPLES, metavar="NAME"
     )
     max_length: int | None = MAX_LENGTH()
-    max_tokens: int | None = option(None, help="Maximum tokens that the maps are made from.", group=SAMPLES, least=1)
+    max_tokens: int | None = option(
+        None, help="Maximum tokens that the maps are made from.", group=SAMPLES, least=1, listed=False
+    )
     head: str | None = HEAD()
     head_fit: Literal["auto", "none", "projection"] = option(
         "auto", help="auto (fit a head on the target), none or projection.", group=TASK, metavar="NAME"
@@ -647,7 +647,7 @@ class MergeConfig(Config):
     command: ClassVar[str] = "merge"
 
     weights: Sequence[float] | None = option(
-        None, help="A factor for each, separated by commas (default: 1).", text=NUMBERS, metavar="NUMBERS"
+        None, help="A factor for each, separated by commas (default: 1).", text=WEIGHTS, metavar="NUMBERS"
     )
     rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", help="How changes are combined.", metavar="RULE")
     density: float = option(0.2, help="Share of entries that ties and dare keep.")

@@ -12,7 +12,7 @@ import numpy as np
 from builders.folders import Zoo
 from builders.processes import Done, run_program
 
-COMMANDS = ("transfer", "plan", "extract", "apply", "evaluate", "methods", "samplers", "demo")
+COMMANDS = ("upgrade", "transfer", "plan", "distill", "evaluate", "extract", "apply", "merge", "methods", "demo")
 
 Run = Callable[..., Done]
 

@@ -17,7 +17,7 @@ from torch.multiprocessing import start_processes
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["tuneport.cli.transfer", "tuneport.pipeline.port", "transformers.models.clip.modeling_clip", "peft"]
+    ["tuneport.cli.transfer", "tuneport.pipeline.run", "transformers.models.clip.modeling_clip", "peft"]
 )
 
 

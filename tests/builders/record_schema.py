@@ -1,4 +1,4 @@
-"""The JSON Schema of tuneport.json, from the types of run records. Needs pydantic.
+"""The JSON Schema of tuneport.json, from the types of run records and the configs of commands. Needs pydantic.
 
 python tests/builders/record_schema.py > src/tuneport/report/schema.json
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
+from tuneport.config import Config, DistillConfig, TransferConfig
 from tuneport.report.record import Count, Digest, Input, Keywords, PreparedRecord, Versions
 
 Seconds = Annotated[float, Keywords(minimum=0)]
@@ -146,7 +148,6 @@ class DistilledEntry(TypedDict):
     batch_size: Count
     learning_rate: float
     lora: int | None
-    blocks: Literal["all", "last"]
     best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]
     curve: list[MarkEntry]
     seconds: Seconds
@@ -158,7 +159,7 @@ class FittedHead(TypedDict):
 
 
 class RunRecord(PreparedRecord):
-    """The record of a transfer or a distillation, before it is written."""
+    """The record of a run, before it is written."""
 
     method: str
     scale: float
@@ -170,7 +171,6 @@ class RunRecord(PreparedRecord):
     layers: list[LayerEntry]
     not_transported: list[KeptTensor]
     head: NotRequired[FittedHead]
-    moved_share: Share
     left_behind: list[LeftTensor]
     scale_choice: NotRequired[ScaleChoiceEntry]
     distilled: NotRequired[DistilledEntry]
@@ -178,10 +178,9 @@ class RunRecord(PreparedRecord):
     outcome: NotRequired[Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]]
     headline: NotRequired[str]
     sanity: NotRequired[Sanity]
+    adapter: NotRequired[dict[str, Any]]
     base_fingerprint: NotRequired[str]
-    files: NotRequired[
-        Annotated[list[str], Keywords(description="All that the run wrote, which --overwrite replaces.")]
-    ]
+    files: NotRequired[Files]
     recommendation: NotRequired[str]
     accuracies: NotRequired[list[ScoredModel]]
     by_class: NotRequired[list[ByClass]]
@@ -193,6 +192,12 @@ Place = TypedDict("Place", {"out": str, "as": str})  # "as" is a keyword, which 
 
 class TransferRecord(RunRecord, Place):
     """tuneport.json of a transfer."""
+
+    moved_share: Share
+
+
+class DistillRecord(RunRecord, Place):
+    """tuneport.json of a distillation."""
 
 
 class ApplyRecord(TypedDict):
@@ -230,12 +235,35 @@ class MergeRecord(MergePlace):
     versions: Versions
 
 
-OPEN = ("TransferRecord", "Options", "LayerEntry", "Versions")  # may have more keys than the schema names
+OPEN = ("TransferRecord", "LayerEntry", "Versions")  # may have more keys than the schema names
+RUNS: dict[str, type[Config]] = {"TransferRecord": TransferConfig, "DistillRecord": DistillConfig}
+
+
+def options_schema(config: type[Config]) -> dict[str, Any]:
+    """The JSON Schema of the options of a command; all are there unless `python` names some as Python objects."""
+    types = config.value_types()
+    properties: dict[str, Any] = {"python": {"type": "array", "items": {"type": "string"}}}
+    for item, about in config.options():
+        if about.python:
+            continue
+        name, kind = item.name.rstrip("_"), types[item.name]
+        union = get_origin(kind) in (Union, UnionType)
+        found = TypeAdapter(str if union and str in get_args(kind) else kind).json_schema()  # or a Python object
+        bounds = {"minimum": about.least, "maximum": about.most, "enum": about.choices or None}
+        found |= {key: value for key, value in bounds.items() if value is not None}
+        properties[name] = {"anyOf": [found, {"type": "null"}]} if item.default is None else found
+    plain = {"if": {"properties": {"python": {"maxItems": 0}}}, "then": {"required": list(properties)}}
+    return {"type": "object", "properties": properties, "required": ["python"], **plain}
 
 
 def record_schema() -> dict[str, Any]:
     """The JSON Schema of tuneport.json."""
-    schema: dict[str, Any] = TypeAdapter(TransferRecord | ApplyRecord | MergeRecord).json_schema()
+    schema: dict[str, Any] = TypeAdapter(TransferRecord | DistillRecord | ApplyRecord | MergeRecord).json_schema()
+    for name, config in RUNS.items():
+        options = f"{config.command.capitalize()}Options"
+        schema["$defs"][options] = options_schema(config)
+        schema["$defs"][name]["properties"]["options"] = {"$ref": f"#/$defs/{options}"}
+        schema["$defs"][name]["properties"]["command"] = {"const": config.command}
     for name, definition in schema["$defs"].items():
         definition["additionalProperties"] = name in OPEN
         for item in definition["properties"].values():

@@ -57,8 +57,29 @@ assert not heavy, heavy
         done = run(name, "-h")
         assert (done.code, done.err) == (0, "")
         assert "Usage" in done.out
-        if name not in ("methods", "samplers"):
-            assert "Example: tuneport" in " ".join(done.out.split())
+        assert f"Example: tuneport {name}" in " ".join(done.out.split())
+
+    def test_required_and_usual_options_of_a_transfer_fit_a_small_terminal(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """80 columns and 24 lines; all panels are short."""
+        monkeypatch.setenv("COLUMNS", "80")
+        lines = run("transfer", "--help").out.splitlines()
+        panels: dict[str, list[str]] = {}
+        for number, line in enumerate(lines, start=1):
+            if found := re.match("╭─ ([^─]+) ─", line):
+                name = found[1]
+                panels[name] = []
+            elif found := re.match(r"│[ *]{1,4}(--[a-z-]+)", line):
+                panels[name].append(found[1])
+            elif line.startswith("╰") and name == "Usual options":
+                assert number <= 24
+        assert list(panels)[:2] == ["Options", "Usual options"]
+        assert {"--source", "--finetuned", "--target", "--data", "--out"} < set(panels["Options"])
+        assert {"--method", "--samples", "--scale", "--as", "--json"} < set(panels["Usual options"])
+        assert max(map(len, panels.values())) <= 8
+        assert sum(map(len, panels.values())) <= 32
+        assert max(map(len, lines)) <= 80
 
     def test_version(self, run: Run) -> None:
         done = run("--version")
@@ -70,8 +91,3 @@ class TestLists:
         assert run("methods", "--json").json == {name: method.summary for name, method in METHODS.items()}
         done = run("methods")
         assert all(re.search(rf"^{name} ", done.out, re.MULTILINE) for name in METHODS)
-
-    def test_samplers(self, run: Run) -> None:
-        names = {"random", "class_balanced"}
-        assert names <= set(run("samplers", "--json").json), "paper/ adds some where it is imported"
-        assert all(name in run("samplers").out for name in names)

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from builders import browser
 from builders.folders import Zoo, load, write_data
+from builders.options import other_options, read_words
 from builders.runs import port, prepare
 from tuneport.cli import app
+from tuneport.config import TransferConfig
 from tuneport.data.formats import read_plain
 from tuneport.data.tasks import TASKS
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.answer import Answer
 from tuneport.report.page import _ENVIRONMENT, report_page
 from tuneport.report.plots import Figure, curves
-from tuneport.report.record import Options, to_json
+from tuneport.report.record import to_json
 from tuneport.report.summary import repeat_command
 
 needs_chromium = pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
@@ -287,30 +288,6 @@ class TestAnswer:
         assert "cat → owl" in text
 
 
-RECORDED = {  # of each option: a value in a record, and what the command line reads for it
-    "samples": (7, 7),
-    "shots": (3, 3),
-    "sampler": ("class_balanced", "class_balanced"),
-    "seed": (4, 4),
-    "head": ("animals", "animals"),
-    "head_fit": ("none", "none"),
-    "labels": ("source", "source"),
-    "loss": ("causal", "causal"),
-    "completion": ("none", "none"),
-    "norms": ("rotate", "rotate"),
-    "columns": ({"text": "sentence", "label": "y"}, "text=sentence,label=y"),
-    "max_length": (64, 64),
-    "max_tokens": (50, 50),
-    "memory_budget": (2**30, "1073741824"),
-    "batch_size": (8, 8),
-    "exclude": (["*.bias", "head*"], ["*.bias", "head*"]),
-    "roles": ({"up": "fc1", "gate": None}, ["up=fc1", "gate=none"]),
-    "device": ("cuda:1", "cuda:1"),
-    "dtype": ("bfloat16", "bfloat16"),
-    "accept_unlikely": (True, True),
-}
-
-
 class TestRepeat:
     def test_command_names_the_inputs_and_options(self, record: dict[str, Any]) -> None:
         words = shlex.split(repeat_command(record) or "")
@@ -321,19 +298,25 @@ class TestRepeat:
         assert given["--samples"] == "24"
         assert "--seed" not in given, "the default"
 
-    @pytest.mark.parametrize("name", [name for name in Options.__annotations__ if name != "python"])
-    def test_command_has_every_option_of_the_record(self, record: Any, name: str) -> None:
-        """What the command line reads out of the command is what was recorded."""
-        value, read = RECORDED[name]
-        words = shlex.split(repeat_command({**record, "options": {**record["options"], name: value}}) or "")
-        assert get_command(app).commands["transfer"].make_context("transfer", words[2:]).params[name] == read
+    @pytest.mark.parametrize("name", [item.name for item, about in TransferConfig.options() if not about.python])
+    def test_command_has_every_option_that_differs_from_its_default(self, record: Any, name: str) -> None:
+        """What the command line reads out of the command is what the run was given."""
+        given = TransferConfig.of(**other_options(TransferConfig, name))
+        words = shlex.split(repeat_command({**record, "options": given.to_json()}) or "")
+        inputs, config, _ = read_words(TransferConfig, words[2:])
+        assert config == given
+        assert (inputs.source, inputs.data, inputs.out) == (
+            record["source"]["path"],
+            record["data"]["path"],
+            record["out"],
+        )
 
     def test_command_to_evaluate_reads_the_same_columns_and_tokens(self, record: Any) -> None:
         options = {**record["options"], "columns": {"text": "sentence"}, "max_length": 64}
         unscored = {key: value for key, value in record.items() if key not in ("outcome", "headline")}
         found = Answer.of({**unscored, "out": "ported", "as": "model", "options": options}).command
         assert found is not None
-        assert found.endswith("--max-length 64 --columns text=sentence")
+        assert found.endswith("--columns text=sentence --max-length 64")
 
     def test_command_with_task_and_custom_loss_writes_the_same_weights(
         self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -357,6 +340,26 @@ class TestRepeat:
         assert json.loads(second.stdout)["fingerprint"] == record["fingerprint"]
         written = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("first", "again")]
         assert written[0] == written[1]
+
+    def test_command_of_a_tower_with_many_options_writes_the_same_bytes(
+        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        models = dict(zip(("source", "finetuned", "target"), zoo.trio("clip_vision"), strict=True))
+        words = [word for name, path in models.items() for word in (f"--{name}", str(path))]
+        words += ["--data", str(zoo.data), "--method", "gradient_only", "--samples", "18", "--scale", "0.7"]
+        words += ["--sampler", "class_balanced", "--seed", "3", "--max-tokens", "60", "--batch-size", "5"]
+        words += ["--exclude", "*.fc2.*", "--exclude", "*.bias", "--as", "adapter", "--rank", "3", "--no-evaluate"]
+        words += ["--adapter-dtype", "bfloat16"]
+        first = CliRunner().invoke(app, ["transfer", *words, "--out", "first", "--json"])
+        assert first.exit_code == 0, first.output
+        record = json.loads(first.stdout)
+        again = shlex.split(repeat_command({**record, "out": "again"}) or "")
+        second = CliRunner().invoke(app, [*again[1:], "--json"])
+        assert second.exit_code == 0, second.output
+        assert json.loads(second.stdout)["fingerprint"] == record["fingerprint"]
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
     @pytest.mark.parametrize("given", [{"loss": lambda m, s: m(**s[0]).image_embeds.sum()}, {"depth_rule": min}])
     def test_no_command_for_python_callables(self, zoo: Zoo, given: dict[str, Any]) -> None:
@@ -382,18 +385,10 @@ class TestRepeat:
             key: str(value) for key, value in given.items()
         }
 
-    @pytest.mark.parametrize(
-        ("found", "word"),
-        [
-            (None, "--no-evaluate"),
-            ({"samples": 30, "protocol": "zero-shot"}, None),
-            ({"samples": 501, "protocol": "zero-shot"}, "--evaluate"),
-            ({"samples": 30, "protocol": "perplexity"}, "--evaluate"),
-        ],
-    )
-    def test_command_repeats_the_evaluation(self, record: Any, found: Any, word: str | None) -> None:
-        given = {key: value for key, value in record.items() if key != "evaluation"}
-        words = shlex.split(repeat_command(given if found is None else {**given, "evaluation": found}) or "")
+    @pytest.mark.parametrize(("given", "word"), [(None, None), (True, "--evaluate"), (False, "--no-evaluate")])
+    def test_command_repeats_the_evaluation(self, record: Any, given: bool | None, word: str | None) -> None:
+        options = {**record["options"], "evaluate": given}
+        words = shlex.split(repeat_command({**record, "options": options}) or "")
         assert [each for each in words if "evaluate" in each] == ([] if word is None else [word])
         assert words[words.index("--out") + 1] == record["out"]
 

@@ -17,9 +17,11 @@ import tuneport
 from builders.folders import Zoo, load, write_data
 from builders.loras import adapted, saved
 from builders.runs import port, prepare
+from tuneport.config import DistillConfig, DistillInputs
 from tuneport.data.formats import read_plain
 from tuneport.models.base import describe_any
 from tuneport.pipeline.arithmetic import apply, extract
+from tuneport.pipeline.distill import distill_to_folder
 from tuneport.pipeline.transfer import transfer
 from tuneport.report.card import model_card
 from tuneport.report.page import report_page
@@ -90,6 +92,18 @@ class TestSchema:
         valid(stored)
         assert len(stored["distilled"]["curve"]) == 3
 
+    @pytest.mark.parametrize("lora", [None, 2])
+    def test_distillation_without_a_transfer(self, zoo: Zoo, tmp_path: Path, valid: Any, lora: int | None) -> None:
+        teacher, student = zoo["clip_vision-tuned"], zoo["clip_vision-target"]
+        inputs = DistillInputs(
+            finetuned=str(teacher), target=str(student), data=str(zoo.data), out=str(tmp_path / "out")
+        )
+        written = distill_to_folder(inputs, DistillConfig.of(steps=2, samples=12, lora=lora))
+        stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+        assert stored == json.loads(to_json(written))
+        valid(stored)
+        assert (stored["command"], stored["options"]["steps"]) == ("distill", 2)
+
     def test_apply(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         vector = extract(zoo["vit-base"], zoo["vit-tuned"])
         save_task_vector(tmp_path / "tau.safetensors", vector)
@@ -114,7 +128,10 @@ class TestSchema:
             (("fingerprint",), "x"),
             (("source", "sha256", "model.safetensors"), "x"),
             (("source", "owner"), "x"),
-            (("options", "dtype"), "float8"),
+            (("resolved", "dtype"), "float8"),
+            (("options", "seed"), -1),
+            (("options", "labels"), "both"),
+            (("options", "completion"), "none"),
             (("layers", 0, "rank_in"), 0.5),
             (("not_transported", 0, "reason"), None),
             (("as",), None),

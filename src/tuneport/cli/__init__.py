@@ -78,28 +78,24 @@ DEBUG = False
 LONG = "--source old-base --finetuned old-base-cars --target new-base"
 
 # In the order of the help: the function, its inputs, its options, and a usual call.
-COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]] = {
-    upgrade: (TransferInputs, UpgradeConfig, (f"tuneport upgrade {LONG} --data cars/ --out new-cars",)),
-    transfer: (TransferInputs, TransferConfig, (f"tuneport transfer {LONG} --data cars/ --out new-cars",)),
-    plan: (PlanInputs, PlanConfig, (f"tuneport plan {LONG} --data cars/",)),
+COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], str]] = {
+    upgrade: (TransferInputs, UpgradeConfig, f"upgrade {LONG} --data cars/ --out new-cars"),
+    transfer: (TransferInputs, TransferConfig, f"transfer {LONG} --data cars/ --out new-cars"),
+    plan: (PlanInputs, PlanConfig, f"plan {LONG} --data cars/"),
     distill: (
         DistillInputs,
         DistillConfig,
-        ("tuneport distill --finetuned old-cars --target new-base --data photos/ --out new-cars",),
+        "distill --finetuned old-cars --target new-base --data photos/ --out new-cars",
     ),
-    evaluate: (EvaluateInputs, EvaluateConfig, ("tuneport evaluate new-cars --data cars/ --head cars",)),
-    extract: (ExtractInputs, ExtractConfig, ("tuneport extract old-base old-cars -o cars.safetensors",)),
-    apply: (ApplyInputs, ApplyConfig, ("tuneport apply cars.safetensors old-base -o old-cars --scale 0.7",)),
-    merge: (
-        MergeInputs,
-        MergeConfig,
-        ("tuneport merge cars.safetensors birds.safetensors --base old-base --as model -o both",),
-    ),
-    methods: (None, Config, ()),
-    demo: (DemoInputs, DemoConfig, ("tuneport demo",)),
+    evaluate: (EvaluateInputs, EvaluateConfig, "evaluate new-cars --data cars/ --head cars"),
+    extract: (ExtractInputs, ExtractConfig, "extract old-base old-cars -o cars.safetensors"),
+    apply: (ApplyInputs, ApplyConfig, "apply cars.safetensors old-base -o old-cars --scale 0.7"),
+    merge: (MergeInputs, MergeConfig, "merge cars.safetensors birds.safetensors --base old-base --as model -o both"),
+    methods: (None, Config, "methods"),
+    demo: (DemoInputs, DemoConfig, "demo"),
 }
-for run, (inputs, config, examples) in COMMANDS.items():
-    app.command()(command(run, inputs, config, examples))
+for run, (inputs, config, example) in COMMANDS.items():
+    app.command(epilog=f"Example: tuneport {example}")(command(run, inputs, config))
 
 
 @cache

@@ -31,14 +31,13 @@ JSON = inspect.Parameter(
 )
 
 
-def command(run: Run, inputs: type[Declared] | None, config: type[Config], examples: Sequence[str]) -> Run:
+def command(run: Run, inputs: type[Declared] | None, config: type[Config]) -> Run:
     """Make a function for typer that calls `run(inputs, config, json=...)`.
 
     Args:
         run: the command; its docstring is the first line of the help.
         inputs: the class of its inputs, if it has any.
         config: the class of its options.
-        examples: usual calls, which the help begins with.
     """
     classes = [cls for cls in (inputs, config) if cls is not None]
     declared = [(cls, item, about) for cls in classes for item, about in cls.options() if not about.python]
@@ -52,14 +51,16 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config], examp
             made = config.of(**_given(config, given))
         except OptionError as error:
             raise typer.BadParameter(as_options(str(error))) from error
+        if "out" in given:  # refused before any heavy library is loaded
+            from ..io.output import check_absent
+
+            check_absent(given["out"], given["overwrite"] or given.get("resume", False))
         run(*(() if inputs is None else (inputs(**_given(inputs, given)),)), made, json=given["json"])
 
     called.__name__ = run.__name__
     called.__doc__ = inspect.getdoc(run)
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    if examples:
-        called.__doc__ = "\n\n".join([called.__doc__ or "", "\b\n" + "\n".join(examples)])
     return called
 
 

@@ -74,7 +74,7 @@ def distill(inputs: DistillInputs, config: DistillConfig, json: bool) -> None:
         return
     say(f"{distilled_words(record['distilled'])}, in {record['seconds']:.1f} s")
     say(f"written to {inputs.out}, report in report.html")
-    for command in next_commands(record, config.head):
+    for command in next_commands(record):
         say(f"next: {command}")
 
 

@@ -28,7 +28,7 @@ def transfer(inputs: TransferInputs, config: TransferConfig, json: bool) -> None
         emit_json(record)
     else:
         _print_result(record)
-        for command in next_commands(record, config.head, config.columns):
+        for command in next_commands(record):
             say(f"next: {command}")
     if config.fail_on_harm and record["outcome"] == "harm":
         raise typer.Exit(HARM)
@@ -51,15 +51,13 @@ def _print_result(record: Mapping[str, Any]) -> None:
     say(f"written to {record['out']}" + ("" if record["as"] == "task-vector" else ", report in report.html"))
 
 
-def next_commands(record: Mapping[str, Any], head: str | None, columns: Mapping[str, str] | None = None) -> list[str]:
-    """Commands that work on an output: its evaluation if its test split was scored, and what loads an adapter."""
-    from ..config import EvaluateConfig, EvaluateInputs, repeat_command
+def next_commands(record: Mapping[str, Any]) -> list[str]:
+    """Commands that work on an output: its evaluation if the data allow it, and what loads an adapter."""
+    from ..report.summary import data_reference, evaluate_command
 
-    found, out, data = [], record["out"], record["data"]
-    if "evaluation" in record and record["evaluation"]["protocol"] != "fidelity" and data.get("path"):
-        place = f"{data['task']}:{data['path']}" if data.get("task") else data["path"]
-        inputs = EvaluateInputs(model=(out,), data=place)
-        found.append(repeat_command("evaluate", inputs, EvaluateConfig(head=head, columns=columns)))
+    found, out, place = [], record["out"], data_reference(record)
+    if "protocol" in record["data"] and place:
+        found.append(evaluate_command(record, out, place))
     if loader := record.get("adapter", {}).get("loader"):
         found.append(
             shlex.join(

@@ -30,6 +30,7 @@ from ..training.distill import teach
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .change import change_of, opened
+from .evaluate import with_protocol
 from .result import Result
 from .run import finished, state_file
 
@@ -71,6 +72,7 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     places = [path_of(path) for path in read if isinstance(path, (str, Path))]
     output.check_place(out, config.overwrite or config.resume, inputs=places)
     samples, change, about = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
+    about = with_protocol(about, samples.models.target, inputs.data, config.head)
     conditions = _conditions(about, config)
     work = Work(out, conditions, config.save_every)
     with claimed(out):
@@ -99,11 +101,12 @@ def _prepare(
     if source is None and part:
         raise TuneportError("an adapter or a task vector teaches together with its base: pass `source`.")
     base: Any = tuned if source is None else source
+    dtype, _ = dtype_on(device, config.dtype, base, target)
     models = open_both(
         base,
         target,
         device=device,
-        dtype=pick_dtype(dtype_on(device, config.dtype, base, target)[0]),
+        dtype=pick_dtype(dtype),
         trust_remote_code=config.trust_remote_code,
     )
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
@@ -123,7 +126,7 @@ def _prepare(
         "tuneport": package_version("tuneport"),
         "command": "distill",
         "options": config.to_json(),
-        "resolved": {"device": str(device), "dtype": config.dtype, "loss": objective.name},
+        "resolved": {"device": str(device), "dtype": dtype, "loss": objective.name},
         "source": identity_of(models.source),
         "finetuned": identity_of(tuned),
         "target": identity_of(models.target),
@@ -178,7 +181,9 @@ def _conditions(about: Mapping[str, Any], config: DistillConfig) -> dict[str, An
     control = {item.name for item, option in config.options() if option.control}
     return {
         key: {
-            name: item for name, item in value.items() if name != "path" and not (key == "options" and name in control)
+            name: item
+            for name, item in value.items()
+            if name not in ("path", "protocol") and not (key == "options" and name in control)
         }
         if isinstance(value, dict)
         else value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,6 +77,28 @@ def evaluate(
     events.plan(total)
     size = config.batch_size or (TEXTS if protocol in ("perplexity", "likelihood") else IMAGES)
     return score(batch_size=size, progress=events.advance)
+
+
+def with_protocol(
+    about: Mapping[str, Any],
+    model: Model,
+    data: str | Path | None,
+    head: str | None,
+    columns: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Add to the data of a record how `evaluate` scores their test split with a model, where it can."""
+    try:
+        test = read_data(data or "", "test", labelled=False, columns=columns)
+        protocol = usual_protocol(model, test, head)
+        if protocol == "zero-shot" and test.labels is not None:
+            scorer = choose_head(model, head, test)
+            check_counted(model, scorer)
+            align_labels(test, scorer.classes)
+    except TuneportError:
+        return dict(about)
+    unused = test.split != "all"  # else calibration has used some of the samples
+    found = unused and (protocol == "perplexity" or test.labels is not None)
+    return {**about, "data": {**about["data"], "protocol": protocol}} if found else dict(about)
 
 
 def _training_samples(data: str | Path, config: EvaluateConfig) -> Dataset:

@@ -96,8 +96,9 @@ def conditions_of(
     inputs = {key: dict(about[key]) for key in ("source", "finetuned", "target", "data")}
     for identity in inputs.values():
         identity.pop("path", None)
+        identity.pop("protocol", None)  # of a later evaluation
     control = {item.name for item, option in config.options() if option.control}
-    options = {name: value for name, value in about["options"].items() if name not in control}
+    options = {name: value for name, value in config.to_json().items() if name not in control}
     kept = {key: about[key] for key in ("tuneport", "resolved", "versions")}
     plain: dict[str, Any] = json.loads(
         to_json({**kept, "options": options, "method": name_of(method), **inputs, "scale": scale})

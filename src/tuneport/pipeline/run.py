@@ -23,7 +23,7 @@ from ..runtime.resume import Work, fingerprint
 from ..training.state import StateFile
 from ..types import Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, usual_test
-from .evaluate import open_written
+from .evaluate import open_written, with_protocol
 from .heads import with_teacher_scores
 from .outcome import summarize
 from .record import conditions_of, rule_of
@@ -44,18 +44,19 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
         events: listens to the run.
     """
     events = events or Events()
+    given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
     if not ranks().first:
-        setup = prepare(inputs.source, inputs.finetuned, inputs.target, inputs.data, config)
-        return run(setup, config, events=events).record
+        return run(prepare(*given, config), config, events=events).record
     out, output = Path(inputs.out), output_of(config)
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
     paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
     with claimed(out):
         output.check_place(out, config.overwrite or config.resume, inputs=paths)
         test = read_test(inputs.data, config.columns) if config.evaluate else None
-        tested = test is not None and test.labels is not None  # others are scored without a loss
-        given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
-        setup, untested = prepare(*given, config, tested=tested), ""
+        labelled = test is not None and test.labels is not None  # others are scored without a loss
+        setup, untested = prepare(*given, config, tested=None if config.evaluate is None else labelled), ""
+        about = with_protocol(setup.about, setup.models.target, inputs.data, config.head, config.columns)
+        setup = replace(setup, about=about)
         if config.evaluate is None:
             usual = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")

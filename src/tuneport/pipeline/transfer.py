@@ -118,7 +118,7 @@ def prepare(
     config: MeasureConfig,
     *,
     signals: frozenset[Signal] | None = None,
-    tested: bool = False,
+    tested: bool | None = False,
 ) -> Setup:
     """Open everything, pair the layers and draw the samples; nothing is measured.
 
@@ -129,7 +129,7 @@ def prepare(
         data: a path or a Dataset, or batches for the option `loss`.
         config: the options.
         signals: those of several methods, in place of those of the method of the options.
-        tested: whether a labelled test split will be scored, which needs a head or a loss.
+        tested: whether a labelled test split will be scored, which needs a head or a loss; None: if it can be.
     """
     wanted = get_method(config.method).signals if signals is None else signals
     models = open_models(source, target, config)
@@ -195,6 +195,7 @@ def _result(
     parts = changed_parts(source, setup.change, plan, done.task_vector, done.kept)
     record: dict[str, Any] = {
         **setup.about,
+        "options": config.to_json(),
         "method": name_of(get_method(config.method)),
         "scale": solution.scale,
         "samples": solution.counted.samples,
@@ -220,11 +221,11 @@ def _result(
     return Result(update, done.records, kept, config, record, setup)
 
 
-def _scored(config: MeasureConfig, tested: bool) -> bool | None:
+def _scored(config: MeasureConfig, tested: bool | None) -> bool | None:
     """Whether samples are scored: to choose a scale, for an evaluation or a distillation; None: if they can be."""
-    if tested or (isinstance(config, TransferConfig) and config.distill is not None):
+    if tested or isinstance(config.scale, str) or (isinstance(config, TransferConfig) and config.distill is not None):
         return True
-    return None if config.scale is None else isinstance(config.scale, str)
+    return None if tested is None or config.scale is None else False
 
 
 def choose_rule(setup: Setup, scale: float | ScaleRule | None) -> float | ScaleRule:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import EvaluateConfig, EvaluateInputs
-from ..config import repeat_command as command_line
 from .plots import Figure, is_finite, tracks
 from .record import Record
-from .summary import SCORE_FORMS, data_reference, repeat_command, sample_words
+from .summary import SCORE_FORMS, data_reference, evaluate_command, repeat_command, sample_words
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
     "gain": ("good", "▲"),
@@ -103,10 +101,7 @@ def _measuring(record: Record) -> str | None:
     whole = data.get("split") == "all"  # calibration has used some of the samples
     if not out or not place or unlabelled or whole or record.get("as", "model") != "model":
         return None
-    options = EvaluateConfig.from_json(
-        {key: value for key, value in record.get("options", {}).items() if key in ("head", "columns", "max_length")}
-    )
-    return command_line("evaluate", EvaluateInputs(model=(out,), data=place), options)
+    return evaluate_command(record, out, place)
 
 
 def _distilling(record: Record, outcome: str, advice: str) -> str | None:

@@ -75,6 +75,7 @@ class Data(TypedDict):
     task: NotRequired[str]
     heads: NotRequired[list[str]]
     labels: NotRequired[Labels]
+    protocol: NotRequired[Annotated[str, Keywords(description="How `tuneport evaluate` scores the test split.")]]
 
 
 class Resolved(TypedDict):

@@ -8,7 +8,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
-from ..config import Config, Declared, DistillConfig, DistillInputs, TransferConfig, TransferInputs
+from ..config import (
+    Config,
+    Declared,
+    DistillConfig,
+    DistillInputs,
+    EvaluateConfig,
+    EvaluateInputs,
+    TransferConfig,
+    TransferInputs,
+)
 from ..config import repeat_command as command_line
 from ..errors import TuneportError
 from .record import Record
@@ -242,6 +251,12 @@ def repeat_command(record: Record, **changes: Any) -> str | None:
         return command_line(record.get("command", "transfer"), inputs, config)
     except TuneportError:
         return None
+
+
+def evaluate_command(record: Record, out: str, data: str) -> str:
+    """The command that scores an output on data, with the options of the run that an evaluation has too."""
+    known = {key: value for key, value in record.get("options", {}).items() if key in ("head", "columns", "max_length")}
+    return command_line("evaluate", EvaluateInputs(model=(out,), data=data), EvaluateConfig.from_json(known))
 
 
 def data_reference(record: Record) -> str | None:

@@ -1,0 +1,73 @@
+"""Other values for the options of commands, and what a command line makes of its words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from tuneport.cli.command import command
+from tuneport.config import Config, TransferInputs
+
+INPUTS = TransferInputs(source="a", finetuned=("b b", "c"), target="t", data="d", out="o")
+OTHER: dict[str, Any] = {  # another value for each option that has no obvious one
+    "scale": "safe",
+    "columns": {"text": "sentence", "label": "y"},
+    "labels": "source",
+    "head_fit": "none",
+    "exclude": ("*.bias", "a b"),
+    "roles": {"up": "fc1", "gate": None},
+    "as_": "adapter",
+    "protocol": "linear-probe",
+    "weights": (0.5, 1e-3),
+    "rule": "ties",
+    "sampler": "class_balanced",
+    "energy": 0.5,
+    "learning_rate": 0.25,
+}
+WITH: dict[str, dict[str, Any]] = {  # options that go with another one
+    **{name: {"as_": "adapter"} for name in ("rank", "energy", "uniform_rank", "adapter_dtype")},
+    "samples": {"protocol": "linear-probe"},
+}
+NUMBERS = ("samples", "shots", "max_length", "max_tokens", "memory_budget", "rank", "lora", "batch_size", "distill")
+
+
+def other_value(name: str, default: Any) -> Any:
+    """A value of an option that is not its default."""
+    if isinstance(default, bool) or name == "evaluate":
+        return not default
+    if isinstance(default, (int, float)):
+        return default + 1
+    return OTHER.get(name, 7 if default is None and name in NUMBERS else "word")
+
+
+def other_options(config: type[Config], name: str) -> dict[str, Any]:
+    """One option with another value than its default, and those that go with it."""
+    defaults = {item.name: item.default for item in fields(config)}
+    more = {key: value for key, value in WITH.get(name, {}).items() if key in defaults}
+    return {**more, name: other_value(name, defaults[name])}
+
+
+def application(config: type[Config]) -> tuple[typer.Typer, list[Any]]:
+    """A program with a transfer that takes this config, and the list of what it was called with."""
+    app, calls = typer.Typer(), []
+
+    def transfer(inputs: TransferInputs, config: Config, json: bool) -> None:
+        """Transfer."""
+        calls.append((inputs, config, json))
+
+    app.command()(command(transfer, TransferInputs, config))
+    return app, calls
+
+
+def read_words(config: type[Config], words: Sequence[str]) -> tuple[TransferInputs, Config, bool]:
+    """The inputs, the options and `json` that a command line reads out of these words."""
+    app, calls = application(config)
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == 0, (words, done.output, done.exception)
+    (call,) = calls
+    assert isinstance(call, tuple)
+    return call
