@@ -14,6 +14,7 @@ from pathlib import Path
 from stand_ins import arguments, command, image_models
 
 import tuneport
+from tuneport.models.heads import choose_head
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def classify(folder: Path, data: str, name: str | None = None) -> None:
     """Print what the ported model says of three test images."""
     test = tuneport.read_data(data, "test")
     model = tuneport.open_model(folder)
-    head = tuneport.choose_head(model, name, test)
+    head = choose_head(model, name, test)
     for index in (0, len(test) // 2, len(test) - 1):
         batch = model.inputs(model.encode([test.inputs[index]]))
         answer = head.classes[int(head.scores(model, model.module, batch).argmax())]

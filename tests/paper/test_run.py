@@ -29,7 +29,7 @@ from tuneport.maps.statistics import Statistics
 from tuneport.measure.samples import first_half
 from tuneport.models import open
 from tuneport.models.open import open_model
-from tuneport.pipeline import statistics as measuring
+from tuneport.pipeline import solve
 from tuneport.pipeline import transfer as pipeline
 from tuneport.training.loop import Schedule
 
@@ -78,11 +78,11 @@ class TestEqualTerms:
         Models run in float64: passes in other batches then differ by about 1e-16 of the largest number.
         """
         given: dict[int, Statistics] = {}
-        plain = measuring.problem_of
+        plain = solve.problem_of
 
-        def problem_of(job: Any, statistics: Statistics) -> Any:
+        def problem_of(measurement: Any, vector: Any, statistics: Statistics) -> Any:
             given[statistics.samples] = statistics
-            return plain(job, statistics)
+            return plain(measurement, vector, statistics)
 
         monkeypatch.setattr(cells, "problem_of", problem_of)
         monkeypatch.setitem(open.DTYPES, "float32", torch.float64)
@@ -133,13 +133,13 @@ class TestEqualTerms:
 
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        plain = measuring.measured
+        plain = solve.measure
 
-        def counted(job: Any, **options: Any) -> Statistics:
-            calls.append(len(job.samples))
-            return plain(job, **options)
+        def counted(measurement: Any, **options: Any) -> Statistics:
+            calls.append(len(measurement.samples))
+            return plain(measurement, **options)
 
-        monkeypatch.setattr(measuring, "measured", counted)
+        monkeypatch.setattr(solve, "measure", counted)
         found = run_comparison(comparison_of(settings | {"steps": [], "methods": ["gradfix", "theseus", "bico"]}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
