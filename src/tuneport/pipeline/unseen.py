@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.dataset import Dataset, files_of
+from ..data.dataset import Dataset
+from ..data.images import files_of
 from ..errors import DataError
 from ..io.checkpoint import file_digests
 from ..job import Drawn, Job
