@@ -30,7 +30,7 @@ from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
 from ..models.heads import choose_head
 from ..report.samples import shown
-from .heads import before_port
+from .heads import before_port, is_bare
 from .scale import Scaled
 from .unseen import Unseen
 
@@ -236,13 +236,12 @@ def evaluate(job: Job, made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]], 
     if is_whole(job):
         with finetuned_source(job):
             scored["finetuned"] = replace(score("finetuned", job.source), name=job.record["finetuned"]["name"])
-    before = before_port(job)
-    scored["target"] = score("target", before)
+    scored["target"] = score("target", before_port(job))
     for role, (model, tensors) in made.items():
         with changed(model.module, tensors):
             scored[role] = score(role, model)
     if job.fits_head and job.target.classifier is not None:
-        own = {"finetuned"} if before is not job.target else {"finetuned", "target"}
+        own = {"finetuned"} if is_bare(job) else {"finetuned", "target"}
         scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
     return Evaluated(on, protocol, metric, scored)

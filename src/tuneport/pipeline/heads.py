@@ -160,6 +160,12 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
     return X[::every], Y[::every]
 
 
+def is_bare(job: Job) -> bool:
+    """Whether a head is fitted and the target has none of its own for the classes."""
+    path = job.target.classifier
+    return job.fits_head and path is not None and f"{path}.weight" not in job.target.own_head
+
+
 def before_port(job: Job) -> Model:
     """The target that a port is compared with: as it was, if it has a head of its own for the classes.
 
@@ -167,9 +173,7 @@ def before_port(job: Job) -> Model:
     gain is not the port's.
     """
     target = job.target
-    if not job.fits_head or target.classifier is None or f"{target.classifier}.weight" in target.own_head:
-        return target
-    return target.with_head(fit_head(target, target.module, job.samples))
+    return target.with_head(fit_head(target, target.module, job.samples)) if is_bare(job) else target
 
 
 def fitted(job: Job, module: nn.Module, samples: Samples) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from ..types import ScaleRule, Sides
 from . import sanity
 from .change import every_layer
 from .evaluation import is_whole
+from .heads import is_bare
 from .moved import account, changed_parts
 from .plan import not_transported_by, plan_of
 from .scale import answers_per_sample, scales_of
@@ -77,13 +78,13 @@ def answers_of(job: Job, strength: float | ScaleRule, tested: int) -> Sides[int]
 
     The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them; a
     language model that cannot keep a question in its cache, once for each answer to choose from. A head is fitted on as
-    many for the measurement, for every candidate and for the output. The fine-tune, the target and the port answer the
-    test split.
+    many for the measurement, for every candidate, for the output, and for a bare target that is tested. The fine-tune,
+    the target and the port answer the test split.
     """
     count, fits = len(job.samples), 1 if job.fits_head else 0
     rows = 1 if job.target.answer_logits is not None else max(answers_per_sample(job), 1)
     candidates = len(scales_of(job)) * rows if isinstance(strength, str) else 0
-    target = count * (candidates * (1 + fits) + 2 * fits) + 2 * tested
+    target = count * (candidates * (1 + fits) + 2 * fits + (tested > 0 and is_bare(job))) + 2 * tested
     return Sides(sanity.answers(job) + (tested if is_whole(job) else 0), target)
 
 
