@@ -87,9 +87,16 @@ def test_texts_are_cut_with_a_note(run: Run, trio: dict[str, Path], place: Path)
     assert_refused(run("transfer", *words(trio, samples=12, max_length=40, out=place / "b")), 1, "Raise --max-length")
 
 
+SPLITS = (("train", ""), ("test", " again"))
+
+
 def test_label_words_of_any_table(run: Run, trio: dict[str, Path], place: Path) -> None:
     """Columns of other names; the accuracy is that of the likeliest word, before and after."""
-    rows = [{"sentence": text, "y": "cat" if "cat" in text else "river"} for text in SENTENCES]
+    rows = [
+        {"sentence": f"{text}{end}", "y": "cat" if "cat" in text else "river", "split": split}
+        for split, end in SPLITS
+        for text in SENTENCES
+    ]
     table = jsonl(place / "table.jsonl", rows)
     given = words({**trio, "data": table}, columns="text=sentence,label=y", samples=8, out=place / "out")
     done = run("transfer", *given, "--evaluate", "--json")
@@ -127,7 +134,11 @@ def test_encoders_without_classes_are_compared_with_the_source(run: Run, place: 
         "finetuned": write(place / "finetuned", nudge(make("bert", SMALL), 0.2).bert, bert_tokenizer()),
         "target": write(place / "target", make("bert", LARGE).bert, bert_tokenizer()),
     }
-    rows = [{"text": one, "text_pair": other} for one, other in pairwise(SENTENCES)]
+    rows = [
+        {"text": one, "text_pair": f"{other}{end}", "split": split}
+        for split, end in SPLITS
+        for one, other in pairwise(SENTENCES)
+    ]
     data = jsonl(place / "pairs.jsonl", rows)
     done = run("transfer", *words({**paths, "data": data}, samples=12, out=place / "out"), "--evaluate", "--json")
     assert done.code == 0, done.err

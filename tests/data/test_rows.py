@@ -124,3 +124,9 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "a", "label": "\\ud800"}')
     with pytest.raises(DataError, match=r"label of row 1 of .* expected a class name"):
         read_plain(tmp_path / "t.jsonl", "train")
+
+
+def test_of_columns_with_one_name_the_last_counts(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text,label,text\nfirst,x,last\n\nfirst,y,end\n")
+    data = read_plain(tmp_path / "t.csv", "train")
+    assert (list(data.inputs), data.classes) == (["last", "end"], ("x", "y"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from builders import toy
-from builders.folders import SAMPLES, Zoo, cross
+from builders.folders import SAMPLES, Zoo, cross, edit_json
 from builders.runs import Case, expected, measured, port, prepare
 from tuneport.data.formats import read_plain
 from tuneport.pipeline.estimate import statistics_bytes
@@ -26,12 +27,17 @@ def answered(module: nn.Module, layer: str, counts: Counter[str], name: str) -> 
 
 
 class TestPlan:
-    @pytest.mark.parametrize("family", ["clip_vision", "vit"])  # with a zero-shot head, and one that is fitted
+    # with a zero-shot head, with one that is fitted, and the same of a target without one for these classes
+    @pytest.mark.parametrize(("family", "bare"), [("clip_vision", False), ("vit", False), ("vit", True)])
     @pytest.mark.parametrize("scale", [None, 0.5])
     def test_the_passes_are_those_of_the_transfer(
-        self, zoo: Zoo, tmp_path: Path, family: str, scale: float | None
+        self, zoo: Zoo, tmp_path: Path, family: str, bare: bool, scale: float | None
     ) -> None:
-        job, test = prepare(*zoo.trio(family), zoo.data, samples=SAMPLES), read_plain(zoo.data, "test")
+        source, tuned, target = zoo.trio(family)
+        if bare:
+            target = Path(shutil.copytree(target, tmp_path / "bare"))
+            edit_json(target / "config.json", id2label={"0": "sun", "1": "moon", "2": "star"})
+        job, test = prepare(source, tuned, target, zoo.data, samples=SAMPLES), read_plain(zoo.data, "test")
         planned = expected(job, scale=scale, tested=len(test))["expected"]
         counts: Counter[str] = Counter()
         pair = next(pair for pair in job.plan.pairs if pair.target.block is not None)

@@ -157,17 +157,18 @@ def json_list(file: _Text) -> Iterator[tuple[Iterable[str], str]]:
 def delimited(delimiter: str, file: _Text) -> Iterator[tuple[Iterable[str], str]]:
     """Yield the rows below a header; of columns with the same name the last counts."""
     reader = csv.reader(file.lines(), delimiter=delimiter, strict=True)
-    names: list[str] | None = None
     try:
+        header = next(reader, [])
+        places = {name: place for place, name in enumerate(header)}
+        names: Iterable[str] = places
+        file.begin_row()
         for fields in reader:
             file.begin_row()
-            if names is None:
-                names = fields
-            elif fields and len(fields) != len(names):
-                expected = f"expected {len(names)} as in its header"
+            if fields and len(fields) != len(header):  # [] is a blank line
+                expected = f"expected {len(header)} as in its header"
                 raise DataError(f"line {file.line} of {file.path} has {len(fields)} fields; {expected}.")
-            elif fields:  # [] is a blank line
-                row = dict(zip(names, fields, strict=True))
-                yield row, _encode(list(row.values()))
+            if fields:
+                yield names, _encode([fields[place] for place in places.values()])
+                names = ()  # known from the first row
     except csv.Error as error:
         raise DataError(f"line {file.line} of {file.path} is malformed: {brief(error)}.") from error

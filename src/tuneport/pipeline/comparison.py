@@ -33,7 +33,7 @@ from ..models.weights import changed, finetuned
 from ..report.samples import shown
 from ..types import Sides
 from .change import Change, is_whole
-from .heads import before_port
+from .heads import before_port, is_bare
 from .unseen import Unseen
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
@@ -252,13 +252,12 @@ def compare(
     if is_whole(models.source, change, config.exclude):
         with finetuned(models.source, change.vector):
             scored["finetuned"] = replace(score("finetuned", models.source), name=name)
-    before = before_port(models.target, calibration.samples, fits=change.fits_head)
-    scored["target"] = score("target", before)
+    scored["target"] = score("target", before_port(models.target, calibration.samples, fits=change.fits_head))
     for role, (model, tensors) in made.items():
         with changed(model.module, tensors):
             scored[role] = score(role, model)
     if change.fits_head and models.target.classifier is not None:
-        own = {"finetuned"} if before is not models.target else {"finetuned", "target"}
+        own = {"finetuned"} if is_bare(models.target, fits=True) else {"finetuned", "target"}
         scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
     return Comparison(on, protocol, metric, scored)

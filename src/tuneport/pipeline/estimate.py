@@ -29,6 +29,7 @@ from ..types import ScaleRule, Sides
 from .change import every_layer, is_whole
 from .checks import check_weights, count_forward_passes
 from .comparison import USUAL, usual_test
+from .heads import is_bare
 from .plan import changed_parts, not_transported_by, plan_of
 from .scale import Judge
 from .transfer import Setup, choose_rule, prepare
@@ -123,8 +124,8 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
 
     The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them; a
     language model that cannot keep a question in its cache, once for each answer to choose from. A head is fitted on as
-    many for the measurement, for every candidate and for the output. The fine-tune, the target and the port answer the
-    test split.
+    many for the measurement, for every candidate, for the output, and for a bare target that is tested. The fine-tune,
+    the target and the port answer the test split.
     """
     (source, target), change, calibration = setup.models, setup.change, setup.calibration
     judge = Judge(target, calibration, ModelOutput(), change.fits_head)
@@ -133,7 +134,8 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
     candidates = len(judge.candidates) * rows if isinstance(scale, str) else 0
     of_source = count_forward_passes(source, change, calibration, exclude)
     of_source += tested if is_whole(source, change, exclude) else 0
-    return Sides(of_source, count * (candidates * (1 + fits) + 2 * fits) + 2 * tested)
+    bare = 1 if tested and is_bare(target, fits=change.fits_head) else 0
+    return Sides(of_source, count * (candidates * (1 + fits) + 2 * fits + bare) + 2 * tested)
 
 
 def statistics_bytes(measurement: Measurement) -> int:

@@ -165,15 +165,19 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
     return X[::every], Y[::every]
 
 
+def is_bare(target: Model, *, fits: bool) -> bool:
+    """Whether a head is fitted and the target has none of its own for the classes."""
+    path = target.classifier
+    return fits and path is not None and f"{path}.weight" not in target.own_head
+
+
 def before_port(target: Model, samples: Samples, *, fits: bool) -> Model:
     """The target that a port is compared with: as it was, if it has a head of its own for the classes.
 
     A target without one gets a head in the same way as the port, fitted on its features without the port: the head's
     gain is not the port's.
     """
-    if not fits or target.classifier is None or f"{target.classifier}.weight" in target.own_head:
-        return target
-    return target.with_head(fit_head(target, target.module, samples))
+    return target.with_head(fit_head(target, target.module, samples)) if is_bare(target, fits=fits) else target
 
 
 def fitted(target: Model, module: nn.Module, samples: Samples, *, fits: bool) -> AbstractContextManager[None]:
