@@ -1,6 +1,6 @@
 """One cell of the shared zoo by one command on a CPU: wall and CPU seconds, and the share of the fine-tuning gain.
 
-    OMP_NUM_THREADS=2 python benchmarks/speed/distill_cell.py --shared SHARED --blocks last --full 97.9 --out OUT
+    OMP_NUM_THREADS=2 python benchmarks/speed/distill_cell.py --shared SHARED --full 97.9 --out OUT
 
 The command is `tuneport distill`, from the bare target, or with --start port `tuneport transfer --distill`. Its seconds
 are those of the whole process, from the start of Python to the written folder. Wall seconds mean something only on an
@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="the command's own number unless given")
-    parser.add_argument("--blocks", choices=["all", "last"], help="of the bare target; all unless given")
     parser.add_argument("--batch-size", type=int, help="of the bare target; the command's own unless given")
     parser.add_argument("--full", type=float, required=True, help="accuracy of the fine-tuned target, in percent")
     parser.add_argument("--test", type=int, default=2000, help="test images at most")
@@ -68,7 +67,6 @@ def main() -> None:
         name, steps = ("transfer", "--distill") if options.start == "port" else ("distill", "--steps")
         given += [f"--source={source}"] if options.start == "port" else []
         given += [f"{steps}={options.steps}"] if options.steps else []
-        given += [f"--blocks={options.blocks}"] if options.blocks else []
         given += [f"--batch-size={options.batch_size}"] if options.batch_size else []
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run(
