@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks import reference
 from benchmarks.common import add_row, commit, part_of, rows_in
-from tuneport import transfer
+from tuneport import get_method, transfer
 
 CELLS = (("a", "a2", "cifar10"), ("a", "c", "gtsrb"), ("c", "a", "mnist"))
 KEY = ("source", "target", "task", "samples", "method")
@@ -70,7 +71,7 @@ def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, optio
     def ported(dtype: str, completion: Any) -> tuple[dict[str, NDArray[np.float64]], Any]:
         result = transfer(
             *folders, data, method=method, scale=1.0, samples=options.samples, head=task,
-            completion=completion, dtype=dtype, device=options.device,
+            method=replace(get_method("bico"), completion=completion), dtype=dtype, device=options.device,
         )  # fmt: skip
         dense = {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}
         return dense, {r.target.removesuffix(".weight"): (r.rank_in, r.rank_out) for r in result.records}

@@ -1,6 +1,6 @@
 """One cell of the shared zoo by one command on a CPU: wall and CPU seconds, and the share of the fine-tuning gain.
 
-    OMP_NUM_THREADS=2 python benchmarks/speed/distill_cell.py --shared SHARED --blocks last --full 97.9 --out OUT
+    OMP_NUM_THREADS=2 python benchmarks/speed/distill_cell.py --shared SHARED --full 97.9 --out OUT
 
 The command is `tuneport distill`, from the bare target, or with --start port `tuneport transfer --distill`. Its seconds
 are those of the whole process, from the start of Python to the written folder. Wall seconds mean something only on an
@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="the command's own number unless given")
-    parser.add_argument("--blocks", choices=["all", "last"], help="of the bare target; all unless given")
     parser.add_argument("--batch-size", type=int, help="of the bare target; the command's own unless given")
     parser.add_argument("--full", type=float, required=True, help="accuracy of the fine-tuned target, in percent")
     parser.add_argument("--test", type=int, default=2000, help="test images at most")
@@ -68,7 +67,6 @@ def main() -> None:
         name, steps = ("transfer", "--distill") if options.start == "port" else ("distill", "--steps")
         given += [f"--source={source}"] if options.start == "port" else []
         given += [f"{steps}={options.steps}"] if options.steps else []
-        given += [f"--blocks={options.blocks}"] if options.blocks else []
         given += [f"--batch-size={options.batch_size}"] if options.batch_size else []
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run(
@@ -81,11 +79,10 @@ def main() -> None:
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     entry = json.loads(done.stdout)["distilled"]
     share = 100 * (found - base) / (options.full - base)
-    head = ["start", "blocks", "N", "steps", "batch", "wall s", "CPU s", "of that steps, wall s"]
+    head = ["start", "N", "steps", "batch", "wall s", "CPU s", "of that steps, wall s"]
     head += ["agreement, %", "target, %", "written, %", "share of the gain, %"]
     row = [
         options.start,
-        entry["blocks"],
         options.samples,
         entry["steps"],
         entry["batch_size"],
@@ -98,7 +95,7 @@ def main() -> None:
     title = f"{options.pair.replace(':', ' to ')}, {options.task}, seed {options.seed}\n\n"
     about = {**{key: str(value) for key, value in vars(options).items()}, "wall": wall, "cpu": processor}
     about |= {"distilled": entry, "target": base, "written": found, "share": share}
-    where = f"distill-{options.pair.replace(':', '-')}-{options.task}-{options.start}-{entry['blocks']}-cpu"
+    where = f"distill-{options.pair.replace(':', '-')}-{options.task}-{options.start}-cpu"
     publish(where, options.out, title + table(head, [row]), about, torch.device("cpu"))
 
 
