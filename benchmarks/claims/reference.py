@@ -70,8 +70,8 @@ def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, optio
 
     def ported(dtype: str, completion: Any) -> tuple[dict[str, NDArray[np.float64]], Any]:
         result = transfer(
-            *folders, data, method=method, scale=1.0, samples=options.samples, head=task,
-            method=replace(get_method("bico"), completion=completion), dtype=dtype, device=options.device,
+            *folders, data, scale=1.0, samples=options.samples, head=task,
+            method=replace(get_method(method), completion=completion), dtype=dtype, device=options.device,
         )  # fmt: skip
         dense = {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}
         return dense, {r.target.removesuffix(".weight"): (r.rank_in, r.rank_out) for r in result.records}
