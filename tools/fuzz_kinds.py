@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for paper
 
 from paper import files
 from paper.recipe import read_recipe
-from tuneport import TuneportError, cli
+from tuneport import TuneportError, cli, extract
 from tuneport.data import arrow, npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.io.checkpoint import open_checkpoint, read_json
@@ -54,7 +54,6 @@ from tuneport.models.chat import render_chat
 from tuneport.models.families import open_tokenizer
 from tuneport.models.heads import read_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.change import extract
 from tuneport.runtime.resume import load_statistics, save_statistics
 from tuneport.task_vectors.lora_format import open_adapter
 from tuneport.task_vectors.lora_read import task_vector_of
@@ -345,8 +344,9 @@ def look_at_list(path: Path) -> None:
 def saved_work(root: Path) -> Iterator[Kind]:
     """What commands keep for --resume, and what they read of outputs and models beside the weights."""
     from paper.run import Cells
+    from tuneport.outputs import ModelOutput
     from tuneport.pipeline.change import stated_base
-    from tuneport.pipeline.port import finished
+    from tuneport.pipeline.run import finished
     from tuneport.report.provenance import _licence
     from tuneport.training.state import StateFile
 
@@ -363,7 +363,7 @@ def saved_work(root: Path) -> Iterator[Kind]:
         lambda path: Cells(path.with_name("paper"), "x").load(),
     )
     (root / "work" / "tuneport.json").write_text(json.dumps({"method": "bico", "target": {"path": "a"}}))
-    yield Kind("run record", "work/tuneport.json", spoil_json, lambda path: finished(path.parent, "model"))
+    yield Kind("run record", "work/tuneport.json", spoil_json, lambda path: finished(path.parent, ModelOutput()))
     (root / "work" / "README.md").write_text("---\nlicense: mit\ntags: [a, b]\n---\n# A model\n")
     yield Kind("model card", "work/README.md", spoil_bytes, _licence)
     vector = TaskVector({"a": torch.ones(3, 2)})

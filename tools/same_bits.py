@@ -201,8 +201,13 @@ def _python(case: Case, place: Path) -> dict[str, Any]:
     models = [given.pop(key) for key in ("source", "finetuned", "target")]
     plain = {key.replace("-", "_"): value for key, value in given.items() if key not in ("data", "scale")}
     plain |= {key: int(plain[key]) for key in ("samples", "seed", "batch_size")}
+<<<<<<< HEAD
     method = tuneport.METHODS[plain["method"]]
     if "completion" in plain and hasattr(method, "completion"):  # older checkouts have a keyword
+=======
+    method = tuneport.get_method(plain["method"])
+    if "completion" in plain and hasattr(method, "completion"):  # an option of the transfer in older checkouts
+>>>>>>> tools
         plain["method"] = replace(method, completion=plain.pop("completion"))
     result = tuneport.transfer(*models, given["data"], scale=float(given["scale"]), **plain)
     save_file(_parts(result.task_vector), place / "task_vector.safetensors")
@@ -263,9 +268,8 @@ def run_both(checkouts: Sequence[Path], cases: list[Case], root: Path) -> list[l
     """For each checkout, for each case: its summary and its tensors."""
     running = []
     for side, checkout in zip(("before", "after"), checkouts, strict=True):
-        models = next(found for name in ("demo_models", "demo/models") for found in (checkout / "src").rglob(name))
         listed = root / f"{side}.json"
-        listed.write_text(json.dumps(cases).replace(DEMO_MODELS, str(models)))
+        listed.write_text(json.dumps(cases).replace(DEMO_MODELS, str(demo_models(checkout))))
         words = [sys.executable, str(Path(__file__).resolve()), "--work", str(listed), str(root / side)]
         environment = {**os.environ, **THREADS, **OFFLINE, "PYTHONPATH": str(checkout / "src")}
         running.append(subprocess.Popen(words, env=environment, cwd=root))

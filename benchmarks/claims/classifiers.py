@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.common import add_row, commit, part_of, rows_in
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
 from tuneport.data.tasks import TASKS
 from tuneport.measure.accuracy import compute_features
 from tuneport.models.open import open_model, pick_device
-from tuneport.pipeline.prepare import SCORED, prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import run
+from tuneport.pipeline.transfer import prepare, run
 from tuneport.training.loop import fast_products
 
 FILES = {"trec6": "trec6.jsonl.gz", "sst2": "sst2_stsa.jsonl.gz", "subj": "subj.jsonl.gz"}
@@ -234,30 +235,22 @@ def port_rows(
     """The accuracies of the ported classifier, and of the head that is fitted on the target as it is."""
     unlabelled = Dataset(data["train"].inputs, None, (), name=data["train"].name)
     started = time.perf_counter()
-    job = prepare(
-        source,
-        tuned,
-        target,
-        unlabelled,
-        signals=frozenset({"input"}) | SCORED,
-        samples=options.samples,
-        seed=draw,
-        device=options.device,
-    )
+    config = TransferConfig.of(samples=options.samples, seed=draw, device=options.device, scale="auto")
+    setup = prepare(source, tuned, target, unlabelled, config)
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         outputs: dict[Path, bool] = {}
 
         def write(name: str, result: Result, adapter: bool = False) -> None:
             out = Path(folder) / name
-            result.save(out, kind="adapter" if adapter else "model")
+            result.save(out, as_="adapter" if adapter else "model")
             outputs[out] = adapter
 
-        ported = run(job, scale=1.0)
+        ported = run(setup, replace(config, scale=1.0))
         write("port", ported, adapter=kind == "lora")
         seconds["seconds"] = round(time.perf_counter() - started, 1)
-        write("head", run(job, scale=0.0))
-        chosen = run(job, scale="auto")
+        write("head", run(setup, replace(config, scale=0.0)))
+        chosen = run(setup, config)
         write("port_auto", chosen)
         started = time.perf_counter()
         taught = ported.distill(options.distill)

@@ -37,17 +37,17 @@ from torch.nn import functional as F
 from benchmarks.claims.text import SOURCE, TARGETS, read_splits, tune
 from benchmarks.claims.zoo import PAIRS, STATED
 from benchmarks.common import add_row, rows_in
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
-from tuneport.job import Drawn, Job
 from tuneport.measure.accuracy import zero_shot
 from tuneport.measure.objectives import batch_for
+from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import run
+from tuneport.pipeline.transfer import Setup, prepare, run
 from tuneport.training.augment import Reader
 from tuneport.training.distill import divide
 from tuneport.training.loop import Schedule, run_steps
@@ -59,12 +59,12 @@ KEY = ("pair", "task", "samples", "draw", "start", "teacher", "steps", "batch_si
 
 
 class Cell:
-    """One pair and task: a job for each number of samples and draw, and the accuracy of a module on the test split."""
+    """One pair and task: a port for each number of samples and draw, and the accuracy of a module on the test split."""
 
     def __init__(self, pair: str, task: str, options: argparse.Namespace) -> None:
         self.pair, self.task, self.options = pair, task, options
         self.source, self.target = pair.split(":")
-        self._jobs: dict[tuple[int, int], tuple[Job, Result, float]] = {}
+        self._setups: dict[tuple[int, int], tuple[Setup, Result, float]] = {}
         self.open()
 
     def open(self) -> None:
@@ -80,23 +80,23 @@ class Cell:
         test = self.test.subset(np.arange(min(len(self.test), self.options.test)))
         return zero_shot(self.model.with_module(module.eval()), self.head, test, batch_size=250).accuracy
 
-    def ported(self, samples: int, draw: int) -> tuple[Job, Result, float]:
-        if (samples, draw) not in self._jobs:
+    def ported(self, samples: int, draw: int) -> tuple[Setup, Result, float]:
+        if (samples, draw) not in self._setups:
             started = time.perf_counter()
-            job = prepare(
-                *self.places,
-                self.data,
-                signals=self.options.method,
+            config = TransferConfig.of(
+                method=self.options.method,
                 samples=samples,
                 seed=draw,
                 head=self.head_name,
                 labels="source",
+                scale="auto",
                 batch_size=100,
                 device=self.options.device,
             )
-            result = run(job, self.options.method, scale="auto")
-            self._jobs[samples, draw] = job, result, time.perf_counter() - started
-        return self._jobs[samples, draw]
+            setup = prepare(*self.places, self.data, config)
+            result = run(setup, config)
+            self._setups[samples, draw] = setup, result, time.perf_counter() - started
+        return self._setups[samples, draw]
 
 
 class TextCell(Cell):
@@ -136,10 +136,11 @@ class TextCell(Cell):
 
 
 def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps: int) -> dict[str, Any]:
-    job, result, port_seconds = cell.ported(samples, draw)
-    assert isinstance(job.samples, Drawn)
+    setup, result, port_seconds = cell.ported(samples, draw)
+    drawn = setup.calibration.samples
+    assert isinstance(drawn, DatasetSamples)
     if start == "target":
-        result = replace(result, scale=0.0)
+        result = replace(result, update=replace(result.update, scale=0.0))
     begun = result.apply()
     base, at_start = cell.accuracy(cell.model.module), cell.accuracy(begun)
     started = time.perf_counter()
@@ -152,9 +153,9 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
         row = {"best": entry["best"], "rate": entry["learning_rate"]}
         row |= {"agreement": entry["curve"][-1]["agreement"], "agreement_begun": entry["curve"][0]["agreement"]}
     else:
-        chosen = align_labels(cell.train.subset(job.record["data"]["indices"]), cell.head.classes)
+        chosen = align_labels(cell.train.subset(setup.about["data"]["indices"]), cell.head.classes)
         labels = torch.as_tensor(chosen.labels, device=cell.model.device)
-        module, row["rate"] = labelled(cell, job.samples, begun, labels, steps, draw)
+        module, row["rate"] = labelled(cell, drawn, begun, labels, steps, draw)
     seconds = time.perf_counter() - started
     accuracy = cell.accuracy(module)
     gain = cell.full - base
@@ -183,11 +184,13 @@ def row_of(cell: Cell, samples: int, draw: int, start: str, teacher: str, steps:
     }
 
 
-def labelled(cell: Cell, samples: Drawn, begun: nn.Module, labels: Tensor, steps: int, seed: int) -> tuple[Any, float]:
+def labelled(
+    cell: Cell, samples: DatasetSamples, begun: nn.Module, labels: Tensor, steps: int, seed: int
+) -> tuple[Any, float]:
     """Few-shot fine-tuning on augmented samples, at the learning rate that suits held-out samples best."""
     held_out, taught = divide(samples)
 
-    def trained(part: Drawn, rate: float) -> nn.Module:
+    def trained(part: DatasetSamples, rate: float) -> nn.Module:
         module, reader, wanted = copy.deepcopy(begun).eval(), Reader(part, steps, seed), labels[: len(part)]
         schedule = Schedule(steps, learning_rate=rate, weight_decay=0.0, seed=seed, warmup=min(10, steps // 3))
 

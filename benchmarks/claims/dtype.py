@@ -30,16 +30,18 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
-from tuneport.job import Job
 from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import encode_batches
-from tuneport.methods import METHODS
+from tuneport.measure.measurement import Measurement
+from tuneport.methods import METHODS, Transfer
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import prepare
-from tuneport.pipeline.scale import Scaled
-from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.models.weights import Scaled
+from tuneport.pipeline.solve import measure, problem_of
+from tuneport.pipeline.transfer import Setup, prepare
 from tuneport.task_vectors.vector import TaskVector
 
 CELLS = ("a:b:cifar10", "a:b:gtsrb", "a:c:mnist", "a:c:fashion", "c:b:cifar10", "a:a2:cifar10")
@@ -83,27 +85,37 @@ class Places:
         return str(self.root / "data" / "images" / f"{task}.npz")
 
 
-def accuracy(job: Job, vector: TaskVector, test: list[Any]) -> float:
+def measurement_of(setup: Setup) -> Measurement:
+    return Measurement(setup.models, setup.plan, setup.calibration)
+
+
+def solved(setup: Setup, found: Statistics) -> Transfer:
+    return METHODS["bico"].transfer(problem_of(measurement_of(setup), setup.change.vector, found))
+
+
+def accuracy(setup: Setup, vector: TaskVector, test: list[Any]) -> float:
     """On test samples, in float32, at scale 1."""
-    assert job.heads is not None
-    with Scaled(job.target.module, vector) as scaled, torch.inference_mode():
+    target, heads = setup.models.target, setup.calibration.heads
+    assert heads is not None
+    with Scaled(target.module, vector) as scaled, torch.inference_mode():
         scaled.set(1.0)
         right = sum(
-            int((job.heads.target.scores(job.target, scaled.module, batch).argmax(-1) == labels).sum())
+            int((heads.target.scores(target, scaled.module, batch).argmax(-1) == labels).sum())
             for batch, labels in test
         )
     return 100 * right / sum(len(labels) for _, labels in test)
 
 
-def held_out(sides: tuple[Job, Job], vectors: list[TaskVector]) -> float:
+def held_out(sides: tuple[Measurement, Measurement], vectors: list[TaskVector]) -> float:
     """The mean loss of each half of the samples, in float32, with what the other half has transferred."""
     total, count = 0.0, 0
     for judge, vector in zip(reversed(sides), vectors, strict=True):
-        assert judge.heads is not None
+        heads = judge.calibration.heads
+        assert heads is not None
         with Scaled(judge.target.module, vector) as scaled, torch.inference_mode():
             scaled.set(1.0)
             for batch in judge.samples:
-                scores = judge.heads.target.scores(judge.target, scaled.module, batch.target[0])
+                scores = heads.target.scores(judge.target, scaled.module, batch.target[0])
                 total += float(F.cross_entropy(scores, batch.target[1], reduction="sum"))
                 count += len(scores)
     return total / count
@@ -124,30 +136,28 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     source, target, task = cell.split(":")
     places = Places(root, options.encoders)
     data, rows, exact = places.data(task), [], None
-    jobs = {
-        dtype: prepare(
-            places.model(source), places.model(f"{source}-{task}"), places.model(target), data,
-            samples=options.samples, seed=seed, device="cpu", dtype=dtype,
-            sampler="class_balanced" if task in TEXTS else "random",
-        )
-        for dtype in ("float32", "bfloat16")
-    }  # fmt: skip
-    judge = jobs["float32"]
-    assert judge.heads is not None
-    drawn = align_labels(read_data(data, "test"), judge.heads.target.classes)
+    models = [places.model(name) for name in (source, f"{source}-{task}", target)]
+    sampler = "class_balanced" if task in TEXTS else "random"
+    common = {"samples": options.samples, "seed": seed, "device": "cpu", "scale": 1.0, "sampler": sampler}
+    setups = {
+        dtype: prepare(*models, data, TransferConfig.of(dtype=dtype, **common)) for dtype in ("float32", "bfloat16")
+    }
+    judge = setups["float32"]
+    assert judge.calibration.heads is not None
+    drawn = align_labels(read_data(data, "test"), judge.calibration.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
-    test = list(encode_batches(judge.target, drawn.subset(some), 100))
+    test = list(encode_batches(judge.models.target, drawn.subset(some), 100))
     about = {"cell": cell, "samples": options.samples, "seed": seed, "test": len(some)}
     rows.append({**about, "dtype": "own", "accuracy": accuracy(judge, TaskVector({}), test)})
-    for dtype, job in jobs.items():
+    for dtype, setup in setups.items():
         started = time.perf_counter()
-        parts = [measure_job(side) for side in job.halves()]
+        parts = [measure(side) for side in measurement_of(setup).halves()]
         measured = time.perf_counter() - started
         for cut in [None, *options.cuts] if dtype == "bfloat16" else [None]:
             started = time.perf_counter()
             with rank_cut_of(cut):
                 moved = [
-                    METHODS["bico"].transfer(problem_of(job, found)) for found in (*parts, parts[0] + parts[1])
+                    solved(setup, found) for found in (*parts, parts[0] + parts[1])
                 ]  # the sums of both halves are solved again for each cut
             whole = moved[-1]
             exact = exact or whole.task_vector
@@ -161,7 +171,7 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
                     "dtype": dtype,
                     "cut": cut,
                     "accuracy": accuracy(judge, whole.task_vector, test),
-                    "held_out": held_out(judge.halves(), [one.task_vector for one in moved[:2]]),
+                    "held_out": held_out(measurement_of(judge).halves(), [one.task_vector for one in moved[:2]]),
                     "agreement": likeness(whole.task_vector, exact),
                     "rank_in": float(ranks[0]),
                     "rank_out": float(ranks[1]),
@@ -222,14 +232,13 @@ def run_planted(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     for dtype in ("float32", "bfloat16"):
         kind = getattr(torch, dtype)
         target = open_model(zoo / source, dtype=kind).with_module(copy.deepcopy(there).to(kind))
-        job = prepare(
-            zoo / source, zoo / f"{source}-{task}", target, str(root / "data" / "images" / f"{task}.npz"),
-            samples=options.samples, seed=seed, device="cpu", dtype=dtype,
-        )  # fmt: skip
-        found = measure_job(job)
+        config = TransferConfig.of(samples=options.samples, seed=seed, device="cpu", dtype=dtype, scale=1.0)
+        data = str(root / "data" / "images" / f"{task}.npz")
+        setup = prepare(zoo / source, zoo / f"{source}-{task}", target, data, config)
+        found = measure(measurement_of(setup))
         for cut in [None, *options.cuts] if dtype == "bfloat16" else [None]:
             with rank_cut_of(cut):
-                answer = METHODS["bico"].transfer(problem_of(job, found))
+                answer = solved(setup, found)
             wrong = size = 0.0
             for name in answer.task_vector:
                 wrong += float((answer.task_vector.dense(name).double() - exact[name]).square().sum())

@@ -31,18 +31,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
-from tuneport.job import Job
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.language import perplexity
+from tuneport.measure.measurement import Measurement
 from tuneport.measure.objectives import OBJECTIVES, TokenLoss, batch_for
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import SCORED, prepare
-from tuneport.pipeline.scale import Scaled, choose_on_halves
-from tuneport.pipeline.statistics import measure_job, problem_of
-from tuneport.pipeline.transfer import run as run_job
+from tuneport.models.weights import Scaled
+from tuneport.outputs import ModelOutput
+from tuneport.pipeline.samples import SCORED
+from tuneport.pipeline.scale import Judge, choose_on_halves
+from tuneport.pipeline.solve import measure, problem_of
+from tuneport.pipeline.transfer import Setup, prepare
+from tuneport.pipeline.transfer import run as run_setup
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.distill import HELD_OUT
 from tuneport.training.loop import Schedule, run_steps
@@ -205,8 +209,9 @@ def tuned_lora(target: Model, chosen: Dataset, seed: int) -> Model:
     return best[1]
 
 
-def solved(method: Method, job: Job, found: Statistics) -> Transfer:
-    return method.transfer(problem_of(job, found))
+def solved(method: Method, setup: Setup, found: Statistics) -> Transfer:
+    measurement = Measurement(setup.models, setup.plan, setup.calibration)
+    return method.transfer(problem_of(measurement, setup.change.vector, found))
 
 
 def run(
@@ -229,36 +234,38 @@ def run(
         add(name, "target", target)
         add(name, "fine-tuned target", target.with_module(tuned[name]))
         for seed in range(options.seeds):
-            job = prepare(
-                source, tuned["source"], target, data, signals=signals | SCORED,
-                samples=options.samples, seed=seed, batch_size=20, device=options.device,
-            )  # fmt: skip
-            share = job.record["tokens"]["share"]
-            sides = job.halves()
-            parts = tuple(measure_job(side, signals=signals) for side in sides)
+            config = TransferConfig.of(
+                samples=options.samples, seed=seed, batch_size=20, device=options.device, scale="auto"
+            )
+            setup = prepare(source, tuned["source"], target, data, config, signals=signals | SCORED)
+            judge = Judge(setup.models.target, setup.calibration, ModelOutput())
+            share = setup.about["tokens"]["share"]
+            sides = Measurement(setup.models, setup.plan, setup.calibration).halves()
+            parts = tuple(measure(side, signals=signals) for side in sides)
             whole = parts[0] + parts[1]
             for method in METHOD_NAMES:
-                solve = partial(solved, METHODS[method], job)
+                solve = partial(solved, METHODS[method], setup)
                 moved = solve(whole)
                 with Scaled(target.module, moved.task_vector) as scaled:
                     scaled.set(1.0)
                     add(name, method, target, seed=seed, coverage=share)
-                choice = choose_on_halves(sides, map(solve, parts))
+                choice = choose_on_halves(judge, sides, map(solve, parts))
                 chosen = solve(whole)
                 with Scaled(target.module, chosen.task_vector) as scaled:
                     scaled.set(choice.scale)
                     add(name, f"{method}, scale auto", target, seed=seed, scale=choice.scale)
-            ported = run_job(job, "bico", scale="auto")
-            for start, result in (("bico", ported), ("the target", replace(ported, scale=0.0))):
+            ported = run_setup(setup, config)
+            bare = replace(ported, update=replace(ported.update, scale=0.0))
+            for start, result in (("bico", ported), ("the target", bare)):
                 found = result.distill(options.distill)
                 words = f"{options.distill} steps of distillation from {start}"
                 add(name, words, target.with_module(found.apply()), seed=seed, best=found.record["distilled"]["best"])
-            drawn = data.subset(job.record["data"]["indices"])
+            drawn = data.subset(setup.about["data"]["indices"])
             add(name, "LoRA fine-tuning on the same passages", tuned_lora(target, drawn, seed), seed=seed)
             assert target.reader is not None
             assert target.folder is not None
             module = AutoModelForCausalLM.from_pretrained(target.folder).to(options.device)
-            seen = [data.inputs[index] for index in job.record["data"]["indices"]]
+            seen = [data.inputs[index] for index in setup.about["data"]["indices"]]
             train(module, stream(target.reader.tokenizer, seen), 50, 2e-4, options.device, batch=32, seed=seed)
             add(name, "fine-tuning on the same passages, 50 steps", target.with_module(module), seed=seed)
     return rows

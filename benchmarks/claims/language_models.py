@@ -41,18 +41,18 @@ import torch
 from benchmarks.claims.language_tables import CELL, ONCE, PARTS, TRIAL, page
 from benchmarks.claims.language_tasks import ALL_DATA, INSTRUCTIONS, fast_products, read_task, score, train_lora
 from benchmarks.common import add_row, commit, rows_in
+from tuneport.config import TransferConfig
 from tuneport.data.samplers import select
 from tuneport.errors import TuneportError
-from tuneport.job import Job
 from tuneport.methods import LayerRecord, get_method
 from tuneport.models.base import Model
 from tuneport.models.open import open_model, pick_dtype
+from tuneport.outputs import ModelOutput, Update
 from tuneport.pairing import blocks_of
-from tuneport.pipeline.move import move
-from tuneport.pipeline.prepare import prepare
 from tuneport.pipeline.result import Result
-from tuneport.pipeline.scale import RULES, ScaleChoice, choose_scale
-from tuneport.pipeline.transfer import scale_for
+from tuneport.pipeline.scale import RULES, Judge, ScaleChoice, choose_scale
+from tuneport.pipeline.solve import solve
+from tuneport.pipeline.transfer import Setup, choose_rule, prepare
 from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import ScaleRule
@@ -97,7 +97,7 @@ class Cell:
         self.pair, (self.source, self.target) = pair, pair.split(":")
         self.data = read_task(task, options.data, options.test)
         self.schedule = {key: getattr(options, key) or value for key, value in ALL_DATA.items()}  # of the source's LoRA
-        self.job = cache(self._job)
+        self.setup = cache(self._setup)
         self.scores: dict[Any, dict[str, Any]] = {}
 
     def open(self, name: str) -> Model:
@@ -173,18 +173,13 @@ class Cell:
         self.add(part, self.scores[key], seconds, **more)
 
     def result(self, found: Ported, scale: float, draw: int) -> Result:
-        job = self.job(draw)
-        return Result(job.target, found.vector, found.records, (), scale, job.record, job)
+        setup = self.setup(draw)
+        update = Update(setup.models.target, found.vector, scale)
+        return Result(update, found.records, (), self.config(draw), setup.about, setup)
 
-    def _job(self, draw: int) -> Job:
-        """The job of a draw, for all methods."""
-        return prepare(
-            self.open(self.source),
-            self.adapter(),
-            self.open(self.target),
-            self.data["train"],
-            signals=("input", "output", "output_gradient"),
-            scored=True,
+    def config(self, draw: int) -> TransferConfig:
+        return TransferConfig.of(
+            scale="auto",
             samples=self.options.samples,
             seed=draw,
             batch_size=self.options.batch_size,
@@ -194,29 +189,37 @@ class Cell:
             dtype=self.options.dtype,
         )
 
+    def _setup(self, draw: int) -> Setup:
+        """The transfer of a draw, for all methods."""
+        models = (self.open(self.source), self.adapter(), self.open(self.target))
+        signals = frozenset({"input", "output", "output_gradient"})
+        return prepare(*models, self.data["train"], self.config(draw), signals=signals)
+
     def ported(self, method: str, draw: int) -> Ported:
         """What a method ports, made once for all scales; without views of the samples, `bico+` is `bico`."""
-        job = self.job(draw)
-        if method == "bico+" and job.samples.views(draw) is None:
+        if method == "bico+" and self.setup(draw).calibration.samples.views(draw) is None:
             method = "bico"
         return self._ported(method, draw)
 
     @cache  # noqa: B019
     def _ported(self, method: str, draw: int) -> Ported:
-        job, given, chosen = self.job(draw), self.options, get_method(method)
+        setup, given, chosen = self.setup(draw), self.options, get_method(method)
         name = f"{self.source}-{self.target}-{self.task}-{method}-{draw}-{given.samples}-{given.max_tokens}"
         path: Path = given.work / f"{name}-{self.schedule['steps']}.pt"
-        with locked(given.work / "ported.lock"):  # the sums of two jobs at once may not fit on one GPU
+        with locked(given.work / "ported.lock"):  # the sums of two transfers at once may not fit on one GPU
             if not path.exists():
                 started = time.time()
                 rule: float | ScaleRule = "auto" if method.startswith("bico") else 1.0
-                moved = move(job.for_(chosen), chosen, rule, passes=in_groups(job, given.groups))
+                measurement = setup.measurement(self.config(draw), chosen)
+                judge = Judge(setup.models.target, setup.calibration, ModelOutput())
+                passes = in_groups(setup, given.groups)
+                moved = solve(measurement, setup.change, chosen, rule, judge, passes=passes)
                 scales: dict[str, float] = {}
                 losses: dict[str, float] = {}
                 right: dict[str, float | None] = {}
                 if (choice := moved.choice) is not None:
                     scales |= {name: chosen_by(name, choice) for name in RULES}
-                    scales["default"] = scales[str(scale_for(job, None))]
+                    scales["default"] = scales[str(choose_rule(setup, None))]
                     losses = {str(scale): found.loss for scale, found in choice.scores.items()}
                     right = {str(scale): found.accuracy for scale, found in choice.scores.items()}
                 vector = TaskVector({name: moved.transfer.task_vector[name] for name in moved.transfer.task_vector})
@@ -230,7 +233,7 @@ class Cell:
         """Where the loss at scale 1 comes from: parts of the change, other sizes of it, and random changes."""
         result = self.result(self.ported("bico", 0), 1.0, 0)
         for name, vector in variants(result):
-            module = replace(result, task_vector=vector).apply()
+            module = replace(result, update=replace(result.update, vector=vector)).apply()
             ratio = statistics.median(relative_norms(vector, result.target).values())
             scores = score(result.target.with_module(module), self.data["test"])
             self.add(f"why: {name}", scores, 0.0, relative=ratio)
@@ -262,9 +265,9 @@ def chosen_by(rule: ScaleRule, choice: ScaleChoice) -> float:
     ).scale
 
 
-def in_groups(job: Job, count: int) -> Passes | None:
-    """Passes that each measure a part of the blocks: with fewer sums at a time, more jobs fit on a GPU."""
-    blocks = blocks_of(job.plan.pairs)
+def in_groups(setup: Setup, count: int) -> Passes | None:
+    """Passes that each measure a part of the blocks: with fewer sums at a time, more transfers fit on a GPU."""
+    blocks = blocks_of(setup.plan.pairs)
     size = -(-len(blocks) // count)
     groups = [sum(map(tuple, blocks[at : at + size]), ()) for at in range(0, len(blocks), size)]
     return Passes(tuple(groups), 0, ()) if count > 1 else None
@@ -278,13 +281,13 @@ def relative_norms(vector: TaskVector, model: Model) -> dict[str, float]:
 
 def variants(result: Result) -> Iterator[tuple[str, TaskVector]]:
     """The ported change at scale 1, its halves, smaller sizes of it, and random changes of the same size."""
-    job, vector = result.job, result.task_vector
-    assert job is not None
+    setup, vector = result.setup, result.task_vector
+    assert setup is not None
     yield "whole", vector
     for part, words in {"attention": ("attn", "attention"), "MLP": ("mlp",)}.items():
         yield f"{part} alone", vector.subset(name for name in vector if any(word in name for word in words))
-    source, target = relative_norms(job.task_vector, job.source), relative_norms(vector, job.target)
-    partner = {pair.target.weight: pair.source.weight for pair in job.plan.pairs}
+    source, target = relative_norms(setup.change.vector, setup.models.source), relative_norms(vector, result.target)
+    partner = {pair.target.weight: pair.source.weight for pair in setup.plan.pairs}
     factors = {name: source[partner[name]] / max(target[name], 1e-30) for name in vector}
     yield "relative norms of the source", TaskVector({name: vector[name] * factors[name] for name in vector})
     yield "a quarter", vector * 0.25

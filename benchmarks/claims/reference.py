@@ -27,8 +27,12 @@ from numpy.typing import NDArray
 
 from benchmarks import reference
 from benchmarks.common import add_row, commit, part_of, rows_in
+<<<<<<< HEAD
 from tuneport import METHODS as KNOWN
 from tuneport import transfer
+=======
+from tuneport import get_method, transfer
+>>>>>>> tools
 
 CELLS = (("a", "a2", "cifar10"), ("a", "c", "gtsrb"), ("c", "a", "mnist"))
 KEY = ("source", "target", "task", "samples", "method")
@@ -71,8 +75,13 @@ def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, optio
 
     def ported(dtype: str, completion: Any) -> tuple[dict[str, NDArray[np.float64]], Any]:
         result = transfer(
+<<<<<<< HEAD
             *folders, data, method=replace(KNOWN[method], completion=completion), scale=1.0, samples=options.samples,
             head=task, dtype=dtype, device=options.device,
+=======
+            *folders, data, scale=1.0, samples=options.samples, head=task,
+            method=replace(get_method(method), completion=completion), dtype=dtype, device=options.device,
+>>>>>>> tools
         )  # fmt: skip
         dense = {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}
         return dense, {r.target.removesuffix(".weight"): (r.rank_in, r.rank_out) for r in result.records}

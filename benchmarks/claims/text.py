@@ -30,18 +30,22 @@ from torch.nn import functional as F
 
 from benchmarks.common import commit
 from paper.finetune import finetune
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import TASKS
-from tuneport.job import Job
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import compute_features
+from tuneport.measure.measurement import Measurement
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.prepare import SCORED, prepare
-from tuneport.pipeline.scale import Scaled, choose_on_halves
-from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.models.weights import Scaled
+from tuneport.outputs import ModelOutput
+from tuneport.pipeline import scale
+from tuneport.pipeline.samples import SCORED
+from tuneport.pipeline.solve import measure, problem_of
+from tuneport.pipeline.transfer import Setup, prepare
 from tuneport.training.loop import Schedule
 
 FILES = {
@@ -126,8 +130,9 @@ def row_of(method: str, budget: int, found: tuple[float, float]) -> dict[str, An
     return {"method": method, "zero-shot": found[0], "probe": found[1], "N": budget}
 
 
-def solved(method: Method, job: Job, found: Statistics) -> Transfer:
-    return method.transfer(problem_of(job, found))
+def solved(method: Method, setup: Setup, found: Statistics) -> Transfer:
+    measurement = Measurement(setup.models, setup.plan, setup.calibration)
+    return method.transfer(problem_of(measurement, setup.change.vector, found))
 
 
 def run_cell(
@@ -137,34 +142,32 @@ def run_cell(
     """All rows of one task, target and seed; smaller budgets are the beginning of the largest."""
     signals = frozenset().union(*(METHODS[name].signals for name in METHOD_NAMES))
     for budget in budgets:
-        job = prepare(
-            source,
-            tuned,
-            target,
-            splits["train"],
-            signals=signals | SCORED,
+        config = TransferConfig.of(
             samples=budget,
             sampler="class_balanced",
             seed=seed,
             batch_size=budget,
             device=str(target.device),
+            scale=1.0,
         )
-        sides = job.halves()
-        parts = tuple(measure_job(side, signals=signals) for side in sides)
+        setup = prepare(source, tuned, target, splits["train"], config, signals=signals | SCORED)
+        sides = Measurement(setup.models, setup.plan, setup.calibration).halves()
+        parts = tuple(measure(side, signals=signals) for side in sides)
         whole = parts[0] if sides[0] is sides[1] else parts[0] + parts[1]
-        indices = job.record["data"]["indices"]
+        indices = setup.about["data"]["indices"]
         samples = splits["train"].subset(indices)
         yield row_of("target", budget, judge.both(target.module, samples))
         for name in METHOD_NAMES:
             method = METHODS[name]
-            moved = method.transfer(problem_of(job, whole))
+            moved = solved(method, setup, whole)
             with Scaled(target.module, moved.task_vector) as scaled:
                 scaled.set(1.0)
                 yield row_of(name, budget, judge.both(scaled.module, samples))
             if name != "bico":
                 continue
-            choice = choose_on_halves(sides, (solved(method, job, part) for part in parts))
-            chosen = solved(method, job, whole)
+            scored = scale.Judge(setup.models.target, setup.calibration, ModelOutput())
+            choice = scale.choose_on_halves(scored, sides, (solved(method, setup, part) for part in parts))
+            chosen = solved(method, setup, whole)
             with Scaled(target.module, chosen.task_vector) as scaled:
                 scaled.set(choice.scale)
                 found = judge.both(scaled.module, samples)

@@ -17,6 +17,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from transformers import AutoModel, AutoModelForTokenClassification, AutoTokeniz
 
 from benchmarks.claims.classifiers import FILES, PENALTIES, SOURCE, kept, options_of_rows, read_splits
 from benchmarks.common import add_row, commit, part_of, rows_in
+from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.models.open import pick_device
-from tuneport.pipeline.prepare import SCORED, prepare
-from tuneport.pipeline.transfer import run
+from tuneport.pipeline.transfer import prepare, run
 
 CLASSES = {0: "other", 1: "name", 2: "number"}
 UNLABELLED, LENGTH, BATCH = -100, 64, 16
@@ -132,15 +133,15 @@ def measure(options: argparse.Namespace) -> None:
         row = {"target": target, "draw": draw, "samples": options.samples, "steps": options.steps}
         if any(all(done[key] == row[key] for key in row) for done in rows_in(options.out)):
             continue
-        place, signals = options.encoders / target, frozenset({"input"}) | SCORED
-        given = {"samples": options.samples, "seed": draw, "device": options.device, "signals": signals}
-        job = prepare(options.encoders / SOURCE, tuned, place, unlabelled, **given)
+        place = options.encoders / target
+        config = TransferConfig.of(samples=options.samples, seed=draw, device=options.device, scale="auto")
+        setup = prepare(options.encoders / SOURCE, tuned, place, unlabelled, config)
         reader, found = Reader(place, device), {"source": source}
         for name, scale in (("head", 0.0), ("port", 1.0), ("port_auto", "auto")):
-            result = run(job, scale=scale)  # type: ignore[arg-type]
+            result = run(setup, replace(config, scale=scale))  # type: ignore[arg-type]
             logits, labels = reader.outputs(result.apply(), list(data["test"].inputs))
             found[name] = {**rates(logits.argmax(-1), labels), "scale": result.scale}
-        found["probe"] = probe(place, list(job.samples.chosen.inputs), data, device)  # type: ignore[attr-defined]
+        found["probe"] = probe(place, list(setup.calibration.samples.chosen.inputs), data, device)  # type: ignore[attr-defined]
         about = {"machine": platform.machine(), "device": device.type, "commit": commit()}
         add_row(options.out, {**row, **found, **about})
 

@@ -18,51 +18,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import in_own_process, now, peak_memory, publish, table
+from record import in_own_process, now, peak_memory, prepare, publish, table
 from vit import SHAPES, Setting, loss, tower
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
 
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
-    from tuneport.errors import TuneportError
+    from tuneport import TuneportError
     from tuneport.layers import TokenLayout
     from tuneport.measure.tokens import match_tokens
-    from tuneport.pipeline.prepare import prepare
-    from tuneport.pipeline.transfer import run
-    from tuneport.runtime.budget import plan_passes
-    from tuneport.task_vectors.vector import TaskVector
 
     device = torch.device(options.device)
-    trial = tower(64, 1, 2, 112, device, 0)  # libraries load here, not in the peak
+    small = tower(64, 1, 2, 112, device, 0)  # libraries load here, not in the peak
     loss(
-        trial, (torch.zeros(2, 3, 224, 224, device=device), torch.zeros(2, dtype=torch.int64, device=device))
+        small, (torch.zeros(2, 3, 224, 224, device=device), torch.zeros(2, dtype=torch.int64, device=device))
     ).backward()
     torch.linalg.eigh(torch.eye(256, dtype=torch.float64, device=device))
     with peak_memory(device) as peak:
         setting = Setting(options)
         change = sum(4 * entry.numel() for entry in setting.task_vector.values())
         images = sum(4 * batch[0].numel() for batch in setting.batches)
-        job = prepare(
+        trial = prepare(
             setting.source,
-            TaskVector(setting.task_vector),
+            setting.task_vector,
             setting.target,
             setting.batches,
             loss=loss,
             match=match_tokens(*(TokenLayout(1, grid) for grid in setting.grids)),
             device=options.device,
         )
-        whole = plan_passes(job, None)
+        whole = trial.passes(None)
         budget, passes = None, whole
         while options.share < 1:
             budget = whole.fixed_bytes + int(max(whole.group_bytes) * options.share)
             try:
-                passes = plan_passes(job, budget)
+                passes = trial.passes(budget)
                 break
             except TuneportError:
                 options.share += 0.05
         started = now(device)
-        run(job, passes=passes)
+        trial.run(passes)
         seconds = now(device) - started
     return {
         "share": options.share,

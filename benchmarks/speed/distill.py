@@ -38,14 +38,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    from tuneport import DistillConfig, TaskVector
     from tuneport.data.dataset import Dataset
-    from tuneport.job import Drawn
     from tuneport.measure.objectives import OBJECTIVES
+    from tuneport.measure.samples import DatasetSamples
     from tuneport.models.open import describe_module
     from tuneport.models.tokenizer import Reader
-    from tuneport.pipeline.distill import teach
-    from tuneport.task_vectors.vector import TaskVector
-    from tuneport.training.distill import Lesson
+    from tuneport.training.distill import teach
     from tuneport.types import Sides
 
     device = torch.device(options.device)
@@ -63,10 +62,11 @@ def main() -> None:
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(words, options.length)) for _ in range(options.samples)]
     data = Dataset(inputs=texts, labels=None, classes=())
-    samples = Drawn(both, data, np.arange(len(data)), None, 4, OBJECTIVES["causal"])
+    samples = DatasetSamples(both, data, np.arange(len(data)), None, 4, OBJECTIVES["causal"])
     with peak_memory(device) as peak:
         started = now(device)
-        _, entry = teach(samples, both.target, TaskVector({}), TaskVector({}), Lesson(options.steps, lora=options.lora))
+        config = DistillConfig(steps=options.steps, lora=options.lora)
+        _, entry = teach(samples, both.target, TaskVector({}), TaskVector({}), config)
         seconds = now(device) - started
     head = ["trained", "steps", "seconds", "peak, GiB", "of that both models"]
     kind = f"LoRA of rank {options.lora}" if options.lora else "all linear layers"

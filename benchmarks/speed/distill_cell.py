@@ -79,11 +79,10 @@ def main() -> None:
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     entry = json.loads(done.stdout)["distilled"]
     share = 100 * (found - base) / (options.full - base)
-    head = ["start", "blocks", "N", "steps", "batch", "wall s", "CPU s", "of that steps, wall s"]
+    head = ["start", "N", "steps", "batch", "wall s", "CPU s", "of that steps, wall s"]
     head += ["agreement, %", "target, %", "written, %", "share of the gain, %"]
     row = [
         options.start,
-        entry["blocks"],
         options.samples,
         entry["steps"],
         entry["batch_size"],
@@ -96,7 +95,7 @@ def main() -> None:
     title = f"{options.pair.replace(':', ' to ')}, {options.task}, seed {options.seed}\n\n"
     about = {**{key: str(value) for key, value in vars(options).items()}, "wall": wall, "cpu": processor}
     about |= {"distilled": entry, "target": base, "written": found, "share": share}
-    where = f"distill-{options.pair.replace(':', '-')}-{options.task}-{options.start}-{entry['blocks']}-cpu"
+    where = f"distill-{options.pair.replace(':', '-')}-{options.task}-{options.start}-cpu"
     publish(where, options.out, title + table(head, [row]), about, torch.device("cpu"))
 
 

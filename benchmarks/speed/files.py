@@ -20,20 +20,14 @@ from typing import Any
 
 import torch
 from llama import SHAPES, loss, make, random_change
-from record import in_own_process, now, peak_memory, publish, table
+from record import in_own_process, now, peak_memory, prepare, publish, table
 
 
 def one(options: argparse.Namespace) -> dict[str, Any]:
-    from tuneport.io.sizes import parse_bytes
-    from tuneport.pipeline.prepare import prepare
-    from tuneport.pipeline.transfer import run
-    from tuneport.runtime.budget import plan_passes
-    from tuneport.task_vectors.vector import TaskVector
-
     device = torch.device("cpu")
-    trial = make("llama", SHAPES["tiny"][0], device, torch.float32)  # libraries load here, not in the peak
-    trial.requires_grad_(True)
-    loss(trial, torch.zeros(2, 8, dtype=torch.int64)).backward()
+    small = make("llama", SHAPES["tiny"][0], device, torch.float32)  # libraries load here, not in the peak
+    small.requires_grad_(True)
+    loss(small, torch.zeros(2, 8, dtype=torch.int64)).backward()
     torch.linalg.eigh(torch.eye(256, dtype=torch.float64))
     torch.manual_seed(1)
     source = make("llama", SHAPES[options.shapes][0], torch.device("meta"), torch.float32)
@@ -41,21 +35,20 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
         name: 0.01 * torch.randn(entry.shape, device="cpu") for name, entry in random_change(source, None).items()
     }
     texts = torch.randint(0, 2000 if options.shapes != "tiny" else 500, (options.samples, options.length))
-    budget = parse_bytes(options.budget) if options.budget else None
     with peak_memory(device) as peak:
-        job = prepare(
+        trial = prepare(
             str(options.folder / "llama"),
-            TaskVector(change),
+            change,
             str(options.folder / "qwen"),
             list(texts.split(options.batch)),
             loss=loss,
             max_tokens=options.max_tokens,
-            memory_budget=budget,
+            memory_budget=options.budget,
             device="cpu",
         )
-        passes = plan_passes(job, budget)
+        passes = trial.passes(trial.config.memory_budget)
         started = now(device)
-        result = run(job, passes=passes)
+        result = trial.run(passes)
         seconds = now(device) - started
     digest = hashlib.sha256()
     for name, entry in result.task_vector.items():

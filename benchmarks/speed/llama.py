@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import now, peak_memory, publish, stages, table
+from record import now, peak_memory, prepare, publish, stages, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -115,10 +116,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    from tuneport.io.sizes import format_bytes, parse_bytes
-    from tuneport.pipeline.prepare import prepare
-    from tuneport.runtime.budget import plan_passes
-    from tuneport.task_vectors.vector import TaskVector
+    from tuneport import get_method
+    from tuneport.io.sizes import format_bytes
 
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
@@ -135,21 +134,22 @@ def main() -> None:
     floor = now(device) - started
     print(f"bare passes: {floor:.2f} s", file=sys.stderr, flush=True)
     with peak_memory(device) as peak:
-        job = prepare(
+        trial = prepare(
             source,
-            TaskVector(change),
+            change,
             target,
             batches,
             loss=loss,
-            completion=options.completion,
+            method=replace(get_method("bico"), completion=options.completion),
             max_tokens=options.max_tokens,
-            memory_budget=parse_bytes(options.memory_budget) if options.memory_budget else None,
+            memory_budget=options.memory_budget,
             device=str(device),
         )
-        passes = plan_passes(job, job.memory_budget) if job.memory_budget else None
+        budget = trial.config.memory_budget
+        passes = trial.passes(budget) if budget else None
         if passes is not None:
             print(f"{len(passes.groups)} runs, peak {format_bytes(passes.peak_bytes)} expected", file=sys.stderr)
-        spent = stages(job, device, passes)
+        spent = stages(trial, device, passes)
     total = sum(spent.values())
     head = ["change", "tokens for maps", "bare passes, s", "measure", "solve", "transport", "total, s", "peak, GiB"]
     head += ["of that models and change", "runs", "expected peak without the change, GiB"]
@@ -158,7 +158,7 @@ def main() -> None:
     row = [kind, tokens, floor, *spent.values(), total, (peak.before + peak.bytes) / 2**30, peak.before / 2**30]
     row += [len(passes.groups) if passes else 1, passes.peak_bytes / 2**30 if passes else None]
     title = f"{options.shapes}: N = {options.samples} x {options.length} tokens, batches of {options.batch}, "
-    title += f"{len(job.plan.pairs)} layers, completion {options.completion}\n\n"
+    title += f"{len(trial.setup.plan.pairs)} layers, completion {options.completion}\n\n"
     data = {
         "options": {key: str(value) for key, value in vars(options).items()},
         "seconds": {"bare": floor, **spent, "total": total},

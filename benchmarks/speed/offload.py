@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from llama import SHAPES, loss, make, random_change
-from record import now, peak_memory, publish, table
+from record import now, peak_memory, prepare, publish, table
 from torch import Tensor
 
 
@@ -56,11 +56,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device(options.device)
-    from tuneport.io.sizes import format_bytes, parse_bytes
-    from tuneport.pipeline.prepare import prepare
-    from tuneport.pipeline.transfer import run
-    from tuneport.runtime.budget import plan_passes
-    from tuneport.task_vectors.vector import TaskVector
+    from tuneport.io.sizes import format_bytes
 
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -74,16 +70,16 @@ def main() -> None:
     before: dict[str, Any] = {}
     if options.compare:
         with peak_memory(device) as peak:
-            job = prepare(source, TaskVector(change), target, list(texts.to(device).split(options.batch)), **common)
+            trial = prepare(source, change, target, list(texts.to(device).split(options.batch)), **common)
             started = now(device)
-            whole = run(job)
+            whole = trial.run()
             before = {"seconds": now(device) - started, "peak_bytes": peak.before, **whole.record["seconds_by_stage"]}
         before["peak_bytes"] += peak.bytes
         sums = {name: checksum(entry) for name, entry in whole.task_vector.items()}
         shown = [name for name in sums if f".{shapes[1]['num_hidden_layers'] // 2}." in name]
         some = {name: whole.task_vector[name].cpu() for name in shown}
         say(f"without a budget: {before}")
-        del job, whole
+        del trial, whole
     with ThreadPoolExecutor(8) as pool:  # new memory comes slowly, one page after the other
         tensors = [*source.parameters(), *target.parameters()]
         for parameter, data in zip(tensors, pool.map(lambda p: p.data.cpu(), tensors), strict=True):
@@ -95,12 +91,11 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     say("models and change are in RAM")
-    budget = parse_bytes(options.memory_budget)
     with peak_memory(device) as peak:
         batches = list(texts.split(options.batch))
-        job = prepare(source, TaskVector(change), target, batches, memory_budget=budget, **common)
+        trial = prepare(source, change, target, batches, memory_budget=options.memory_budget, **common)
         started = now(device)
-        passes = plan_passes(job, budget)
+        passes = trial.passes(trial.config.memory_budget)
         planning = now(device) - started
         stay = [
             f"{len(placement.blocks) - len(placement.fetched)} of {len(placement.blocks)} blocks stay"
@@ -109,7 +104,7 @@ def main() -> None:
         say(f"planned in {planning:.1f} s: {len(passes.groups)} runs, peak {format_bytes(passes.peak_bytes)}, {stay}, ")
         say(f"{format_bytes(passes.fetched_bytes)} fetched")
         started = now(device)
-        result = run(job, passes=passes)
+        result = trial.run(passes)
         seconds = now(device) - started
     stages = result.record["seconds_by_stage"]
     say(f"within the budget: {seconds:.1f} s, {stages}, peak {format_bytes(peak.before + peak.bytes)}")

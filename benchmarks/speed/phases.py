@@ -20,8 +20,7 @@ import vit
 from record import now, publish, table
 
 from tuneport.maps import halley, polar, procrustes
-from tuneport.methods import METHODS
-from tuneport.pipeline.statistics import measure_job, problem_of
+from tuneport.pipeline.solve import measure, problem_of
 
 PHASES = (
     (polar, "iterate"),
@@ -79,15 +78,15 @@ def main() -> None:
     device = setting.device
     if device.type == "cuda":
         setting.warm_up("tuneport")
-    job = setting.job(setting.batches)
+    trial = setting.trial(setting.batches)
     begun = now(device)
-    found = measure_job(job)
+    found = measure(trial.measurement)
     lines: list[list[Any]] = [["measure", "", None, now(device) - begun]]
 
     def moved() -> float:
         begun = now(device)
         fresh = procrustes.Statistics(found.covariances, {}, found.samples, found.passes)
-        METHODS["bico"].transfer(problem_of(job, fresh))
+        trial.method.transfer(problem_of(trial.measurement, trial.setup.change.vector, fresh))
         return now(device) - begun
 
     lines += [["solve and carry over, no clocks", "", None, moved()] for _ in range(2)]

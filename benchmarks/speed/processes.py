@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from record import now, publish, table
+from record import now, prepare, publish, table
 from torch import distributed as dist
 from torch import multiprocessing
 from vit import SHAPES, Setting, loss
@@ -31,16 +31,14 @@ from vit import SHAPES, Setting, loss
 def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
     from tuneport.layers import TokenLayout
     from tuneport.measure.tokens import match_tokens
-    from tuneport.pipeline import statistics
-    from tuneport.pipeline.prepare import prepare
-    from tuneport.task_vectors.vector import TaskVector
+    from tuneport.pipeline import solve
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     setting = Setting(options)
-    job = prepare(
+    trial = prepare(
         setting.source,
-        TaskVector(setting.task_vector),
+        setting.task_vector,
         setting.target,
         setting.batches,
         loss=loss,
@@ -48,7 +46,7 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         device="cpu",
     )
     spent = {"reduce_seconds": 0.0, "reduce_cpu_seconds": 0.0}
-    reduced = statistics.reduced
+    reduced = solve.reduce_statistics
 
     def timed(*given: Any) -> Any:
         dist.barrier()  # waiting for the slowest is no part of it
@@ -58,10 +56,10 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
         spent["reduce_cpu_seconds"] = time.process_time() - used
         return found
 
-    statistics.reduced = timed
+    solve.reduce_statistics = timed
     dist.barrier()
     started, used = now(setting.device), time.process_time()
-    found = statistics.measure_job(job)
+    found = solve.measure(trial.measurement)
     dist.barrier()
     spent |= {"seconds": now(setting.device) - started, "cpu_seconds": time.process_time() - used}
     check = {

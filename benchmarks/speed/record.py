@@ -9,13 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from tuneport import Method, Result, TransferConfig
+    from tuneport.measure.measurement import Measurement
+    from tuneport.pipeline.transfer import Setup
+    from tuneport.runtime.passes import Passes
 
 
 def now(device: torch.device) -> float:
@@ -70,16 +76,55 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, float]:
+@dataclass(frozen=True)
+class Trial:
+    """A prepared transfer with its options."""
+
+    setup: Setup
+    config: TransferConfig
+
+    @property
+    def method(self) -> Method:
+        from tuneport import get_method
+
+        return get_method(self.config.method)
+
+    @property
+    def measurement(self) -> Measurement:
+        """What is measured."""
+        return self.setup.measurement(self.config, self.method)
+
+    def passes(self, budget: int | None) -> Passes:
+        """How the layers are divided within a budget."""
+        from tuneport.runtime.budget import plan_passes
+
+        return plan_passes(self.measurement, self.setup.change.vector, self.method, budget)
+
+    def run(self, passes: Passes | None = None) -> Result:
+        """Run the transfer."""
+        from tuneport.pipeline.transfer import run
+
+        return run(self.setup, self.config, passes=passes)
+
+
+def prepare(source: Any, change: Mapping[str, Any], target: Any, batches: Any, **options: Any) -> Trial:
+    """Prepare a transfer of a change of the source at scale 1, on batches."""
+    from tuneport import TaskVector, TransferConfig
+    from tuneport.pipeline import transfer
+
+    config = TransferConfig.of(scale=1.0, **options)
+    return Trial(transfer.prepare(source, TaskVector(change), target, batches, config), config)
+
+
+def stages(trial: Trial, device: torch.device, passes: Passes | None = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.maps.procrustes import MapSolver
-    from tuneport.methods import METHODS
-    from tuneport.pipeline.statistics import measure_job, problem_of
-    from tuneport.runtime.passes import jobs_of
+    from tuneport.pipeline.solve import measure, problem_of
+    from tuneport.runtime.passes import groups_of
 
     spent = [0.0]
 
-    solve = MapSolver.solve
+    solve, change, method = MapSolver.solve, trial.setup.change.vector, trial.method
 
     def timed(solver: MapSolver, keys: Any) -> Any:
         begun = now(device)
@@ -89,20 +134,22 @@ def stages(job: Any, device: torch.device, passes: Any = None) -> dict[str, floa
 
     def moved(group: Any) -> Any:
         begun = now(device)
-        found = measure_job(group)
+        found = measure(group)
         seconds["measure"] += now(device) - begun
         print(f"measured in {now(device) - begun:.2f} s", file=sys.stderr, flush=True)
-        return METHODS["bico"].transfer(problem_of(group, found))
+        return method.transfer(problem_of(group, change, found))
 
     seconds = {"measure": 0.0}
     started = now(device)
     MapSolver.solve = timed
     try:
-        results = [moved(group) for group in jobs_of(job, passes)]  # all are held, as a transfer holds them
+        results = [
+            moved(group) for group in groups_of(trial.measurement, passes)
+        ]  # all are held, as a transfer holds them
     finally:
         MapSolver.solve = solve
     total = now(device) - started
-    missing = len(job.plan.pairs) - sum(len(result.records) for result in results)
+    missing = len(trial.setup.plan.pairs) - sum(len(result.records) for result in results)
     if missing:
         raise SystemExit(f"{missing} layers were not moved")
     return {**seconds, "solve": spent[0], "transport": total - seconds["measure"] - spent[0]}

@@ -33,8 +33,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from tuneport.io.sizes import format_bytes, parse_bytes
-    from tuneport.pipeline.outlook import plan_devices, prepare_shapes
+    from tuneport.config import PlanConfig
+    from tuneport.io.sizes import format_bytes
+    from tuneport.pipeline.estimate import estimate_shapes
 
     rows, data = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -43,14 +44,9 @@ def main() -> None:
             Path(folder, name, "config.json").write_text(json.dumps({**COMMON, **own}))
         started = time.perf_counter()
         for budget in options.budgets:
-            job = prepare_shapes(
-                *(Path(folder, name) for name in MODELS),
-                batch_size=options.batch,
-                max_tokens=2048,
-                memory_budget=parse_bytes(budget),
-                dtype="bfloat16",
-            )
-            for line in plan_devices(job):
+            asked = {"batch_size": options.batch, "max_tokens": 2048, "memory_budget": budget, "dtype": "bfloat16"}
+            source, target = (Path(folder, name) for name in MODELS)
+            for line in estimate_shapes(source, target, PlanConfig.of(**asked))["plans"]:
                 sizes = [line["peak_bytes"] / 2**30, line["home_bytes"] / 2**30, format_bytes(line["fetched_bytes"])]
                 rows.append([budget, line["devices"], line["runs"], *sizes])
                 data.append({"budget": budget, **line})

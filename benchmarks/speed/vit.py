@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import in_own_process, now, peak_memory, publish, stages, table
+from record import Trial, in_own_process, now, peak_memory, prepare, publish, stages, table
 from reference import reference_transfer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -108,18 +108,16 @@ class Setting:
         return self.tuneport(batches, self.max_tokens)
 
     def tuneport(self, batches: list[Any], max_tokens: int | None = None) -> dict[str, float]:
-        return stages(self.job(batches, max_tokens), self.device)
+        return stages(self.trial(batches, max_tokens), self.device)
 
-    def job(self, batches: list[Any], max_tokens: int | None = None) -> Any:
+    def trial(self, batches: list[Any], max_tokens: int | None = None) -> Trial:
         from tuneport.layers import TokenLayout
         from tuneport.measure.tokens import match_tokens
-        from tuneport.pipeline.prepare import prepare
-        from tuneport.task_vectors.vector import TaskVector
 
         layouts = [TokenLayout(1, grid) for grid in self.grids]
         return prepare(
             self.source,
-            TaskVector(self.task_vector),
+            self.task_vector,
             self.target,
             batches,
             loss=loss,
@@ -138,7 +136,7 @@ class Setting:
     def warm_up(self, contender: str) -> None:
         """Load what a GPU loads at its first use: kernels of the passes and of the solvers, at the real shapes."""
         from tuneport.maps.polar import polar_together
-        from tuneport.pipeline.statistics import measure_job
+        from tuneport.pipeline.solve import measure
 
         first = self.batches[:1]
         widths = [(side.config.hidden_size, side.config.intermediate_size) for side in (self.source, self.target)]
@@ -156,7 +154,7 @@ class Setting:
         if contender.endswith("reference"):
             self.bare(first, frozen=True)
         else:
-            measure_job(self.job(first))
+            measure(self.trial(first).measurement)
 
     def run(self, contender: str) -> dict[str, Any]:
         if contender.startswith("half"):
