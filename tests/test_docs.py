@@ -31,8 +31,6 @@ import tuneport
 from benchmarks.claims import readme
 from builders.folders import LARGE, SMALL, build, images, perturb, write_head
 from tuneport import cli
-from tuneport.config import TransferConfig
-from tuneport.data.samplers import SAMPLERS
 from tuneport.measure.accuracy import compute_features
 from tuneport.methods import METHODS
 
@@ -264,14 +262,7 @@ def test_public_names_exist_and_are_documented() -> None:
     assert not missing
 
 
-<<<<<<< ours
 AUTHORS = ("tuneport.methods", "tuneport.models", "tuneport.pairing", "tuneport.maps.procrustes")  # of parts
-=======
-def test_options_of_transfer_in_python_are_documented() -> None:
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    options = {item.name for item, _ in TransferConfig.options()}
-    assert not [name for name in options if f"`{name}`" not in text]
->>>>>>> theirs
 
 
 @each_page
@@ -302,10 +293,6 @@ def test_every_command_and_option_is_in_the_reference() -> None:
         missing = [option for option in options - {"--help", "--json"} if option not in tables[name]]
         assert not missing, f"{name}: {missing}"
     assert not [name for name in METHODS if f"`{name}`" not in sections["methods"]]
-<<<<<<< ours
-=======
-    assert not [name for name in SAMPLERS if f"`{name}`" not in sections["transfer"]]
->>>>>>> theirs
 
 
 MODULES = [

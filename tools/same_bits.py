@@ -79,7 +79,6 @@ def _image_cases(inputs: Inputs) -> Iterator[Case]:
     yield _case("planted/wide python", clip, "python", target=inputs.clip_wide)
 
     vit = {"source": inputs.vit, "finetuned": inputs.vit_tuned, "target": inputs.vit_wide, "data": inputs.images}
-    vit["head-fit"] = "none"  # a task vector holds no head
     yield _case("vit/bico", vit, **{"batch-size": 7})
     yield _case("vit/completion none", vit, "python", completion="none")
     yield _case("vit/scale auto", vit, scale="auto")
@@ -201,13 +200,8 @@ def _python(case: Case, place: Path) -> dict[str, Any]:
     models = [given.pop(key) for key in ("source", "finetuned", "target")]
     plain = {key.replace("-", "_"): value for key, value in given.items() if key not in ("data", "scale")}
     plain |= {key: int(plain[key]) for key in ("samples", "seed", "batch_size")}
-<<<<<<< HEAD
-    method = tuneport.METHODS[plain["method"]]
-    if "completion" in plain and hasattr(method, "completion"):  # older checkouts have a keyword
-=======
     method = tuneport.get_method(plain["method"])
     if "completion" in plain and hasattr(method, "completion"):  # an option of the transfer in older checkouts
->>>>>>> tools
         plain["method"] = replace(method, completion=plain.pop("completion"))
     result = tuneport.transfer(*models, given["data"], scale=float(given["scale"]), **plain)
     save_file(_parts(result.task_vector), place / "task_vector.safetensors")

@@ -5,7 +5,7 @@
 
 A row is a pair, a task and a method, with N samples that numpy draws: relative distances of the target's task vector
 between `tuneport.transfer` and `benchmarks/reference.py`, the largest over tensors, and over all tensors together.
-"determined" compares what the samples determine, the completion "none" against the SVD without zero singular values.
+"determined" compares what the samples determine, `completion="none"` against the SVD without zero singular values.
 "float32" has models in float32, whose signals determine fewer directions; "same_ranks" compares them with the reference
 in as many directions of each map. "plain" compares the default with the plain SVD on all layers: below full rank the
 two fill their maps differently.
@@ -27,12 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks import reference
 from benchmarks.common import add_row, commit, part_of, rows_in
-<<<<<<< HEAD
-from tuneport import METHODS as KNOWN
-from tuneport import transfer
-=======
 from tuneport import get_method, transfer
->>>>>>> tools
 
 CELLS = (("a", "a2", "cifar10"), ("a", "c", "gtsrb"), ("c", "a", "mnist"))
 KEY = ("source", "target", "task", "samples", "method")
@@ -75,13 +70,8 @@ def row_of(folders: Any, data: Path, task: str, signals: Any, method: str, optio
 
     def ported(dtype: str, completion: Any) -> tuple[dict[str, NDArray[np.float64]], Any]:
         result = transfer(
-<<<<<<< HEAD
-            *folders, data, method=replace(KNOWN[method], completion=completion), scale=1.0, samples=options.samples,
-            head=task, dtype=dtype, device=options.device,
-=======
             *folders, data, scale=1.0, samples=options.samples, head=task,
             method=replace(get_method(method), completion=completion), dtype=dtype, device=options.device,
->>>>>>> tools
         )  # fmt: skip
         dense = {name: result.task_vector.dense(name).double().cpu().numpy() for name in result.task_vector}
         return dense, {r.target.removesuffix(".weight"): (r.rank_in, r.rank_out) for r in result.records}
