@@ -20,6 +20,7 @@ from tuneport.config import (
     PlanConfig,
     TransferConfig,
     TransferInputs,
+    UpgradeConfig,
     option,
     reference,
     repeat_command,
@@ -27,6 +28,7 @@ from tuneport.config import (
 from tuneport.errors import DataError, OptionError, TuneportError
 
 CONFIGS: tuple[type[Config], ...] = (
+    UpgradeConfig,
     TransferConfig,
     PlanConfig,
     DistillConfig,

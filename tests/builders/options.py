@@ -27,12 +27,25 @@ OTHER: dict[str, Any] = {  # another value for each option that has no obvious o
     "sampler": "class_balanced",
     "energy": 0.5,
     "learning_rate": 0.25,
+    "routes": ("copy", "port"),
+    "time": 600,
 }
 WITH: dict[str, dict[str, Any]] = {  # options that go with another one
     **{name: {"as_": "adapter"} for name in ("rank", "energy", "uniform_rank", "adapter_dtype")},
     "samples": {"protocol": "linear-probe"},
 }
-NUMBERS = ("samples", "shots", "max_length", "max_tokens", "memory_budget", "rank", "lora", "batch_size", "distill")
+NUMBERS = (
+    "samples",
+    "shots",
+    "max_length",
+    "max_tokens",
+    "memory_budget",
+    "rank",
+    "lora",
+    "batch_size",
+    "distill",
+    "steps",
+)
 
 
 def other_value(name: str, default: Any) -> Any:

@@ -232,6 +232,7 @@ class MergeRecord(MergePlace):
     finetuned: list[Input]
     adapter: NotRequired[dict[str, Any]]
     files: NotRequired[Files]
+    notes: NotRequired[list[str]]
     versions: Versions
 
 

@@ -140,9 +140,9 @@ BAD: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("texts holds texts, but", "reads images"),
     ),
     "odd data": (lambda s: {"data": text_file(s.tmp / "data.xyz", "")}, ("the format of", ".npz")),
-    "scale nan": (lambda _: {"scale": "nan"}, ("the scale must be a finite number",)),
-    "scale inf": (lambda _: {"scale": "inf"}, ("the scale must be a finite number",)),
-    "scale word": (lambda _: {"scale": "strong"}, ("the scale must be a number",)),
+    "scale nan": (lambda _: {"scale": "nan"}, ("--scale must be a finite number",)),
+    "scale inf": (lambda _: {"scale": "inf"}, ("--scale must be a finite number",)),
+    "scale word": (lambda _: {"scale": "strong"}, ("--scale must be a number",)),
 }
 
 

@@ -52,10 +52,10 @@ class TestEvaluate:
         self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         endless = Evaluation(0.0, 30, "perplexity", float("inf"), 60)
-        monkeypatch.setattr("tuneport.measure.accuracy.zero_shot", lambda *_, **__: endless)
+        monkeypatch.setattr("tuneport.pipeline.evaluate.zero_shot", lambda *_, **__: endless)
         done = run("evaluate", zoo["vit-base"], "--data", zoo.data, "--json")
         assert (done.code, done.json["perplexity"], done.json["tokens"]) == (0, None, 60)
-        monkeypatch.setattr("tuneport.task_vectors.vector.save_task_vector", lambda *_, **__: float("nan"))
+        monkeypatch.setattr("tuneport.pipeline.arithmetic.save_task_vector", lambda *_, **__: float("nan"))
         done = run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", place / "tau.safetensors", "--json")
         assert (done.code, done.json["norm"]) == (0, None)
 
@@ -76,7 +76,6 @@ class TestEvaluate:
         (tmp_path / "texts.csv").write_text("text,label\nhello,cat\nbye,dog\n")
         write_data(tmp_path / "animals.npz", ("cat", "dog", "gnu"))
         expected: list[tuple[Sequence[Any], tuple[str, ...]]] = [
-            ((model, "--data", data, "--protocol", "zeroshot"), ("unknown protocol 'zeroshot'", "Did you mean")),
             ((model, "--data", data, "--head", "plants"), ("has no head 'plants': it has animals",)),
             ((model, "--data", data, "--device", "cuda:99"), ("device 'cuda:99' is not available",)),
             ((model, "--data", tmp_path / "texts.csv"), ("holds texts, but", "reads images")),
@@ -88,6 +87,8 @@ class TestEvaluate:
         ]
         for arguments, words in expected:
             assert_refused(run("evaluate", *arguments), 1, *words)
+        unknown = run("evaluate", model, "--data", data, "--protocol", "zeroshot")
+        assert_refused(unknown, 2, "unknown protocol 'zeroshot'", "Did you mean")
 
 
 def test_a_transfer_records_what_evaluate_finds(run: Run, zoo: Zoo, place: Path) -> None:

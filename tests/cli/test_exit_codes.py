@@ -25,7 +25,7 @@ class TestExitCodes:
             ("transfer", "--nonsense"),
             ("nonsense",),
             ("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", "d", "--as", "zip"),
-            ("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", "d", "--completion", "all"),
+            ("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", "d", "--head-fit", "all"),
             ("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", "d", "--samples", "many"),
             ("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", "d", "--batch-size", "0"),
             ("evaluate",),
@@ -69,7 +69,7 @@ class TestExitCodes:
         def broken(*_: Any, **__: Any) -> None:
             raise ZeroDivisionError("division\nby zero")
 
-        monkeypatch.setattr("tuneport.pipeline.prepare.prepare", broken)
+        monkeypatch.setattr("tuneport.pipeline.run.prepare", broken)
         done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert done.code == 1
         assert done.err.count("\n") == 1
@@ -91,7 +91,7 @@ class TestExitCodes:
         assert done.code == 1
         assert done.err.splitlines()[-1] == (
             f"OutOfMemoryError: {short}. Pass a --memory-budget, a smaller --batch-size or --max-tokens, or --dtype "
-            "bfloat16, as far as the command has them."
+            "bfloat16, if the command has them."
         )
         assert "Traceback" not in done.err
         assert list(place.iterdir()) == []
@@ -100,7 +100,7 @@ class TestExitCodes:
         def interrupted(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("tuneport.pipeline.statistics.measure_pairs", interrupted)
+        monkeypatch.setattr("tuneport.pipeline.solve.measure_pairs", interrupted)
         done = run("transfer", "--scale=1", *options(zoo), "--out", place / "out")
         assert (done.code, done.warnings) == (130, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
@@ -134,7 +134,7 @@ class TestExitCodes:
 import os, shutil, signal, sys
 from tuneport import cli
 from tuneport.measure import capture
-from tuneport.pipeline import result
+from tuneport.outputs import base
 moment, *numbers = sys.argv.pop(1).split(",")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests run in the background have not
 signal.signal(signal.SIGHUP, signal.SIG_IGN if moment == "nohup" else signal.SIG_DFL)  # not as the tests were started
@@ -154,7 +154,7 @@ shutil.rmtree = removed
 if moment == "measuring":
     capture._Accumulator.finish = signalled(capture._Accumulator.finish, 3)
 if moment in ("writing", "nohup"):
-    result.report_page = signalled(result.report_page, 1)
+    base.report_page = signalled(base.report_page, 1)
 cli.main()
 """
         return run_program(program, ",".join([moment, *map(str, map(int, numbers))]), *words)

@@ -65,7 +65,7 @@ def test_refusals(run: Run, given: list[str], tmp_path: Path) -> None:
     words = ("cannot hold a fitted head", "--head-fit none")
     done = run("transfer", "--scale=1", *given, "--as", "task-vector", "--out", tmp_path / "out.safetensors")
     assert_refused(done, 1, *words)
-    assert_refused(run("transfer", "--scale=1", *given, "--head-fit", "some", "--out", tmp_path / "out"), 1, "head_fit")
+    assert_refused(run("transfer", "--scale=1", *given, "--head-fit", "some", "--out", tmp_path / "out"), 2, "head_fit")
 
 
 @pytest.mark.parametrize("kind", ["token", "number"])

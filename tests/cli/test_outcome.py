@@ -75,7 +75,7 @@ def test_a_scale_of_zero_is_called_what_it_is(run: Run, zoo: Zoo, place: Path) -
 def test_a_part_of_the_test_split_is_scored_unless_asked_otherwise(
     run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], samples: int
 ) -> None:
-    monkeypatch.setattr("tuneport.pipeline.evaluation.USUAL", 20)
+    monkeypatch.setattr("tuneport.pipeline.run.USUAL", 20)
     done = run("transfer", *options(zoo, method="naive", scale=9), *more, "--out", place / "out", "--json")
     assert done.code == 0, done.err
     if not samples:
@@ -110,7 +110,7 @@ def test_what_looks_like_no_fine_tune_is_an_error_that_can_be_passed(run: Run, z
 def test_usage_is_checked_before_libraries_are_loaded(
     run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    for name in ("torch", "tuneport.runtime.distributed", "tuneport.pipeline.port"):
+    for name in ("torch", "tuneport.runtime.distributed", "tuneport.pipeline.run"):
         monkeypatch.setitem(sys.modules, name, None)  # to import it is an error
     out = place / "new" if more else place
     done = run("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", out, *more)

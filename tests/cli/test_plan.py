@@ -97,7 +97,7 @@ class TestPlan:
 
     def test_shapes_need_a_memory_budget_and_the_help_says_so(self, run: Run, zoo: Zoo) -> None:
         text = " ".join(run("plan", "--help").out.replace("│", " ").split())
-        assert "text models of any size. Needs --memory-budget." in text
+        assert "Read config.json only; needs --memory-budget." in text
         done = run("plan", "--source", zoo["vit-base"], "--target", zoo["vit-target"], "--shapes-only")
         assert done.code == 1
 

@@ -59,13 +59,13 @@ class TestTransfer:
     def test_every_option_reaches_the_record(self, run: Run, zoo: Zoo, place: Path) -> None:
         more = ["--exclude", "visual_projection.*", "--exclude", "*.bias", "--batch-size", "7", "--device", "cpu"]
         given = options(zoo, samples=None, shots=3, sampler="class_balanced", seed=4, method="theseus")
-        done = run("transfer", "--scale=1", *given, *more, "--completion", "none", "--out", place / "out", "--json")
+        done = run("transfer", "--scale=1", *given, *more, "--out", place / "out", "--json")
         assert done.code == 0, done.err
         recorded = done.json["options"]
         assert recorded["exclude"] == ["visual_projection.*", "*.bias"]
-        assert (recorded["samples"], recorded["shots"], recorded["sampler"]) == (9, 3, "class_balanced")
-        assert (recorded["seed"], recorded["completion"], recorded["batch_size"]) == (4, "none", 7)
-        assert recorded["device"] == "cpu"
+        assert (recorded["samples"], recorded["shots"], recorded["sampler"]) == (None, 3, "class_balanced")
+        assert (recorded["seed"], recorded["scale"], recorded["batch_size"]) == (4, 1.0, 7)
+        assert (recorded["device"], done.json["resolved"]["device"], done.json["samples"]) == ("cpu", "cpu", 9)
         assert done.json["method"] == "theseus"
 
     @pytest.mark.usefixtures("no_forward")

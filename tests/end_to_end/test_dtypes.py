@@ -69,7 +69,7 @@ class TestEveryFamily:
         coarse, exact = (transfer(*trio, zoo.data, **options, dtype=name) for name in ("bfloat16", "float32"))
         assert set(coarse.task_vector) == set(exact.task_vector)
         assert cosine(coarse.task_vector, exact.task_vector) > 0.5
-        assert coarse.record["options"]["dtype"] == "bfloat16"
+        assert coarse.record["resolved"]["dtype"] == "bfloat16"
         before = load_file(trio[2] / "model.safetensors")
         after = load_file(coarse.save(tmp_path / "out") / "model.safetensors")
         names = {coarse.target.file_names[name]: name for name in coarse.task_vector}
@@ -181,7 +181,7 @@ def test_from_the_command_line(zoo: Zoo, tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*words, "--scale", "auto", "--evaluate", "--json"])
     assert found.exit_code == 0, found.output
     record = json.loads(found.stdout)
-    assert record["options"]["dtype"] == "bfloat16"
+    assert record["resolved"]["dtype"] == "bfloat16"
     assert record["scale_choice"]["samples"] == 24
     assert 0 <= record["evaluation"]["after"] <= 100
     planned = CliRunner().invoke(app, ["plan", *words[1:9], *words[11:], "--json"])
@@ -202,7 +202,7 @@ class TestACPUWithoutUnits:
             transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24, dtype=d, device="cpu") for d in (name, "float32")
         )
         assert asked.record["notes"] == [f"this CPU has no {name} units that torch can use: running in float32."]
-        assert asked.record["options"]["dtype"] == "float32"
+        assert asked.record["resolved"]["dtype"] == "float32"
         assert {p.dtype for p in asked.target.module.parameters()} == {torch.float32}
         assert all(torch.equal(asked.task_vector.dense(n), exact.task_vector.dense(n)) for n in exact.task_vector)
         assert "notes" not in exact.record
@@ -225,7 +225,7 @@ class TestACPUWithoutUnits:
         assert record["notes"] == [
             "this CPU has no bfloat16 units that torch can use: float32 modules would run many times faster."
         ]
-        assert record["options"]["dtype"] == "float32"
+        assert record["resolved"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_torch_says_whether_there_are_units(name: str, probe: str, monkeypatch: 
 def test_this_cpu_runs_what_it_can_and_torch_prints_no_stack(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
     result = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24, dtype="bfloat16", device="cpu")
     runs = "bfloat16" if has_units(BF16) else "float32"
-    assert result.record["options"]["dtype"] == runs
+    assert result.record["resolved"]["dtype"] == runs
     assert {p.dtype for p in result.target.module.parameters()} == {DTYPES[runs]}
     assert ("notes" in result.record) == (runs == "float32")
     assert capfd.readouterr().err == ""

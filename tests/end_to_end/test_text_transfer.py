@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from tuneport.data.formats import read_plain
 from tuneport.data.samplers import select
 from tuneport.errors import MethodError
 from tuneport.measure import accuracy
-from tuneport.methods import METHODS
+from tuneport.methods import METHODS, get_method
 from tuneport.models.open import describe_module, open_model
 
 # --- the protocol of the paper's T5 table
@@ -84,7 +85,7 @@ def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
         for name in ("theseus", "bico"):
             result = transfer(*folders, train, method=name, scale=1, samples=samples, seed=3, exclude=["decoder.*"])
             assert result.record["data"]["indices"] == select(train, samples=samples, seed=3).tolist()
-            assert result.record["options"]["loss"] == ("seq2seq" if name == "bico" else None)
+            assert result.record["resolved"]["loss"] == ("seq2seq" if name == "bico" else None)
             moved = set(result.task_vector)
             assert moved == {layer.weight for layer in target.layers if layer.stack == "encoder.block"}
             kept = {item.tensor: item.reason for item in result.not_transported}
@@ -110,7 +111,7 @@ def test_the_t5_protocol_on_the_command_line(paper: dict[str, Path], tmp_path: P
         return found
 
     record = run("transfer", *options, *common, "--exclude", "decoder.*", "--scale", 1, "--out", tmp_path / "out")
-    assert record["options"]["loss"] == "seq2seq"
+    assert record["resolved"]["loss"] == "seq2seq"
     assert {layer["target"].partition(".")[0] for layer in record["layers"]} == {"encoder"}
     before, after = (load_file(path / "model.safetensors") for path in (paper["target"], tmp_path / "out"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -195,7 +196,9 @@ def test_only_what_the_statistics_determine_comes_back_without_completion() -> N
     def loss(module: Any, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
         return F.cross_entropy(module(**batch[0]).logits, batch[1][:, 0] % LABELS, reduction="sum")
 
-    result = transfer(source, moved, make("bert"), tokens(6), loss=loss, completion="none")
+    result = transfer(
+        source, moved, make("bert"), tokens(6), loss=loss, method=replace(get_method("bico"), completion="none")
+    )
     layers = {layer.name: layer for layer in describe_module(source).layers}
     before, after = dict(source.named_parameters()), dict(moved.named_parameters())
     full = 0
@@ -305,7 +308,7 @@ def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp
     rows = [{"text": one, second: two} for one, two in pairwise(SENTENCES * 2)]
     result = transfer(*folders, write_rows(tmp_path / "rows.jsonl", rows), samples=30, scale="auto")
     choice = result.record["scale_choice"]
-    assert result.record["options"]["loss"] == name
+    assert result.record["resolved"]["loss"] == name
     assert (choice["held_out"], choice["samples"]) == (True, 30)
     losses = {found["scale"]: found["loss"] for found in choice["candidates"]}
     assert result.scale in losses

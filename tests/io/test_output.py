@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from tuneport.cli.signals import Stopped, stopped_by_signals
 
+from tuneport.cli.interrupts import Stopped, stopped_by_signals
 from tuneport.errors import CheckpointError
 from tuneport.io.checkpoint import write_checkpoint
 from tuneport.io.output import RECORD, check_new_file, check_new_folder, claimed, new_file, new_folder

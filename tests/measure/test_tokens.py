@@ -328,7 +328,7 @@ def test_one_tokenizer_for_both_models_gives_the_sums_without_spans(tmp_path: Pa
         signals={INPUT, OUTPUT_GRADIENT},
         source_loss=job.losses.source,
         target_loss=job.losses.target,
-        most_samples=job.samples_at_once,
+        most_samples=job.measurement.samples_at_once,
     )
     assert by_place.covariances.keys() == by_spans.covariances.keys() != set()
     for key, found in by_place.covariances.items():

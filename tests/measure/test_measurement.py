@@ -1,4 +1,4 @@
-"""Jobs: the number of samples that run together."""
+"""Measurements: the number of samples that run together."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def test_the_widest_layer_of_both_models_decides_how_many_samples_run_at_once(hi
     """The patches of the toy have 48 values, which is its widest layer if `hidden` is smaller."""
     for widths in ((20, hidden), (hidden, 20)):
         source, target = (ToyViT(hidden=width) for width in widths)
-        assert prepare(source, finetuned(source), target, batches(), loss=loss).samples_at_once == expected
+        assert prepare(source, finetuned(source), target, batches(), loss=loss).measurement.samples_at_once == expected
