@@ -130,8 +130,13 @@ class TestRefusals:
         with pytest.raises(TuneportError, match="scale"):
             TransferConfig.of(scale=scale)
 
-    @pytest.mark.parametrize("size", ["0", "x", "8XB"])
-    def test_a_size(self, size: str) -> None:
+    def test_a_number_is_the_same_in_every_spelling(self) -> None:
+        found = [TransferConfig.of(scale=scale, memory_budget=size) for scale, size in ((1, 1024), ("1", "1KiB"))]
+        assert found[0] == found[1]
+        assert {type(each.scale) for each in found} == {float}
+
+    @pytest.mark.parametrize("size", ["0", "x", "8XB", 0])
+    def test_a_size(self, size: int | str) -> None:
         with pytest.raises(TuneportError, match="8GiB"):
             TransferConfig.of(memory_budget=size)
 

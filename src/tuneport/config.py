@@ -98,7 +98,7 @@ def parse_columns(given: str) -> dict[str, str]:
     >>> parse_columns("text=sentence,label=y")
     {'text': 'sentence', 'label': 'y'}
     """
-    pairs = [part.partition("=") for part in given.split(",")]
+    pairs = [part.partition("=") for part in str(given).split(",")]
     if not all(name and own for name, _, own in pairs):
         raise TuneportError(f"`columns` is {given!r}; expected NAME=COLUMN, such as text=sentence,label=y.")
     return {name.strip(): own.strip() for name, _, own in pairs}
@@ -129,10 +129,10 @@ def parse_scale(scale: float | str) -> float | ScaleRule:
     return number
 
 
-def parse_weights(given: str) -> tuple[float, ...]:
+def parse_weights(given: float | str) -> tuple[float, ...]:
     """Parse numbers separated by commas."""
     try:
-        return tuple(float(word) for word in given.split(","))
+        return tuple(float(word) for word in str(given).split(","))
     except ValueError:
         raise TuneportError(f"`weights` must be numbers separated by commas, got {given!r}.") from None
 
@@ -255,7 +255,7 @@ class Config(Declared):
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Make a checked config; values that have a text form may be given as text.
+        """Make a checked config; values that have a text form may be given as text, and their numbers are read so too.
 
         Raises:
             TuneportError: for an unknown name or a value that is not allowed.
@@ -266,8 +266,8 @@ class Config(Declared):
                 raise TuneportError(unknown_name("option", name, known))
         for name, value in given.items():
             form = known[name].text
-            texts = isinstance(value, str) or (form is not None and form.repeated and isinstance(value, (list, tuple)))
-            if form is not None and texts:
+            words = form is not None and form.repeated and isinstance(value, (list, tuple))
+            if form is not None and (words or isinstance(value, (str, int, float))):
                 given[name] = form.parse(value)
         config = cls(**given)
         config.check()
@@ -425,8 +425,6 @@ class MeasureConfig(Config):
 
     def check(self) -> None:
         super().check()
-        if self.scale is not None:
-            parse_scale(self.scale)
         if self.labels == "source" and (self.shots is not None or self.sampler == "class_balanced"):
             need = "`shots` needs" if self.shots is not None else f"sampler '{self.sampler}' needs"
             raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')

@@ -92,7 +92,7 @@ class Case:
 
     def using(self, **options: Any) -> Case:
         """The same transfer with other options."""
-        return replace(self, config=replace(self.config, **options))
+        return replace(self, config=TransferConfig.of(**{**self.config.values(), **options}))
 
     def on(self, samples: Samples) -> Case:
         """The same transfer on other samples."""

@@ -138,7 +138,7 @@ def test_a_budget_below_one_layer_is_refused_with_the_least_sufficient_one() -> 
 def test_limits_below_one_are_refused_before_any_work() -> None:
     with pytest.raises(TuneportError, match="`max_tokens` must be at least 1, got 0"):
         job(max_tokens=0)
-    with pytest.raises(TuneportError, match="`memory_budget` must be at least 1, got 0"):
+    with pytest.raises(TuneportError, match="`memory_budget` must be a size such as 8GiB or 500MB, got 0"):
         job(budget=0)
 
 

@@ -294,7 +294,7 @@ class TestPort:
         assert json.dumps(again) == json.dumps(first)
         assert notes == [f"{out} was complete already"]
         with pytest.raises(CheckpointError, match="exists already"):
-            port(job_of(zoo, seed=1), out, scale=1, as_=kind, resume=True)
+            port(job_of(zoo, seed=1), out, scale=1, as_=kind, resume=True, **given)
 
 
 def command(zoo: Zoo, out: Path, *more: str) -> list[str]:
