@@ -79,18 +79,19 @@ def _image_cases(inputs: Inputs) -> Iterator[Case]:
     yield _case("planted/wide python", clip, "python", target=inputs.clip_wide)
 
     vit = {"source": inputs.vit, "finetuned": inputs.vit_tuned, "target": inputs.vit_wide, "data": inputs.images}
-    yield _case("vit/bico", vit, **{"batch-size": 7})
-    yield _case("vit/completion none", vit, "python", completion="none")
-    yield _case("vit/scale auto", vit, scale="auto")
-    yield _case("vit/scale safe", vit, scale="safe")
-    yield _case("vit/max-tokens", vit, **{"max-tokens": 100})
-    yield _case("vit/labels source", vit, labels="source")
-    yield _case("vit/exclude", vit, exclude="*mlp*")
-    yield _case("vit/live modules", vit, "modules")
+    kept = {**vit, "head-fit": "none"}  # a task vector holds no fitted head
+    yield _case("vit/bico", kept, **{"batch-size": 7})
+    yield _case("vit/completion none", kept, "python", completion="none")
+    yield _case("vit/scale auto", kept, scale="auto")
+    yield _case("vit/scale safe", kept, scale="safe")
+    yield _case("vit/max-tokens", kept, **{"max-tokens": 100})
+    yield _case("vit/labels source", kept, labels="source")
+    yield _case("vit/exclude", kept, exclude="*mlp*")
+    yield _case("vit/live modules", kept, "modules")
     for method, budget in (("bico", "1200KiB"), ("theseus", "850KiB")):  # little more than the least
-        yield _case(f"vit/memory-budget {method}", vit, method=method, **{"memory-budget": budget})
+        yield _case(f"vit/memory-budget {method}", kept, method=method, **{"memory-budget": budget})
     low = {**vit, "finetuned": inputs.vit_lora}
-    yield _case("lora/task vector", low)
+    yield _case("lora/task vector", {**kept, "finetuned": inputs.vit_lora})
     yield _case("lora/adapter", low, "adapter")
     yield _case("lora/adapter rank 2", low, "adapter", rank=2)
     yield _case("lora/dense to adapter", vit, "adapter", energy=0.9)

@@ -19,14 +19,14 @@ def test_the_paper_by_hand(zoo: Zoo) -> None:
     L, M, d_A, d_B = len(job.plan.pairs), tokens[1], 16, 24
     align = 2 * L * (M * d_A * d_B + d_A**2 * d_B) + L * (d_A**2 * d_B + d_A * d_B**2)
     passes = 6 * (sizes[0] * tokens[0] + sizes[1] * tokens[1])
-    assert paper_cost(job) == {
+    assert paper_cost(job.measurement) == {
         "passes": passes,
         "alignment": align,
         "total": passes + align,
         "fine tuning": 2000 * (6 * tokens[1] + 10) * sizes[1],  # an update does not grow with the tokens
     }
     forward = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES, signals="theseus")
-    assert paper_cost(forward)["passes"] == passes // 3
+    assert paper_cost(forward.measurement)["passes"] == passes // 3
 
 
 def test_the_count_of_a_run(zoo: Zoo) -> None:
@@ -39,10 +39,11 @@ def test_the_count_of_a_run(zoo: Zoo) -> None:
     sums = {id(found): found for found in measured(job).covariances.values()}.values()
     dense = [found for found in sums if found.rows is None]
     products = sum(2 * found.tokens * found.shape[0] * found.shape[1] for found in dense)
-    forward = count_flops(job, "theseus")
+    forward = count_flops(job.measurement, job.task_vector, "theseus")
     assert dense
     assert counter.get_total_flops() < forward["passes and sums"] <= counter.get_total_flops() + products
-    both = count_flops(prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES), "bico")
+    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES)
+    both = count_flops(job.measurement, job.task_vector, "bico")
     assert both["passes and sums"] > forward["passes and sums"]
     transport = "alignment and transport, without decompositions"
     assert both[transport] > forward[transport] > 0
