@@ -31,7 +31,7 @@ def test_the_paper_by_hand(zoo: Zoo) -> None:
 
 def test_the_count_of_a_run(zoo: Zoo) -> None:
     """A method without gradients runs both models forward once and sums products of their tokens."""
-    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES, signals="theseus")
+    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES, signals="theseus", scale=1.0)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         for batch in job.samples:
             job.source.module(**batch.source[0])
@@ -42,7 +42,7 @@ def test_the_count_of_a_run(zoo: Zoo) -> None:
     forward = count_flops(job.measurement, job.task_vector, "theseus")
     assert dense
     assert counter.get_total_flops() < forward["passes and sums"] <= counter.get_total_flops() + products
-    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES)
+    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=SAMPLES, scale=1.0)
     both = count_flops(job.measurement, job.task_vector, "bico")
     assert both["passes and sums"] > forward["passes and sums"]
     transport = "alignment and transport, without decompositions"
