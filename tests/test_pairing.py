@@ -167,7 +167,7 @@ def test_a_lost_role_is_an_error_with_a_way_out() -> None:
     target = stack_of(2, "q", "k", "v", "out", "wi_1", "wo")
     text = (
         "source blocks blocks have roles q, k, v, out, fc1, fc2; target blocks blocks have q, k, v, out, wi_1, wo "
-        'and no fc1, fc2. Pass `roles={"fc1": "wi_1", "fc2": "wo"}` or see docs/add-a-family.md.'
+        'and no fc1, fc2. Pass `roles={"fc1": "wi_1", "fc2": "wo"}` or see docs/extending.md.'
     )
     with pytest.raises(PairingError, match=f"^{re.escape(text)}$"):
         pair_layers(source, target)

@@ -186,7 +186,7 @@ def pair_layers(
         names = [first_of(dict.fromkeys(layer.role for layer in side), 12) or "none" for side in (source, target)]
         raise PairingError(
             f"no layer of the target has a partner in the source: source roles {names[0]}; target roles {names[1]}. "
-            "Pass roles={...} or pairs=[...], or see docs/add-a-family.md."
+            "Pass roles={...} or pairs=[...], or see docs/extending.md."
         )
     _check_maps(pairs)
     kept, dropped = list(dict.fromkeys(kept)), list(dict.fromkeys(dropped))  # a fused bias is named once
@@ -265,7 +265,7 @@ def _check_roles(source: Sequence[Layer], target: Sequence[Layer], roles: Roles,
             raise PairingError(
                 f"source blocks {source_stack} have roles {', '.join(wanted)}; target blocks {target_stack} have "
                 f"{', '.join(there)} and no {', '.join(missing)}. Pass `roles={{{listed}}}` or see "
-                "docs/add-a-family.md."
+                "docs/extending.md."
             )
 
 

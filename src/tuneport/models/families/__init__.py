@@ -83,7 +83,7 @@ def fetching(reference: str, library: str, name: str) -> AbstractContextManager[
 def check_loadable(reason: str | None, reference: str) -> None:
     """Raise if `reason` says why tuneport cannot use a model."""
     if reason is not None:
-        raise CheckpointError(f"{reference} is {reason}. See docs/add-a-family.md.")
+        raise CheckpointError(f"{reference} is {reason}. See docs/extending.md.")
 
 
 def check_tensors(

@@ -234,7 +234,7 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
         raise CheckpointError(
             f"{folder} holds a {shortened(name)}, which tuneport does not know. "
             f"Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(TEXT_KINDS)}, as {', '.join(HEADS)}. "
-            "See docs/add-a-family.md."
+            "See docs/extending.md."
         )
     if stored is not None:
         _check_size(kind, path, stored, bool(config.get("quantization_config")))
