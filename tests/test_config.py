@@ -81,7 +81,9 @@ class TestEveryField:
 
     def test_a_record_gives_the_value_back(self, config: type[Config], name: str) -> None:
         given = config(**other_options(config, name))
-        assert config.from_json(given.to_json()) == given
+        recorded = {item.name for item, about in config.options() if about.recorded}
+        wanted = given if name in recorded else config()  # how to run it again is another question
+        assert config.from_json(given.to_json()) == wanted
 
 
 def test_the_words_of_inputs_are_quoted_once() -> None:

@@ -56,6 +56,7 @@ class Option:
         listed: shown by --help; the reference page has all options.
         python: holds Python objects, which no command line can name.
         control: says how to run; it does not change the result.
+        recorded: part of the run record and of the command that repeats a run.
     """
 
     help: str
@@ -70,6 +71,7 @@ class Option:
     listed: bool = True
     python: bool = False
     control: bool = False
+    recorded: bool = True
 
 
 def option(default: Any = MISSING, *, help: str, **about: Any) -> Any:
@@ -192,6 +194,8 @@ class Declared:
         own = []
         for item, about in self.options():
             value = getattr(self, item.name)
+            if not about.recorded:
+                continue
             if not about.python and _is_plain(value):
                 values[item.name.rstrip("_")] = _plain(value)
             elif value is not item.default:
@@ -346,10 +350,19 @@ UNIFORM_RANK = partial(option, False, help="Adapter: pad all layers to one rank.
 ADAPTER_DTYPE = partial(
     option, "float32", help="Adapter: stored as float32, bfloat16 or float16.", group=OUTPUT, listed=False
 )
-OVERWRITE = partial(option, False, help="Replace an existing output.", control=True)
-RESUME = partial(option, False, help="Continue a killed run of the same command.", group=MACHINE, control=True)
+OVERWRITE = partial(option, False, help="Replace an existing output.", control=True, recorded=False)
+RESUME = partial(
+    option, False, help="Continue a killed run of the same command.", group=MACHINE, control=True, recorded=False
+)
 SAVE_EVERY = partial(
-    option, 60.0, help="Seconds between two saves, for --resume.", group=MACHINE, least=0, listed=False, control=True
+    option,
+    60.0,
+    help="Seconds between two saves, for --resume.",
+    group=MACHINE,
+    least=0,
+    listed=False,
+    control=True,
+    recorded=False,
 )
 DEVICE = partial(option, "auto", help="cpu, cuda, cuda:1, ...", group=MACHINE, metavar="NAME")
 DTYPE = partial(option, "float32", help="What models run in: bfloat16, ...", group=MACHINE, metavar="NAME")

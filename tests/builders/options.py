@@ -54,7 +54,7 @@ def other_value(name: str, default: Any) -> Any:
         return not default
     if isinstance(default, (int, float)):
         return default + 1
-    return OTHER.get(name, 7 if default is None and name in NUMBERS else "word")
+    return OTHER.get(name, 9 if default is None and name in NUMBERS else "word")
 
 
 def other_options(config: type[Config], name: str) -> dict[str, Any]:

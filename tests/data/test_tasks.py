@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from builders.folders import Zoo
-from tuneport import cli, prepare
+from builders.runs import prepare
+from tuneport import cli
 from tuneport.data.tasks import TASKS, get_task, read_data, split_reference
 from tuneport.errors import DataError
 from tuneport.models.heads import PROMPTS, class_embeddings

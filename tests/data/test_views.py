@@ -74,7 +74,7 @@ class TestViews:
 class TestRehearsal:
     def test_every_sample_has_augmented_views(self, zoo: Zoo) -> None:
         job = job_of(zoo)
-        views = job.samples.views(job.seed)
+        views = job.samples.views(job.config.seed)
         assert isinstance(views, DatasetSamples)
         assert len(views) == VIEWS * 12
         assert sum(batch.size or 0 for batch in views) == len(views)
@@ -84,7 +84,7 @@ class TestRehearsal:
 
     def test_views_follow_the_seed(self, zoo: Zoo) -> None:
         jobs = [job_of(zoo, seed=seed) for seed in (0, 0, 1)]
-        found = [job.samples.views(job.seed) for job in jobs]
+        found = [job.samples.views(job.config.seed) for job in jobs]
         first, again, other = ([np.asarray(view) for view in views.dataset.inputs] for views in found)  # type: ignore[union-attr]
         assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
         assert not all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
@@ -97,7 +97,7 @@ class TestRehearsal:
         job = job_of(zoo)
         found = measured(job, views=True)
         plain = measured(job)
-        views = job.samples.views(job.seed)
+        views = job.samples.views(job.config.seed)
         assert views is not None
         more = measured(job.on(views))
         assert {signal for _, signal in found.covariances} == {INPUT, OUTPUT_GRADIENT}

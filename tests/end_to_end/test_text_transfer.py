@@ -316,7 +316,9 @@ def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp
     job = prepare(*folders, tmp_path / "rows.jsonl", samples=30)
     with torch.no_grad():  # contrastive losses depend on who else is in the batch: the halves are judged one by one
         total = sum(
-            float(job.losses.target(job.target.module, batch.target)) for half in job.halves() for batch in half.samples
+            float(job.losses.target(job.target.module, batch.target))
+            for half in job.measurement.halves()
+            for batch in half.samples
         )
     assert losses[0.0] == pytest.approx(total / 30, rel=1e-5)
 

@@ -437,18 +437,18 @@ class TestRunning:
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from builders.runs import prepare
-        from tuneport.pipeline import statistics as measuring
+        from tuneport.pipeline import solve as measuring
 
         looked: list[int] = []
         plain = cells.compute_features
         monkeypatch.setattr(cells, "compute_features", lambda *given: looked.append(1) or plain(*given))
         recipe = self.recipe(root, tasks=["mnist"], samplers=["centroid_near", "centroid_far"], methods=["bico"])
         drawn = []
-        measured = measuring.measure_job
+        measured = measuring.measure
         monkeypatch.setattr(
             measuring,
-            "measure_job",
-            lambda job, **more: drawn.append(job.samples.indices.tolist()) or measured(job, **more),
+            "measure",
+            lambda what, **more: drawn.append(what.samples.indices.tolist()) or measured(what, **more),
         )
         run_recipe(recipe, tmp_path / "out")
         assert looked == [1]  # once for two samplers and two seeds

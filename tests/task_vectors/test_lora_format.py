@@ -36,7 +36,7 @@ from tuneport.errors import CheckpointError, TuneportError
 from tuneport.methods import METHODS
 from tuneport.methods.checks import check_method
 from tuneport.models.families.huggingface import HuggingFace
-from tuneport.pipeline import change as arithmetic
+from tuneport.pipeline import arithmetic
 from tuneport.task_vectors.lora_format import is_adapter, open_adapter
 from tuneport.task_vectors.low_rank import LowRank, as_dense
 from tuneport.task_vectors.vector import TaskVector, load_task_vector

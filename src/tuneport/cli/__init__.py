@@ -102,7 +102,7 @@ for run, (inputs, config, example) in COMMANDS.items():
 def parameter_names() -> frozenset[str]:
     """The parameters of all commands, by their names in Python."""
     classes = [cls for inputs, config, _ in COMMANDS.values() for cls in (inputs, config) if cls is not None]
-    return frozenset(item.name.rstrip("_") for cls in classes for item, _ in cls.options())
+    return frozenset(item.name.rstrip("_") for cls in classes for item, about in cls.options() if not about.python)
 
 
 def _version(wanted: bool) -> None:

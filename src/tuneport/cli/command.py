@@ -51,7 +51,7 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config]) -> Ru
             made = config.of(**_given(config, given))
         except OptionError as error:
             raise typer.BadParameter(as_options(str(error))) from error
-        if "out" in given:  # refused before any heavy library is loaded
+        if "out" in given and "overwrite" in given:  # refused before any heavy library is loaded
             from ..io.output import check_absent
 
             check_absent(given["out"], given["overwrite"] or given.get("resume", False))

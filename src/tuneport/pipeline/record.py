@@ -35,7 +35,8 @@ def describe_inputs(
 ) -> records.PreparedRecord:
     """Describe a transfer before anything has run: options, inputs and their SHA-256, versions, notes for the user."""
     device = pick_device(config.device)
-    dtype, dtype_note = dtype_on(device, config.dtype, *(model.module for model in models))
+    opened = [model.module if model.folder is None else model.name for model in models]
+    dtype, dtype_note = dtype_on(device, config.dtype, *opened)
     record: records.PreparedRecord = {
         "tuneport": package_version("tuneport"),
         "command": "transfer",

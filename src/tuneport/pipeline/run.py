@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import TransferConfig, TransferInputs
 from ..data.dataset import Dataset
-from ..errors import TuneportError
+from ..errors import DataError, TuneportError
 from ..io.output import claimed
 from ..io.sizes import format_bytes
 from ..methods import get_method
@@ -124,7 +124,7 @@ def _write_run(
             given, name = (setup.models, setup.change, samples), setup.about["finetuned"]["name"]
             try:
                 found = compare(*given, outputs, on, config, name=name)
-            except TuneportError as error:  # the port is not lost for it
+            except DataError as error:  # the port is not lost for it
                 untested = _reason(error, events)
         events.step("writing")
         record = {**result.record, **_outcome(result.record, found, result.scale, scale, untested)}
