@@ -245,7 +245,7 @@ def options_schema(config: type[Config]) -> dict[str, Any]:
     types = config.value_types()
     properties: dict[str, Any] = {"python": {"type": "array", "items": {"type": "string"}}}
     for item, about in config.options():
-        if about.python:
+        if about.python or not about.recorded:
             continue
         name, kind = item.name.rstrip("_"), types[item.name]
         union = get_origin(kind) in (Union, UnionType)

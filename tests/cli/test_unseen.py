@@ -160,6 +160,7 @@ def test_a_complete_output_is_scored_when_it_is_asked_for(run: Run, zoo: Zoo, pl
     weights = {"model": out / "model.safetensors", "adapter": out / "adapter_model.safetensors"}.get(kind)
     before = None if weights is None else weights.read_bytes()
     done = run(*given, "--resume", "--evaluate", "--fail-on-harm")
+    assert done.out, done.err
     assert (done.code, done.json["outcome"]) == (3, "harm"), done.err
     assert weights is None or weights.read_bytes() == before
     whole = run(*loud(zoo, data, place / f"again{out.suffix}"), *OUTPUTS[kind], "--evaluate", "--json").json

@@ -16,10 +16,10 @@ from .heads import labelling_by, take_head, with_heads
 
 
 def open_models(source: ModelLike, target: ModelLike, config: MeasureConfig) -> Sides[Model]:
-    """Open both base models in the same way, reading texts up to the same length."""
+    """Open both base models in the same way."""
     device = pick_device(config.device)
     dtype, _ = dtype_on(device, config.dtype, source, target)
-    models = open_both(
+    return open_both(
         source,
         target,
         device=device,
@@ -27,7 +27,6 @@ def open_models(source: ModelLike, target: ModelLike, config: MeasureConfig) -> 
         memory_budget=config.memory_budget,
         trust_remote_code=config.trust_remote_code,
     )
-    return Sides(*(model.cut_at(config.max_length) for model in models))
 
 
 def read_change(
@@ -62,6 +61,7 @@ def read_change(
     if fits or config.labels == "source":
         whole = _whole(models.source, tuned) if exclude else vector
         whole = whole.subset(name for name in whole if not fits or name not in models.source.head)
+    models = Sides(*(model.cut_at(config.max_length) for model in models))  # a head makes a model anew
     return models, Change(vector, parts, whole, added_by(models, tuned, exclude), fits)
 
 

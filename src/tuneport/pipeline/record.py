@@ -98,7 +98,7 @@ def conditions_of(
     for identity in inputs.values():
         identity.pop("path", None)
         identity.pop("protocol", None)  # of a later evaluation
-    control = {item.name for item, option in config.options() if option.control}
+    control = {item.name for item, option in config.options() if option.control} | {"method", "scale"}
     options = {name: value for name, value in config.to_json().items() if name not in control}
     kept = {key: about[key] for key in ("tuneport", "resolved", "versions")}
     plain: dict[str, Any] = json.loads(

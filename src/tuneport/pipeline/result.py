@@ -153,7 +153,8 @@ class Result:
         output.check_place(out, config.overwrite, inputs=self._inputs())
         output.check_update(self.update)
         record = {**self.record, "out": str(self.record.get("out", out)), "as": config.as_}
-        given = {name.rstrip("_"): value for name, value in options.items()}
+        recorded = {item.name for item, about in config.options() if about.recorded}
+        given = {name.rstrip("_"): value for name, value in options.items() if name in recorded}
         record["options"] = {**record.get("options", {}), **given}
         return output.write(out, self.update, record, overwrite=config.overwrite, texts=texts)
 

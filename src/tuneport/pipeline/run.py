@@ -45,16 +45,16 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     """
     events = events or Events()
     given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
+    test = read_test(inputs.data, config.columns) if config.evaluate else None
+    labelled = test is not None and test.labels is not None  # others are scored without a loss
     if not ranks().first:
-        return run(prepare(*given, config), config, events=events).record
+        return run(prepare(*given, config, tested=labelled or None), config, events=events).record
     out, output = Path(inputs.out), output_of(config)
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
     paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
     with claimed(out):
         output.check_place(out, config.overwrite or config.resume, inputs=paths)
-        test = read_test(inputs.data, config.columns) if config.evaluate else None
-        labelled = test is not None and test.labels is not None  # others are scored without a loss
-        setup, untested = prepare(*given, config, tested=None if config.evaluate is None else labelled), ""
+        setup, untested = prepare(*given, config, tested=labelled or None), ""
         about = with_protocol(setup.about, setup.models.target, inputs.data, config.head, config.columns)
         setup = replace(setup, about=about)
         if config.evaluate is None:
