@@ -54,6 +54,29 @@ def test_greedy_texts_are_those_of_each_prompt_alone(family: str, tmp_path: Path
         assert written.log_likelihood == pytest.approx(likelihood, abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "gpt-neox", "t5"])
+def test_equal_prompts_are_read_once(family: str, tmp_path: Path) -> None:
+    """The texts are those of each prompt alone; mistral's window is shorter than the prompts, one prompt is a token."""
+    model = writer(tmp_path, family)
+    prompts = ["a", *PROMPTS[3:6]]
+    read: list[int] = []
+
+    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+        read.append(given["input_ids"].numel() if "input_ids" in given else 0)
+
+    hook = model.module.register_forward_pre_hook(note, with_kwargs=True)
+    alone = [generate_texts(model, [prompt], Sampling(10, temperature=0))[0] for prompt in prompts]
+    longest = max(read)
+    read.clear()
+    found = generate_texts(model, [prompt for prompt in prompts for _ in range(5)], Sampling(10, temperature=0))
+    hook.remove()
+    assert [written.text for written in found] == [written.text for written in alone for _ in range(5)]
+    for place, written in enumerate(found):
+        assert written.log_likelihood == pytest.approx(alone[place // 5].log_likelihood, abs=1e-4)
+    if model.generates == "causal":
+        assert 0 < max(read) <= 4 * longest  # of 20 rows
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_texts_depend_neither_on_the_order_nor_on_the_parts(top_p: float, tmp_path: Path) -> None:
     model, sampling = writer(tmp_path), replace(FREE, top_p=top_p)

@@ -123,14 +123,15 @@ def test_seeds_that_the_teacher_doubts_widen_the_bounds() -> None:
 
 
 def test_a_probe_tells_only_what_differs() -> None:
-    """Own samples of a normal distribution: four standard deviations of it are out of reach for texts like them."""
+    """Own samples of a normal distribution: three standard deviations of it are out of reach for nearly all texts like them."""
     chance = np.random.default_rng(0)
     own, same = chance.normal(size=(30, 40)), chance.normal(size=(60, 40))
     other = chance.normal(size=(40, 40)) + 4.0
     places = {f"s{n}": row for n, row in enumerate([*same, *other])}
     probe = Probe(own, lambda texts: np.array([places[text] for text in texts]))
     found = probe.reasons([Candidate(text) for text in places], [])
-    assert found == [None] * 60 + ["told apart"] * 40
+    assert found[:60].count(None) >= 58
+    assert found[60:] == ["told apart"] * 40
     assert Probe(own[:9], probe.features).reasons([Candidate(text) for text in places], []) == [None] * 100
     assert probe.reasons([Candidate("s1")], []) == [None]
 
@@ -139,6 +140,6 @@ def test_few_own_samples_with_many_features_are_not_told_from_texts_of_the_same_
     chance = np.random.default_rng(1)
     found = tell_apart(chance.normal(size=(10, 300)), chance.normal(size=(100, 300)))
     assert found.shape == (100,)
-    assert (found < 4).all()
+    assert (found < 3).mean() >= 0.97
     with pytest.raises(TuneportError, match="not finite"):
         tell_apart(np.full((10, 2), np.nan), np.zeros((10, 2)))

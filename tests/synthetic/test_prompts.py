@@ -27,7 +27,7 @@ def test_the_layout_of_a_list() -> None:
 
 
 def test_each_seed_is_shown_as_often_as_the_others() -> None:
-    asked = Prompts(QUESTIONS).requests(0, 5 * 8)
+    asked = Prompts(QUESTIONS, each=1).requests(0, 5 * 8)
     shown = Counter(line for request in asked for line in lines(request.prompt))
     assert set(shown) == set(QUESTIONS)
     assert max(shown.values()) - min(shown.values()) <= 3  # a seed is not repeated inside one prompt
@@ -35,10 +35,15 @@ def test_each_seed_is_shown_as_often_as_the_others() -> None:
     assert len({request.prompt for request in asked}) == len(asked)
 
 
+def test_one_prompt_asks_for_a_few_texts() -> None:
+    single, few = Prompts(QUESTIONS, each=1), Prompts(QUESTIONS, each=3)
+    assert few.requests(0, 9) == [request for request in single.requests(0, 3) for _ in range(3)]
+
+
 def test_requests_depend_on_their_number_alone() -> None:
-    prompts = Prompts(QUESTIONS, seed=4)
+    prompts = Prompts(QUESTIONS, each=2, seed=4)
     assert prompts.requests(0, 6)[4:] == prompts.requests(4, 2)
-    assert prompts.requests(0, 6) != Prompts(QUESTIONS, seed=5).requests(0, 6)
+    assert prompts.requests(0, 6) != Prompts(QUESTIONS, each=2, seed=5).requests(0, 6)
 
 
 def test_long_seeds_are_shown_in_smaller_numbers() -> None:
@@ -72,7 +77,7 @@ def test_an_answer_is_asked_for_by_its_own_samples_or_by_its_name() -> None:
 
 def test_passages_begin_with_nothing_or_with_first_words() -> None:
     assert {r.prompt for r in Prompts(passages=True).requests(0, 4)} == {""}
-    prompts = Prompts(("one two\nthree four five six seven eight", "a b"), passages=True)
+    prompts = Prompts(("one two\nthree four five six seven eight", "a b"), passages=True, each=1)
     asked = prompts.requests(0, 4)
     assert [r.prompt for r in asked[::2]] == ["", ""]
     assert {r.prompt for r in asked[1::2]} == {"one two\nthree four five six", "a b"}

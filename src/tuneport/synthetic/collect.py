@@ -30,7 +30,7 @@ TOP_UPS = 3  # rounds for thin answers once there are enough texts
 UNKNOWN = "answer"  # the filter of answers that are not among those to choose from
 COLLAPSED = 0.9  # the share of one answer that is too much
 FEW_ANSWERS = 0.25  # the share of answers that is too few
-TOLD = 0.95  # the share of texts that a probe tells from own ones that is too much
+TOLD = 0.5  # the share of texts that a probe tells from own ones that is too much
 
 Answer = Callable[[Sequence[str]], Sequence[str]]
 
@@ -176,7 +176,7 @@ def check(collected: Collected, goal: Goal, prompts: Prompts, choices: Sequence[
     """Raise a DataError if the texts cannot bring the task, with what was dropped and what to do."""
     count, given = len(collected.texts), collected.shares
     told, seen = sum(collected.dropped.get("probe", {}).values()), collected.judged.get("probe", 0)
-    if count < goal.least and told > TOLD * seen:
+    if told > TOLD * seen:
         raise DataError(
             f"a probe tells {told} of {seen} written texts from own samples at once: they are of another kind. "
             f"{_advice(prompts)}"

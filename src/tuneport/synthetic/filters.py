@@ -220,7 +220,7 @@ class Doubt:
 
 FEWEST = 10  # own samples that a probe can learn from
 FOLDS = 5
-FAR = 4.0  # standard deviations of own samples
+FAR = 3.0  # standard deviations of own samples
 STRENGTH = 1e-3  # a stronger probe tells few samples apart by chance
 
 

@@ -1,7 +1,7 @@
 """What a generator is asked: a header and a list of seed samples that it continues, or the begin of a passage.
 
-Eight seed samples are shown at a time; they rotate, so that each is shown as often as the others. Where there are
-answers to choose from, a generator can be asked for samples with one answer.
+Eight seed samples are shown at a time, for a few texts; they rotate, so that each is shown as often as the others.
+Where there are answers to choose from, a generator can be asked for samples with one answer.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Prompts:
         passages: the samples are passages, which the teacher writes itself, from nothing or after the first words of
             a seed sample.
         shots: seed samples in one prompt.
+        each: texts that are asked for with one prompt, which a model reads once.
         seed: of their order.
     """
 
@@ -50,6 +51,7 @@ class Prompts:
     answers: tuple[str, ...] = ()
     passages: bool = False
     shots: int = 8
+    each: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class Prompts:
 
     def requests(self, first: int, count: int, answer: str | None = None) -> list[Request]:
         """The requests from number `first` on; with `answer`, for samples with this answer."""
-        return [self._request(number, answer) for number in range(first, first + count)]
+        return [self._request(number // self.each, answer) for number in range(first, first + count)]
 
     def _request(self, number: int, answer: str | None) -> Request:
         if self.passages:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..base import Batch, Choose
 from . import quiet
+from .huggingface_answers import KEPT, NEEDED, STRETCHED, accepts
 
 
 def end_tokens(tokenizer: Any, module: Any) -> frozenset[int]:
@@ -21,7 +22,10 @@ def end_tokens(tokenizer: Any, module: Any) -> frozenset[int]:
 
 @quiet()
 def generate(module: Any, batch: Batch, most: int, choose: Choose) -> None:
-    """Continue a batch by at most `most` tokens; the model's own settings for generation have no effect."""
+    """Continue a batch by at most `most` tokens; equal rows that follow each other are read once.
+
+    The model's own settings for generation have no effect.
+    """
     from transformers import GenerationConfig
 
     finished = torch.zeros(0, dtype=torch.bool)
@@ -42,7 +46,28 @@ def generate(module: Any, batch: Batch, most: int, choose: Choose) -> None:
     )
     module.eval()
     try:
-        module.generate(**batch, logits_processor=[process], stopping_criteria=[stop])
+        cache = _shared_cache(module, batch)
+        read = {} if cache is None else {"past_key_values": cache}
+        module.generate(**batch, **read, logits_processor=[process], stopping_criteria=[stop])
     finally:
         module.generation_config = own
         module.train(training)
+
+
+def _shared_cache(module: Any, batch: Batch) -> Any:
+    """The cache of all but the last token of each row; None if few rows are equal or the cache cannot be used."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    rows, which = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
+    known = accepts(module)
+    stretched = any(kind in str(getattr(module.config, "rope_parameters", "")) for kind in STRETCHED)
+    if 2 * len(rows) > len(ids) or ids.shape[1] < 2 or stretched or not known >= NEEDED:
+        return None
+    ids, mask = rows[:, : ids.shape[1] - 1], rows[:, ids.shape[1] : -1]
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    some = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    options = {"attention_mask": mask, "position_ids": places, "use_cache": True, **some}
+    cache = module(input_ids=ids, **options).past_key_values
+    if {type(layer).__name__ for layer in getattr(cache, "layers", [None])} - KEPT:
+        return None
+    cache.batch_select_indices(which)
+    return cache
