@@ -123,7 +123,7 @@ def test_seeds_that_the_teacher_doubts_widen_the_bounds() -> None:
 
 
 def test_a_probe_tells_only_what_differs() -> None:
-    """Of own samples of a normal distribution, three standard deviations are out of reach for nearly all texts like them."""
+    """Of own samples of a normal distribution, three standard deviations are out of reach for texts like them."""
     chance = np.random.default_rng(0)
     own, same = chance.normal(size=(30, 40)), chance.normal(size=(60, 40))
     other = chance.normal(size=(40, 40)) + 4.0
