@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..errors import DataError, TuneportError, unknown_name
@@ -83,22 +82,6 @@ def zero_shot(
     right = 100.0 * float(np.mean(predicted == data.labels))
     known: dict[str, Any] = {"predicted": predicted, "labels": data.labels, "classes": head.classes}
     return Evaluation(right, len(data), "zero-shot", **known)
-
-
-@contextmanager
-def changed(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context in which a module has these parameters; it comes back as it was."""
-    parameters = {name: parameter for name, parameter in module.named_parameters() if name in tensors}
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(own[name])
 
 
 def linear_probe(
