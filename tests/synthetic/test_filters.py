@@ -35,6 +35,8 @@ def reason(form: Form, text: str, finished: bool = True) -> str | None:
         ("Examples: who painted it ?", "echo of the prompt"),
         ("Questions of the kind that people ask a quiz master ?", "echo of the prompt"),
         ("the the the the the the the the the the the ?", "repetition"),
+        ("Who painted the <b>blue</b> door ?", "markup"),
+        ("Is 3 < 4 and 5 > 2 ?", None),
         ("Who painted the \ufffd door ?", "unreadable"),
         ("Who painted the " + chr(0xD800) + " door ?", "unreadable"),
     ],
@@ -48,6 +50,10 @@ def test_unfinished_texts_are_dropped_unless_they_are_passages() -> None:
     assert reason(Form.of(Prompts(SEEDS)), "Who painted the blue door ?", finished=False) == "unfinished"
     passage = "line of verse, and another,\n" * 3 + "the thing itself " + " ".join(map(str, range(30)))
     assert reason(Form.of(Prompts((passage,), passages=True)), passage, finished=False) is None
+
+
+def test_markup_is_kept_if_a_seed_has_some() -> None:
+    assert reason(Form.of(Prompts((*SEEDS, "What is a <b>tag</b> ?"))), "Who painted the <i>blue</i> door ?") is None
 
 
 def test_an_ending_is_asked_for_only_if_all_seeds_have_one() -> None:

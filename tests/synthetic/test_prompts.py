@@ -85,6 +85,36 @@ def test_passages_begin_with_nothing_or_with_first_words() -> None:
     assert prompts.stops == ()
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("  where is it ? ", "where is it ?"),
+        ("- where is it ?", "where is it ?"),
+        ("12. where is it ?", "where is it ?"),
+        ("(3) where is it ?", "where is it ?"),
+        ('"where is it ?"', "where is it ?"),
+        ("“where is it ?”", "where is it ?"),
+        ('"where" and "when" ?', '"where" and "when" ?'),
+        ("1984 was a year .", "1984 was a year ."),
+        ("3.14 is a number", "3.14 is a number"),
+        ('"', '"'),
+        ("-", "-"),
+        ("", ""),
+    ],
+)
+def test_a_sample_stands_without_the_marks_of_a_list(written: str, expected: str) -> None:
+    prompts = Prompts(("who?",))
+    assert prompts.sample(prompts.requests(0, 1)[0], written) == expected
+
+
+def test_marks_that_seeds_have_stay() -> None:
+    prompts = Prompts(("1. who?", '"what?"'))
+    for text in ("2. where?", '"where?"'):
+        assert prompts.sample(prompts.requests(0, 1)[0], text) == text
+    passage = Prompts(passages=True)
+    assert passage.sample(passage.requests(0, 1)[0], '- "one"\n') == '- "one"'
+
+
 def test_nothing_to_tell_is_refused() -> None:
     with pytest.raises(DataError, match="give seed samples, `describe`, or both"):
         Prompts()

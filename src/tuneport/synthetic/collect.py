@@ -139,7 +139,7 @@ def collect(
         requests = _requests(now, prompts, goal, choices)
         sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.round))
         written = generator.write([request.prompt for request in requests], sampling, advance)
-        texts = [(r.start + w.text).strip() for r, w in zip(requests, written, strict=True)]
+        texts = [prompts.sample(r, w.text) for r, w in zip(requests, written, strict=True)]
         new = [Candidate(text, w.finished) for text, w in zip(texts, written, strict=True)]
         kept = [text for text, _ in (*now.kept, *now.spare)]
         before = {name: sum(now.dropped.get(name, {}).values()) for name in names}

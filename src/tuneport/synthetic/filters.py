@@ -48,6 +48,7 @@ class Filter(Protocol):
 ECHO = 8  # words in a row that a text does not share with the instruction by chance
 UNTOLD = (8, 400)  # characters of a text if there are no seed samples
 UNTOLD_PASSAGE = (100, 20_000)
+TAG = re.compile(r"</?\w+[^<>]*>|https?://")  # of a web page, not of a sample
 FEW_WORDS = 0.4  # the least share of different words in a long text
 
 
@@ -64,6 +65,7 @@ class Form:
     longest: int
     one_line: bool
     finished: bool
+    markup: bool
     endings: frozenset[str]
     headers: tuple[str, ...]
     name: str = "form"
@@ -78,7 +80,8 @@ class Form:
         marks = frozenset(seed[-1] for seed in seeds)
         punctuated = len(seeds) > 1 and not prompts.passages and all(_is_mark(mark) for mark in marks)
         endings = marks if punctuated else frozenset()
-        return cls(max(low, 1), high, prompts.one_line, not prompts.passages, endings, prompts.headers)
+        markup = any(TAG.search(seed) for seed in seeds)
+        return cls(max(low, 1), high, prompts.one_line, not prompts.passages, markup, endings, prompts.headers)
 
     def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
         """Why each text is unlike the seed samples."""
@@ -93,6 +96,7 @@ class Form:
             "too short": len(text) < self.shortest,
             "too long": len(text) > self.longest,
             "several lines": self.one_line and "\n" in text,
+            "markup": not self.markup and TAG.search(text) is not None,
             "echo of the prompt": self._echoes(text, words),
             "repetition": len(words) >= 10 and len(set(words)) < FEW_WORDS * len(words),
             "other ending": bool(self.endings) and text[-1:] not in self.endings,

@@ -18,6 +18,8 @@ HEADER = "Examples:"
 MARK = "###"  # before each sample, if samples have several lines
 MOST_SHOWN = 6000  # characters of the samples in one prompt
 START = re.compile(r"\S+(?:\s+\S+){0,5}")  # the first words of a passage
+LISTED = re.compile(r"(?:[-*•]|\(?\d{1,3}[.):])\s+(?=\S)")  # the mark of a list before a text
+QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "«": "»"}
 CONTRAST = 2  # other answers that are shown before one that has no sample of its own
 FEW = 3  # samples of each
 
@@ -75,6 +77,23 @@ class Prompts:
         """The lines of a prompt that are no samples."""
         named = [_named(answer) for answer in dict.fromkeys(self.answers)]
         return tuple(line for line in (self.describe.strip(), HEADER, *named, MARK) if line)
+
+    def sample(self, request: Request, text: str) -> str:
+        """The sample that a generator wrote, without the mark of a list and without quotes around it.
+
+        >>> Prompts(("who?",)).sample(Request("Examples:"), ' 2. "where?"')
+        'where?'
+        """
+        sample = (request.start + text).strip()
+        if self.passages:
+            return sample
+        if not any(LISTED.match(seed.strip()) for seed in self.seeds):
+            sample = sample[found.end() :] if (found := LISTED.match(sample)) else sample
+        close = QUOTES.get(sample[:1])
+        quoted = close is not None and len(sample) > 1 and sample.endswith(close) and close not in sample[1:-1]
+        if quoted and not any(seed.strip().startswith(sample[0]) for seed in self.seeds):
+            sample = sample[1:-1].strip()
+        return sample
 
     def requests(self, first: int, count: int, answer: str | None = None) -> list[Request]:
         """The requests from number `first` on; with `answer`, for samples with this answer."""
