@@ -141,7 +141,7 @@ def upgrade_to_folder(inputs: TransferInputs, config: UpgradeConfig, events: Eve
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
     paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
     with claimed(out):
-        output_of(_transfer_config(config, None)).check_place(out, config.overwrite or config.resume, inputs=paths)
+        output_of(_transfer_config(config, None)).check_place(out, config.overwrite, inputs=paths)
         tuned: Any = inputs.finetuned if len(inputs.finetuned) > 1 else inputs.finetuned[0]
         found = _upgrade(inputs.source, tuned, inputs.target, inputs.data, config, events, out)
         about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
@@ -150,7 +150,7 @@ def upgrade_to_folder(inputs: TransferInputs, config: UpgradeConfig, events: Eve
         events.step("writing")
         result = replace(found.result, record={**found.result.record, **about, "headline": found.decision})
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
-        written = result.write(out, texts={"disagreements.jsonl": lines}, overwrite=config.overwrite or config.resume)
+        written = result.write(out, texts={"disagreements.jsonl": lines}, overwrite=config.overwrite)
         _work(out, {}).remove()
         return dict(written)
 
