@@ -30,9 +30,9 @@ from benchmarks.common import commit
 from tuneport.data.dataset import Dataset
 from tuneport.measure.objectives import batch_for, choose_objective, next_tokens
 from tuneport.models.base import Model
+from tuneport.models.change import change_of
 from tuneport.models.open import open_model
 from tuneport.pairing import count_blocks, nearest_block
-from tuneport.pipeline.change import change_of
 from tuneport.task_vectors.lora_format import open_adapter
 
 

@@ -14,10 +14,10 @@ from tuneport.measure.measurement import Measurement
 from tuneport.measure.samples import Samples
 from tuneport.methods import Method, Problem, get_method
 from tuneport.models.base import Model
+from tuneport.models.change import Change
 from tuneport.models.heads import Head
 from tuneport.pairing import Plan
 from tuneport.pipeline import transfer as pipeline
-from tuneport.pipeline.change import Change
 from tuneport.pipeline.estimate import describe
 from tuneport.pipeline.heads import with_teacher_scores
 from tuneport.pipeline.result import Result

@@ -13,10 +13,10 @@ from builders.texts import make, write
 from tuneport.data.dataset import Dataset
 from tuneport.measure.accuracy import Evaluation
 from tuneport.measure.language import perplexity
+from tuneport.measure.unseen import Unseen
 from tuneport.models.open import open_model
 from tuneport.pipeline.comparison import Comparison, ModelScore, Role
 from tuneport.pipeline.outcome import summarize
-from tuneport.pipeline.unseen import Unseen
 
 COUNT = 100
 LABELS = np.zeros(COUNT, dtype=np.int64)

@@ -14,8 +14,8 @@ from torch import nn
 from builders import texts
 from builders.loras import assert_same, merged_change, saved
 from tuneport.errors import CheckpointError
+from tuneport.models.change import change_of, opened
 from tuneport.models.open import describe_module
-from tuneport.pipeline.change import change_of, opened
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers

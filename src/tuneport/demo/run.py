@@ -26,6 +26,7 @@ from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
 from ..measure.accuracy import zero_shot
+from ..measure.unseen import unseen
 from ..models.base import Model
 from ..models.heads import choose_head
 from ..models.open import open_model
@@ -33,7 +34,6 @@ from ..outputs import output_of
 from ..pipeline.comparison import Role, compare
 from ..pipeline.outcome import summarize
 from ..pipeline.transfer import prepare, run
-from ..pipeline.unseen import unseen
 from ..report.record import write_record
 from ..training.loop import Schedule
 from ..types import Stage, count_steps

@@ -18,6 +18,16 @@ from ..io.hub import local
 from ..io.output import check_new_file, check_new_folder, new_folder
 from ..io.tensors import describe
 from ..io.validate import check_finite, check_unquantised
+from ..models.change import (
+    between,
+    check_changes,
+    exclude_note,
+    is_task_vector,
+    names_of,
+    opened,
+    stated_base,
+    stated_fingerprint,
+)
 from ..models.open import open_model, open_stored, path_of
 from ..outputs import AdapterOutput, Update, output_of
 from ..outputs.adapter import adapter_entry
@@ -29,16 +39,6 @@ from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import Events
-from .change import (
-    between,
-    check_changes,
-    exclude_note,
-    is_task_vector,
-    names_of,
-    opened,
-    stated_base,
-    stated_fingerprint,
-)
 from .checks import GO_ON, LEAST_LEFT, relation
 
 

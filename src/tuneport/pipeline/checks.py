@@ -28,10 +28,10 @@ from ..measure.objectives import TokenLoss
 from ..measure.samples import DatasetSamples
 from ..measure.signals import frozen
 from ..models.base import Model
+from ..models.change import Change, is_whole
 from ..models.weights import finetuned
 from ..pairing import Plan
 from ..task_vectors.vector import TaskVector
-from .change import Change, is_whole
 from .heads import scores_by
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it

@@ -27,14 +27,14 @@ from ..measure.accuracy import Evaluation, check_counted, compute_features, zero
 from ..measure.chance import direction, share_interval, shift
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..measure.measurement import Calibration
+from ..measure.unseen import Unseen
 from ..models.base import Model
+from ..models.change import Change, is_whole
 from ..models.heads import choose_head
 from ..models.weights import changed, finetuned
 from ..report.samples import shown
 from ..types import Sides
-from .change import Change, is_whole
 from .heads import before_port, is_bare
-from .unseen import Unseen
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]

@@ -18,6 +18,7 @@ from ..measure.objectives import choose_objective
 from ..measure.samples import DatasetSamples
 from ..methods import get_method
 from ..models.base import Model, ModelLike
+from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
 from ..models.open import dtype_on, open_both, path_of, pick_device, pick_dtype
 from ..outputs import Output, Update, output_of
@@ -29,7 +30,6 @@ from ..task_vectors.vector import TaskVector
 from ..training.distill import teach
 from ..training.state import StateFile
 from ..types import Events, Sides
-from .change import change_of, opened
 from .evaluate import with_protocol
 from .result import Result
 from .run import finished, state_file

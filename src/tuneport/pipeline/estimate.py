@@ -17,6 +17,7 @@ from ..measure.objectives import TokenLoss, forward_only
 from ..measure.samples import UserBatches
 from ..methods import Method, get_method, name_of
 from ..models.base import Model
+from ..models.change import every_layer, is_whole
 from ..models.open import outline_model, pick_dtype
 from ..outputs import ModelOutput
 from ..pairing import Kept, Plan
@@ -26,7 +27,6 @@ from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
 from ..types import ScaleRule, Sides
-from .change import every_layer, is_whole
 from .checks import check_weights, count_forward_passes
 from .comparison import USUAL, usual_test
 from .heads import is_bare

@@ -18,13 +18,13 @@ from ..io.hub import local
 from ..measure.accuracy import Evaluation, check_counted, linear_probe, zero_shot
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
+from ..models.change import change_of, is_task_vector, opened, stated_base
 from ..models.heads import choose_head
 from ..models.open import as_classifier, open_model, pick_device
 from ..models.weights import put
 from ..task_vectors.lora_format import Adapter, is_adapter
 from ..task_vectors.lora_read import whole_tensors
 from ..types import Events
-from .change import change_of, is_task_vector, opened, stated_base
 from .heads import labelling_by
 
 IMAGES, TEXTS = 128, 16  # samples per pass

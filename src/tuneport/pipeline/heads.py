@@ -31,13 +31,13 @@ from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..measure.tokens import scores_on
 from ..models.base import Labelling, Model
+from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
 from ..models.open import as_classifier, labelling_of
 from ..models.weights import changed, finetuned
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .change import Change, Finetuned, change_of
 
 MOST_TOKENS = 20_000  # that fit the head of a token classifier: the cost grows with their number
 TASK_TYPES = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # of peft

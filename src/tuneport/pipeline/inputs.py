@@ -8,10 +8,10 @@ from typing import Any, cast
 from ..config import MeasureConfig
 from ..errors import CheckpointError, TuneportError
 from ..models.base import Model, ModelLike
+from ..models.change import Change, Finetuned, added_by, change_of, check_base, check_changes, opened, sum_of_changes
 from ..models.open import dtype_on, open_both, pick_device, pick_dtype
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .change import Change, Finetuned, added_by, change_of, check_base, check_changes, opened, sum_of_changes
 from .heads import labelling_by, take_head, with_heads
 
 

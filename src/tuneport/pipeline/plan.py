@@ -17,6 +17,8 @@ from ..errors import PairingError, first_of
 from ..layers import Layer, LooseTensor
 from ..methods.entries import matrix_of
 from ..models.base import MIXTURE, Model
+from ..models.change import Change
+from ..models.vocabulary import AddedTokens
 from ..pairing import (
     KEPT_BY_KIND,
     DepthRule,
@@ -32,8 +34,6 @@ from ..task_vectors.account import Part
 from ..task_vectors.low_rank import as_dense, norm_of
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .change import Change
-from .vocabulary import AddedTokens
 
 TABLES = ("embedding", "vocabulary head")
 NOT_MOVED = "not moved by this method"

@@ -13,6 +13,7 @@ from ..measure.measurement import Calibration
 from ..measure.samples import DatasetSamples
 from ..methods import LayerRecord, Method, name_of
 from ..models.base import Model
+from ..models.change import Change, exclude_note, names_of
 from ..models.open import dtype_on, pick_device, slow_note
 from ..pairing import Plan
 from ..report import record as records
@@ -20,7 +21,6 @@ from ..report.provenance import base_note, identity_of, package_version, version
 from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
 from ..types import ScaleRule, Sides
-from .change import Change, exclude_note, names_of
 from .checks import InputCheck
 from .scale import ScaleChoice
 

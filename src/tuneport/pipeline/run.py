@@ -12,6 +12,7 @@ from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..io.output import claimed
 from ..io.sizes import format_bytes
+from ..measure.unseen import Unseen, unseen
 from ..methods import get_method
 from ..models.open import path_of
 from ..outputs import Output, Update, output_of
@@ -29,7 +30,6 @@ from .outcome import summarize
 from .record import conditions_of, rule_of
 from .result import Result
 from .transfer import Setup, choose_rule, prepare, run
-from .unseen import Unseen, unseen
 
 
 def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events | None = None) -> Mapping[str, Any]:

@@ -25,12 +25,12 @@ from ..measure.objectives import Objective, check_objective, choose_objective, f
 from ..measure.samples import DatasetSamples, Samples, UserBatches
 from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
 from ..models.base import Model
+from ..models.change import Change
 from ..models.heads import Head, choose_head
 from ..models.open import pick_device, runnable
 from ..report import record as records
 from ..report.provenance import data_identity
 from ..types import Loss, Sides, Signal
-from .change import Change
 from .heads import agreement, labelled_by, scores_by, scores_of_labels, with_scores
 
 Data = str | Path | Dataset | Iterable[Any]

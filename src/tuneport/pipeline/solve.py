@@ -23,13 +23,13 @@ from ..measure.measurement import Measurement
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
 from ..methods import Method, Problem, Transfer
+from ..models.change import Change
 from ..models.offload import pinned, placed, to_temporary_file
 from ..runtime.distributed import gather_transfer, ranks, reduce_statistics, share_of
 from ..runtime.passes import Passes, by_block, groups_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Progress, ScaleRule
-from .change import Change
 from .heads import measuring
 from .scale import Judge, ScaleChoice, choose_on_halves
 

@@ -19,6 +19,7 @@ from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss
 from ..methods import Method, Transfer, get_method, name_of
 from ..models.base import Model, ModelLike
+from ..models.change import Change, Finetuned
 from ..models.open import pick_device
 from ..outputs import Update, output_of
 from ..pairing import Plan
@@ -29,7 +30,6 @@ from ..runtime.resume import Work, fingerprint
 from ..task_vectors.account import account
 from ..task_vectors.low_rank import norm_of
 from ..types import Events, ScaleRule, Sides, Signal
-from .change import Change, Finetuned
 from .checks import check_inputs
 from .heads import fit_head, with_teacher_scores
 from .inputs import open_models, read_change

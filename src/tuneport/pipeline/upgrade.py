@@ -29,6 +29,7 @@ from ..measure.chance import direction, share_interval, shift
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..methods import get_method
 from ..models.base import Model, ModelLike
+from ..models.change import Finetuned, is_whole
 from ..models.heads import choose_head
 from ..models.open import path_of
 from ..models.weights import changed, finetuned
@@ -36,7 +37,6 @@ from ..outputs import output_of
 from ..report.samples import shown
 from ..runtime.resume import Work
 from ..types import Events
-from .change import Finetuned, is_whole
 from .heads import before_port, with_teacher_scores
 from .record import conditions_of
 from .result import Result

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..io.tensors import LazyTensors, TensorSpec, describe
 from ..maps.procrustes import procrustes
-from ..models.base import Model
-from ..models.open import tokenizer_of
 from ..task_vectors.account import Part
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.lora_read import plain_names
 from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
+from .base import Model
+from .open import tokenizer_of
 
 TIED = "the target's output layer is tied to its embedding, which takes the row of the embedding"
 

@@ -22,14 +22,14 @@ from ..io.fingerprint import same_weights
 from ..io.hub import local
 from ..io.tensors import renamed
 from ..io.validate import check_finite
-from ..models.base import Model, ModelLike
-from ..models.open import describe_module, open_stored
 from ..task_vectors.lora_convert import as_lora
 from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
 from ..types import Sides
+from .base import Model, ModelLike
+from .open import describe_module, open_stored
 from .vocabulary import AddedTokens, added_rows, cut_tables
 
 Finetuned = ModelLike | Adapter | TaskVector

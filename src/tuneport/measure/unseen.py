@@ -19,10 +19,10 @@ from ..data.dataset import Dataset
 from ..data.images import files_of
 from ..errors import DataError
 from ..io.checkpoint import file_digests
-from ..measure.language import usual_protocol
-from ..measure.measurement import Calibration
-from ..measure.samples import DatasetSamples
 from ..models.base import Model
+from .language import usual_protocol
+from .measurement import Calibration
+from .samples import DatasetSamples
 
 FEWEST = 20  # samples to score, where others were left out
 PAIRED = 3  # samples of a fidelity, which correlates the cosines of their pairs
