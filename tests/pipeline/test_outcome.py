@@ -15,8 +15,7 @@ from tuneport.measure.accuracy import Evaluation
 from tuneport.measure.language import perplexity
 from tuneport.measure.unseen import Unseen
 from tuneport.models.open import open_model
-from tuneport.pipeline.comparison import Comparison, ModelScore, Role
-from tuneport.pipeline.outcome import summarize
+from tuneport.pipeline.comparison import Comparison, ModelScore, Role, summarize
 
 COUNT = 100
 LABELS = np.zeros(COUNT, dtype=np.int64)

@@ -15,9 +15,9 @@ from builders.folders import LARGE, SMALL, Zoo, build, load, perturb, write_data
 from builders.runs import prepare, run
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import same_weights, weights_fingerprint
-from tuneport.pipeline import checks, heads
+from tuneport.pipeline import heads, inputs
 from tuneport.pipeline.arithmetic import extract, fingerprint_of
-from tuneport.pipeline.checks import check_inputs
+from tuneport.pipeline.inputs import check_inputs
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import save_task_vector
 
@@ -100,7 +100,7 @@ def test_a_head_that_is_fitted_costs_no_second_pass(zoo: Zoo, monkeypatch: pytes
     """The scores of the fine-tuned source and of its base serve the check and the fit of the head."""
     passes = []
     scores_by = heads.scores_by
-    for module in (heads, checks):
+    for module in (heads, inputs):
         monkeypatch.setattr(module, "scores_by", lambda *a, **b: passes.append(a[1]) or scores_by(*a, **b))
     run(prepare(*zoo.trio("vit"), zoo.data, samples=24), scale=1.0)
     assert len(passes) == 2

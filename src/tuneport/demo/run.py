@@ -31,8 +31,7 @@ from ..models.base import Model
 from ..models.heads import choose_head
 from ..models.open import open_model
 from ..outputs import output_of
-from ..pipeline.comparison import Role, compare
-from ..pipeline.outcome import summarize
+from ..pipeline.comparison import Role, compare, summarize
 from ..pipeline.transfer import prepare, run
 from ..report.record import write_record
 from ..training.loop import Schedule

@@ -39,7 +39,7 @@ from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import Events
-from .checks import GO_ON, LEAST_LEFT, relation
+from .inputs import GO_ON, LEAST_LEFT, relation
 
 
 def extract(base: str | Path, finetuned: str | Path, out: str | Path | None = None, **options: Any) -> TaskVector:

@@ -3,6 +3,9 @@
 The fine-tuned source, the target, the port and what a distillation made of it answer the same samples, so that two of
 them are compared sample by sample. Language models are scored by bits per character or by their likeliest answers,
 encoders without classes by their fidelity to the fine-tuned source.
+
+A change on the test split counts as a gain or as harm where chance makes it in fewer than one of twenty cases: by the
+sign test on the samples that turned right and wrong, or by two standard errors of the bits per character.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from ..models.change import Change, is_whole
 from ..models.heads import choose_head
 from ..models.weights import changed, finetuned
 from ..report.samples import shown
+from ..training.distill import STEPS
 from ..types import Sides
 from .heads import before_port, is_bare
 
@@ -48,6 +52,9 @@ WORDS: dict[Role, str] = {
 BARE = "the target with a head fitted as the port's"
 USUAL = 500  # most samples of the test split that are scored unless all of them are asked for
 SHOWN = 12  # samples that turned right, and that turned wrong
+Word = Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]
+FORMS = {"accuracy": (".1f", " %"), "bits per character": (".3f", ""), "fidelity": (".3f", "")}
+MORE = f"--distill {STEPS}"  # what a user can add to the command
 SMALL = 0.01  # a change of fidelity, which has no interval, that says nothing
 
 
@@ -279,3 +286,85 @@ def _by_fidelity(
     if not all(math.isfinite(each.value) for each in scored.values()):
         raise DataError(f"{on.test} shows no fidelity: a model gives all pairs of its samples one cosine.")
     return Comparison(on, "fidelity", "fidelity", scored)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome, the sentence that comes first everywhere, and a recommendation."""
+
+    outcome: Word
+    headline: str
+    recommendation: str
+
+
+def summarize(
+    evaluated: Comparison | None,
+    *,
+    scale: float,
+    rule: str | None = None,
+    head: bool = False,
+    distilled: bool = False,
+    reason: str = "",
+) -> Outcome:
+    """The outcome of a transfer.
+
+    Args:
+        evaluated: its scores on a test split, if there are any.
+        scale: of the change.
+        rule: that chose it, if one did.
+        head: whether a head was fitted.
+        distilled: whether a distillation changed the port.
+        reason: why there are no scores.
+    """
+    same = scale == 0 and not head and not distilled
+    zero = f"the {'chosen ' if rule else ''}scale is 0, and the output is the target as it was"
+    advice, other = (NOTHING, f"more samples or {MORE}") if rule else (GIVEN, f"another scale, or {MORE}")
+    alone = "; only the head changed: the scale is 0" if scale == 0 and head and not distilled else ""
+    if evaluated is None:
+        if same:
+            return Outcome("nothing moved", f"nothing moved: {zero}; try {other}", advice)
+        why = f": {reason}" if reason else ""
+        return Outcome("not measured", f"the gain was not measured{why}{alone}", UNKNOWN)
+    before, after = evaluated.scored["target"], evaluated.written
+    form, unit = FORMS[evaluated.metric]
+    kind = "held-out" if evaluated.on.held_out else "test"
+    where = f"held-out samples of {evaluated.test.name}" if evaluated.on.held_out else evaluated.test.name
+    what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {after.value:{form}}{unit}"
+    if same:
+        headline = f"{evaluated.metric} on {where}: {before.value:{form}}{unit}, as before: nothing moved"
+        return Outcome("nothing moved", f"{headline}; {zero}; try {other}", advice)
+    change = evaluated.better(before, after)
+    safer = "" if rule == "safe" or scale == 0 else "--scale safe, "
+    words: dict[int, tuple[Word, str]] = {
+        1: ("gain", "the transfer helped"),
+        -1: ("harm", f"the transfer did harm; try {safer}more samples, or {MORE}"),
+        0: ("no clear change", f"no clear change on {len(evaluated.test)} {kind} samples"),
+    }
+    outcome, said = words[change]
+    return Outcome(outcome, f"{what}: {said}{alone}", _recommended(evaluated, change, distilled))
+
+
+NOTHING = f"Keep the old model: no strength of this change helps the target. {MORE} may, or fine-tuning."
+GIVEN = "Leave the scale to the samples, or give one above 0: nothing was added to the target."
+UNKNOWN = "Evaluate the output before you use it: tuneport evaluate needs data with a labelled test split."
+
+
+def _recommended(evaluated: Comparison, change: int, distilled: bool) -> str:
+    form, unit = FORMS[evaluated.metric]
+
+    def value(of: ModelScore) -> str:
+        return f"{of.value:{form}}{unit}"
+
+    after, old = evaluated.written, evaluated.scored.get("finetuned")
+    on = "more texts" if evaluated.metric == "bits per character" else "labels"
+    more = f"fine-tune the target on {on}" if distilled else f"add {MORE}, or fine-tune the port on {on}"
+    if change < 0:
+        keep = evaluated.scored["target"].words if old is None else f"the old model ({value(old)})"
+        return f"Keep {keep}, or {more}: this output is worse than the target without it."
+    if old is not None and evaluated.better(old, after) < 0:
+        return f"Keep the old model while you can ({value(old)} against {value(after)}), or {more}."
+    if change == 0:
+        shows = "The held-out samples show" if evaluated.on.held_out else "The test split shows"
+        return f"{shows} no gain: {more}, or give more samples."
+    against = "" if old is None else f": the old model has {value(old)}"
+    return f"Use {'the distilled port' if distilled else 'the port'}{against}."

@@ -27,9 +27,9 @@ from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
 from ..types import ScaleRule, Sides
-from .checks import check_weights, count_forward_passes
 from .comparison import USUAL, usual_test
 from .heads import is_bare
+from .inputs import check_weights, count_forward_passes
 from .plan import changed_parts, not_transported_by, plan_of
 from .scale import Judge
 from .transfer import Setup, choose_rule, prepare

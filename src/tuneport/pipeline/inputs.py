@@ -1,18 +1,66 @@
-"""Open what a user gives: both base models, and what the fine-tune changed in the source, with its head."""
+"""Open, check and describe what a user gives: both base models, and what the fine-tune changed in the source.
+
+Checks catch swapped and foreign inputs before any work: is this a fine-tune of this base, and for these labels? A
+fine-tune changes the weights of its base by a few percent of their norm. The weights of another base have nothing in
+common with them: the difference is larger than their norm, and takes them away. On labelled samples a fine-tune is
+better than its base. It is refused where it is clearly worse (a sign test) than a base that is better than a guess, and
+where it is neither clearly better than its base nor better than a guess: a head or classes in another order. With fewer
+than `LEAST` samples the second is chance.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from ..config import MeasureConfig
+from ..data.dataset import align_labels
+from ..data.samplers import DEFAULT_SAMPLES
 from ..errors import CheckpointError, TuneportError
+from ..measure.chance import LEVEL, direction, tail
+from ..measure.measurement import Calibration
+from ..measure.objectives import TokenLoss
+from ..measure.samples import DatasetSamples
+from ..measure.signals import frozen
+from ..methods import Method, name_of
 from ..models.base import Model, ModelLike
-from ..models.change import Change, Finetuned, added_by, change_of, check_base, check_changes, opened, sum_of_changes
-from ..models.open import dtype_on, open_both, pick_device, pick_dtype
+from ..models.change import (
+    Change,
+    Finetuned,
+    added_by,
+    change_of,
+    check_base,
+    check_changes,
+    exclude_note,
+    is_whole,
+    names_of,
+    opened,
+    sum_of_changes,
+)
+from ..models.open import dtype_on, open_both, pick_device, pick_dtype, slow_note
+from ..models.weights import finetuned
+from ..pairing import Plan
+from ..report import record as records
+from ..report.provenance import base_note, identity_of, package_version, versions
+from ..report.record import to_json
+from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .heads import labelling_by, take_head, with_heads
+from .heads import labelling_by, scores_by, take_head, with_heads
+from .scale import ScaleChoice
+
+LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
+LAYERS = 16  # in which that is measured
+LEAST = 100  # samples from which a guess can be told from skill
+GO_ON = "or pass `accept_unlikely=True`"
 
 
 def open_models(source: ModelLike, target: ModelLike, config: MeasureConfig) -> Sides[Model]:
@@ -96,3 +144,233 @@ def _whole(source: Model, finetuned: Finetuned) -> TaskVector:
     except CheckpointError as error:
         reason = "the fine-tuned source cannot label samples, for it does not fit its base"
         raise CheckpointError(f"{reason}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class InputCheck:
+    """The fine-tuned source and its base on the calibration samples."""
+
+    change: float | None  # the norm of the change over that of the base
+    samples: int = 0
+    metric: str = "accuracy"
+    source: float | None = None  # samples that are right, or the mean loss of a sample
+    finetuned: float | None = None
+    scores: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None  # of the base, and of the fine-tuned source
+
+    def record(self, choice: ScaleChoice | None) -> dict[str, Any]:
+        """The entry of the run record; where the same samples chose the scale, the target is scored at zero, too."""
+        target: float | None = None
+        if choice is not None and choice.samples == self.samples:
+            found = choice.scores[0.0]
+            if self.metric == "loss":
+                target = found.loss if found.accuracy is None else None
+            elif found.accuracy is not None:
+                target = round(found.accuracy * self.samples)
+        numbers = {"source": self.source, "finetuned": self.finetuned, "target": target, "change": self.change}
+        return {"samples": self.samples, "metric": self.metric, **numbers, "sentence": self.sentence}
+
+    @property
+    def sentence(self) -> str:
+        """For the user, before anything is measured; nothing where nothing is known."""
+        if self.source is None or self.finetuned is None:
+            return ""
+        if self.metric == "accuracy":
+            right = f"the fine-tuned source is right on {self.finetuned} of {self.samples} samples"
+            return f"{right}, its base on {self.source}"
+        return f"the fine-tuned source has a loss of {self.finetuned:.4g} nats a text, its base {self.source:.4g}"
+
+
+def check_inputs(
+    source: Model, change: Change, plan: Plan, calibration: Calibration, config: MeasureConfig
+) -> InputCheck:
+    """Run the fine-tuned source and its base on the samples, if they are whole and the samples have true labels.
+
+    Raises:
+        CheckpointError: if this cannot be a fine-tune of this base for these labels, unless that is accepted.
+    """
+    found = InputCheck(check_weights(source, change.vector, plan, accept=config.accept_unlikely))
+    if not count_forward_passes(source, change, calibration, config.exclude):
+        return found
+    samples, losses = calibration.samples, calibration.losses
+    assert isinstance(samples, DatasetSamples)
+    if losses is not None and isinstance(losses.source, TokenLoss):
+        return _by_tokens(source, change, samples, losses.source, found.change)
+    return _by_classes(source, change, samples, found.change, accept=config.accept_unlikely)
+
+
+def check_weights(source: Model, vector: TaskVector, plan: Plan, *, accept: bool = False) -> float | None:
+    """The norm of the change over that of the base; a CheckpointError if the fine-tune has most likely another base."""
+    change, left = _change(source, vector, plan)
+    if left < LEAST_LEFT and not accept:
+        raise CheckpointError(
+            f"the fine-tune differs from {source.name} by {change:.2f} times the norm of its weights, and little "
+            f"of them is left in it: it has most likely another base. Check `source` and `finetuned`, {GO_ON}."
+        )
+    return change
+
+
+def count_forward_passes(source: Model, change: Change, calibration: Calibration, exclude: Sequence[str]) -> int:
+    """The number of samples that the source answers in `check_inputs`, with its fine-tune and without."""
+    samples, losses = calibration.samples, calibration.losses
+    if not isinstance(samples, DatasetSamples) or not is_whole(source, change, exclude) or calibration.by_source:
+        return 0
+    classes = calibration.heads is not None and samples.dataset.labels is not None
+    tokens = losses is not None and isinstance(losses.source, TokenLoss)
+    return 2 * len(samples) if classes or tokens else 0
+
+
+def _by_classes(
+    source: Model, change: Change, samples: DatasetSamples, size: float | None, *, accept: bool
+) -> InputCheck:
+    assert samples.heads is not None
+    head, chosen = samples.heads.source, samples.chosen
+    labels = align_labels(chosen, head.classes).labels
+    whole = change.teacher if change.fits_head else change.vector
+    scores = tuple(
+        scores_by(source, vector, head, chosen, batch_size=samples.size) for vector in (TaskVector({}), whole)
+    )
+    base, tuned = (each.argmax(-1) == labels for each in scores)
+    counts = int(base.sum()), int(tuned.sum())
+    if not accept:
+        _check_right(source, base, tuned, len(head.classes))
+    return InputCheck(size, len(samples), "accuracy", *counts, scores=(scores[0], scores[1]))
+
+
+def _check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_], classes: int) -> None:
+    count, right = len(tuned), int(tuned.sum())
+    better = direction(int((tuned & ~base).sum()), int((base & ~tuned).sum()))
+    found = f"the fine-tuned source is right on {right} of {count} samples"
+    skilled = [tail(count, int(each.sum()), 1 / classes) < LEVEL for each in (base, tuned)]
+    if better < 0 and skilled[0]:
+        raise CheckpointError(
+            f"{found} and its base {source.name} on {int(base.sum())}: the two may be swapped, or the data are of "
+            f"another task. Check `source`, `finetuned` and `data`, {GO_ON}."
+        )
+    if count >= LEAST and better < 1 and not skilled[1]:
+        raise CheckpointError(
+            f"{found}, no more than a guess among {classes} classes: check `head`, and that the classes of the data "
+            f"are in the order of the fine-tune, {GO_ON}."
+        )
+
+
+def _by_tokens(
+    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, size: float | None
+) -> InputCheck:
+    """The losses of texts; a fine-tune may well be worse on texts of another kind, so that nothing is refused."""
+
+    def losses() -> NDArray[np.float64]:
+        with frozen(source.module), torch.no_grad():
+            return torch.cat([loss.each(source.module, batch.source) for batch in samples]).numpy()
+
+    base = losses()
+    with finetuned(source, change.vector):
+        tuned = losses()
+    return InputCheck(size, len(samples), "loss", float(base.mean()), float(tuned.mean()))
+
+
+def _change(source: Model, vector: TaskVector, plan: Plan) -> tuple[float | None, float]:
+    """The norm of the change over that of the base, and the share of the base that is left in the fine-tune.
+
+    Both are measured in some of the paired layers. An adapter stores its change as factors, which say nothing of its
+    base.
+    """
+    weights = dict.fromkeys(pair.source.weight for pair in plan.pairs)
+    return relation(source.stored_parameters(), vector, weights)
+
+
+def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable[str]) -> tuple[float | None, float]:
+    """The norm of a change over that of its base, and the share of the base that is left in it, in some layers."""
+    names = [name for name in weights if name in vector and name in stored and vector.spec(name).rank is None]
+    chosen = dict.fromkeys(names[index * len(names) // LAYERS] for index in range(LAYERS)) if names else {}
+    change = base = along = 0.0
+    for name in chosen:
+        weight = stored[name]
+        if weight.is_floating_point():
+            before, delta = weight.flatten().double().cpu(), vector.dense(name).flatten().double().cpu()
+            change, base = change + float(delta @ delta), base + float(before @ before)
+            along += float(delta @ before)
+    if not base > 0 or not math.isfinite(change):
+        return None, 1.0
+    return math.sqrt(change / base), 1 + along / base
+
+
+def describe_inputs(
+    models: Sides[Model],
+    change: Change,
+    plan: Plan,
+    calibration: Calibration,
+    drawn: records.Data,
+    config: MeasureConfig,
+) -> records.PreparedRecord:
+    """Describe a transfer before anything has run: options, inputs and their SHA-256, versions, notes for the user."""
+    device = pick_device(config.device)
+    opened = [model.module if model.folder is None else model.name for model in models]
+    dtype, dtype_note = dtype_on(device, config.dtype, *opened)
+    record: records.PreparedRecord = {
+        "tuneport": package_version("tuneport"),
+        "command": "transfer",
+        "options": config.to_json(),
+        "resolved": {"device": str(device), "dtype": dtype, "loss": calibration.loss_name},
+        "source": identity_of(models.source),
+        "finetuned": _identity_of_parts(change),
+        "target": identity_of(models.target),
+        "data": drawn,
+        "versions": versions(),
+        "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
+    }
+    samples = calibration.samples
+    notes: list[str | None] = [dtype_note]
+    offloads = config.memory_budget is not None and device.type != "cpu"  # also live modules
+    notes.append(None if offloads else slow_note(*models))
+    first = change.parts[0] if change.parts else None
+    notes.append(base_note(first, models.source) if isinstance(first, Adapter) else None)
+    if isinstance(samples, DatasetSamples):
+        if (found := samples.coverage()) is not None:
+            record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
+            notes += _text_notes(models, samples, Sides(found.source_cut, found.target_cut))
+        if config.samples is None and config.shots is None and (count := len(samples)) < DEFAULT_SAMPLES:
+            notes.append(f"the data have {count} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
+        notes += samples.warnings(1 in (config.max_tokens, record.get("tokens", {}).get("target_matched")))
+    if config.exclude:
+        names = [names for model in models for names in (model.file_names, model.tensors)]
+        notes.append(exclude_note(config.exclude, *names, *map(names_of, change.parts)))
+    if any(notes):
+        record["notes"] = [note for note in notes if note]
+    return record
+
+
+def _identity_of_parts(change: Change) -> records.Input:
+    """The identity of the fine-tune, or of several whose changes are added."""
+    inputs = [identity_of(part) for part in change.parts]
+    if len(inputs) == 1:
+        return inputs[0]
+    return {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}
+
+
+def _text_notes(models: Sides[Model], samples: DatasetSamples, cut: Sides[int]) -> Iterator[str]:
+    """What the models do not read as the data have it: texts that are cut, chats without a template."""
+    for model, count in zip(models, cut, strict=True):
+        assert model.reader is not None
+        if count:
+            length = model.reader.longest
+            more = ": raise `max_length`" if length < model.reader.limit else ""
+            yield f"{count} of {len(samples)} texts are cut at {length} tokens of {model.name}{more}"
+        if samples.dataset.has_chats and not model.reader.tokenizer.chat_template:
+            yield f"{model.name} has no chat template: it reads the messages one after the other"
+
+
+def conditions_of(
+    about: Mapping[str, Any], config: MeasureConfig, method: Method, scale: float | str
+) -> dict[str, Any]:
+    """Everything that decides the result, as JSON values; the paths of the inputs do not."""
+    inputs = {key: dict(about[key]) for key in ("source", "finetuned", "target", "data")}
+    for identity in inputs.values():
+        identity.pop("path", None)
+        identity.pop("protocol", None)  # of a later evaluation
+    control = {item.name for item, option in config.options() if option.control} | {"method", "scale"}
+    options = {name: value for name, value in config.to_json().items() if name not in control}
+    kept = {key: about[key] for key in ("tuneport", "resolved", "versions")}
+    plain: dict[str, Any] = json.loads(
+        to_json({**kept, "options": options, "method": name_of(method), **inputs, "scale": scale})
+    )
+    return plain

@@ -26,8 +26,8 @@ from ..task_vectors.vector import TaskVector
 from ..training.distill import STEPS, divide, teach
 from ..training.state import StateFile
 from ..types import Events
+from .comparison import summarize
 from .heads import fit_head
-from .outcome import summarize
 
 if TYPE_CHECKING:
     from .transfer import Setup

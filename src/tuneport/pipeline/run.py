@@ -23,11 +23,10 @@ from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..training.state import StateFile
 from ..types import Events, ScaleRule
-from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, usual_test
+from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .evaluate import open_written, with_protocol
 from .heads import with_teacher_scores
-from .outcome import summarize
-from .record import conditions_of, rule_of
+from .inputs import conditions_of
 from .result import Result
 from .transfer import Setup, choose_rule, prepare, run
 
@@ -227,7 +226,7 @@ def _outcome(
     told = summarize(
         found,
         scale=strength,
-        rule=rule_of(scale),
+        rule=scale if isinstance(scale, str) else None,
         head="head" in record,
         distilled=bool(record.get("distilled", {}).get("best")),
         reason=reason,

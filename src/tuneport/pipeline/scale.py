@@ -77,6 +77,14 @@ class ScaleChoice:
     held_out: bool
     rule: ScaleRule = "auto"
 
+    def record(self) -> dict[str, Any]:
+        """The entry of the run record."""
+        candidates = [
+            {"scale": value, "loss": found.loss, "accuracy": found.accuracy, "sharpness": found.sharpness}
+            for value, found in self.scores.items()
+        ]
+        return {"rule": self.rule, "samples": self.samples, "held_out": self.held_out, "candidates": candidates}
+
 
 def score_of_classes(scores: Tensor, labels: Tensor) -> Score:
     """The score of samples by their class scores (N, classes), or by those of their tokens (N, T, classes).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..config import MeasureConfig, TransferConfig
 from ..errors import MethodError, TuneportError, first_of
 from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss
-from ..methods import Method, Transfer, get_method, name_of
+from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import Model, ModelLike
 from ..models.change import Change, Finetuned
 from ..models.open import pick_device
@@ -30,12 +30,10 @@ from ..runtime.resume import Work, fingerprint
 from ..task_vectors.account import account
 from ..task_vectors.low_rank import norm_of
 from ..types import Events, ScaleRule, Sides, Signal
-from .checks import check_inputs
+from .comparison import summarize
 from .heads import fit_head, with_teacher_scores
-from .inputs import open_models, read_change
-from .outcome import summarize
+from .inputs import check_inputs, conditions_of, describe_inputs, open_models, read_change
 from .plan import changed_parts, make_plan, not_transported_by
-from .record import check_entry, choice_entry, conditions_of, describe_inputs, layer_entries, rule_of
 from .result import Result
 from .samples import Data, are_samples, draw_samples
 from .scale import Judge
@@ -174,8 +172,10 @@ def run(
     head = _refitted(judge, solution)
     setup = replace(setup, calibration=measurement.calibration)
     facts = {
-        **asdict(summarize(None, scale=solution.scale, rule=rule_of(scale), head=bool(head))),
-        "sanity": check_entry(checked, None if head else solution.choice),
+        **asdict(
+            summarize(None, scale=solution.scale, rule=scale if isinstance(scale, str) else None, head=bool(head))
+        ),
+        "sanity": checked.record(None if head else solution.choice),
         "fingerprint": fingerprint(conditions_of(setup.about, config, method, scale)),
     }
     return _result(setup, config, solution, head, facts, time.perf_counter() - started)  # line 11
@@ -205,13 +205,13 @@ def _result(
             "transport": round(seconds - solution.measuring, 3),
         },
         "passes": dict(solution.counted.passes),
-        "layers": layer_entries(plan, done.records),
+        "layers": _layer_entries(plan, done.records),
         "not_transported": [asdict(item) for item in kept],
         **account(parts),
         **facts,
     }
     if solution.choice is not None:
-        record["scale_choice"] = choice_entry(solution.choice)
+        record["scale_choice"] = solution.choice.record()
     if head:
         assert setup.calibration.heads is not None
         record["head"] = {"tensors": sorted(head), "classes": list(setup.calibration.heads.target.classes)}
@@ -219,6 +219,21 @@ def _result(
     fits, task = setup.change.fits_head, setup.change.task_type
     update = Update(target, done.task_vector, solution.scale, fits, task, parts)
     return Result(update, done.records, kept, config, record, setup)
+
+
+def _layer_entries(plan: Plan, layers: Iterable[LayerRecord]) -> list[dict[str, Any]]:
+    """The records of the layers, each with its role and block and the largest possible ranks of its maps."""
+    places = {
+        pair.target.name: {
+            "role": pair.target.role,
+            "stack": pair.target.stack,
+            "block": pair.target.block,
+            "width_in": min(pair.source.in_features, pair.target.in_features),
+            "width_out": min(pair.source.out_features, pair.target.out_features),
+        }
+        for pair in plan.pairs
+    }
+    return [{**asdict(layer), **places.get(layer.target, {})} for layer in layers]
 
 
 def _scored(config: MeasureConfig, tested: bool | None) -> bool | None:

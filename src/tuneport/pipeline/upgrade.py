@@ -38,7 +38,7 @@ from ..report.samples import shown
 from ..runtime.resume import Work
 from ..types import Events
 from .heads import before_port, with_teacher_scores
-from .record import conditions_of
+from .inputs import conditions_of
 from .result import Result
 from .run import state_file
 from .transfer import Setup, prepare, run
