@@ -1,7 +1,7 @@
 """The run record: its types and its JSON.
 
-A record is a plain dict of JSON values that the pipeline builds. `schema.json` is its JSON Schema. The tests make it
-from these types: `python tests/builders/record_schema.py > src/tuneport/report/schema.json`.
+A record is a plain dict of JSON values that the pipeline builds. `tools/record_schema.py` makes its JSON Schema from
+these types; a wheel has it as `schema.json`.
 """
 
 from __future__ import annotations

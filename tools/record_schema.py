@@ -1,6 +1,8 @@
 """The JSON Schema of tuneport.json, from the types of run records and the configs of commands. Needs pydantic.
 
-python tests/builders/record_schema.py > src/tuneport/report/schema.json
+python tools/record_schema.py
+
+A wheel has it as `tuneport/report/schema.json`.
 """
 
 from __future__ import annotations
