@@ -21,13 +21,13 @@ from tuneport.maps.procrustes import MapSolver
 from tuneport.maps.statistics import Key, S, Statistics
 from tuneport.measure.accuracy import encode_batches
 from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import MakeSum, measure_pairs
+from tuneport.measure.capture import MakeSum, Request, measure_pairs
 from tuneport.measure.objectives import forward_only
 from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS
 from tuneport.measure.tokens import Match, match_tokens
 from tuneport.models.base import Model
 from tuneport.pairing import LayerPair
-from tuneport.types import Completion, Loss, Progress
+from tuneport.types import Completion, Loss, Progress, Sides
 
 from .similarity import NAN, Similarity, TokenAgreement
 
@@ -91,18 +91,8 @@ def compare_layers(
     """
 
     def run(over: Iterable[Any], make_sum: MakeSum[S]) -> Mapping[Key, S]:
-        return measure_pairs(
-            source,
-            target,
-            pairs,
-            over,
-            signals=signals,
-            source_loss=source_loss,
-            target_loss=target_loss,
-            match=match,
-            progress=progress,
-            make_sum=make_sum,
-        ).covariances
+        losses, request = Sides(source_loss, target_loss), Request(signals, match, make_sum=make_sum)
+        return measure_pairs(Sides(source, target), pairs, over, losses, request, progress=progress).covariances
 
     def make_agreement(key: Key, source: int, target: int, _device: torch.device) -> TokenAgreement:
         return TokenAgreement(source, target, matrix=solver.solve([key])[key].matrix)
@@ -164,14 +154,11 @@ def measure_drift(
     for step, module in checkpoints:
         tuned = base.with_module(module)
         sums = measure_pairs(
-            base.module,
-            module,
+            Sides(base.module, module),
             _pair_equal_layers(tuned, base),
             _batches(base, data, batch_size),
-            signals=(INPUT,),
-            source_loss=forward_only(base),
-            target_loss=forward_only(tuned),
-            make_sum=lambda _key, source, target, _device: TokenAgreement(source, target),
+            Sides(forward_only(base), forward_only(tuned)),
+            Request((INPUT,), make_sum=lambda _key, source, target, _device: TokenAgreement(source, target)),
         ).covariances
         found += [
             Drift(step, layer.name, layer.role, layer.block, moved.direction, moved.magnitude)

@@ -24,12 +24,13 @@ from tuneport.pairing import (
     pair_layers,
     patch_resize,
 )
+from tuneport.types import Sides
 
 
 def plan_for(source: nn.Module, target: nn.Module, **options) -> Plan:
     source_side, target_side = find_layers(source, matrices=MATRICES), find_layers(target, matrices=MATRICES)
-    loose = {"source_loose": find_loose(source, source_side), "target_loose": find_loose(target, target_side)}
-    return pair_layers(source_side, target_side, **loose, **options)
+    loose = Sides(find_loose(source, source_side), find_loose(target, target_side))
+    return pair_layers(source_side, target_side, loose=loose, **options)
 
 
 def layer(role: str, block: int | None = 0, stack: str = "blocks", **options) -> Layer:
@@ -134,7 +135,7 @@ def test_target_layers_without_a_partner_are_kept_with_their_biases() -> None:
 
 def test_depths_may_be_given_where_only_some_blocks_changed() -> None:
     source, target = [layer("q", 1)], [layer("q", i) for i in range(4)]
-    plan = pair_layers(source, target, source_blocks={"blocks": 4})
+    plan = pair_layers(source, target, blocks=Sides({"blocks": 4}, {"blocks": 4}))
     assert partners(plan) == {"blocks.1.q.weight": "blocks.1.q.weight"}
     reasons = {entry.tensor: entry.reason for entry in plan.kept}
     assert reasons["blocks.3.q.weight"] == "source block 3 has no change in the role q"
@@ -225,8 +226,10 @@ def test_loose_tensors_pair_by_place_and_depth() -> None:
     plan = pair_layers(
         stack_of(3, "q"),
         stack_of(2, "q"),
-        source_loose=[loose(block, "norm1") for block in (0, 1, 2)] + [loose(None, "final")],
-        target_loose=[loose(block, "norm1") for block in (0, 1)] + [loose(None, "final"), loose(None, "extra")],
+        loose=Sides(
+            [loose(block, "norm1") for block in (0, 1, 2)] + [loose(None, "final")],
+            [loose(block, "norm1") for block in (0, 1)] + [loose(None, "final"), loose(None, "extra")],
+        ),
     )
     found = {pair.target.name: pair.source.name for pair in plan.loose}
     assert found == {

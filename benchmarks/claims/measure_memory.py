@@ -27,8 +27,9 @@ def one(samples: int) -> None:
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     from tuneport.layers import find_layers
-    from tuneport.measure.capture import measure_pairs
+    from tuneport.measure.capture import Request, measure_pairs
     from tuneport.pairing import pair_layers
+    from tuneport.types import Sides
 
     def tower(width: int) -> CLIPVisionModelWithProjection:
         return CLIPVisionModelWithProjection(
@@ -59,15 +60,8 @@ def one(samples: int) -> None:
 
     plan = pair_layers(find_layers(source), find_layers(target))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    measure_pairs(
-        source,
-        target,
-        plan.pairs,
-        batches(),
-        signals={"input", "output_gradient"},
-        source_loss=loss,
-        target_loss=loss,
-    )
+    request = Request({"input", "output_gradient"})
+    measure_pairs(Sides(source, target), plan.pairs, batches(), Sides(loss, loss), request)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"samples": samples, "before_kib": before, "peak_kib": peak}))
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .errors import PairingError, first_of
 from .layers import Layer, LooseTensor
+from .types import Sides
 
 DepthRule = Callable[[int, int, int], int]
 Roles = Mapping[str, str | None]
@@ -123,29 +124,28 @@ def pair_layers(
     source: Sequence[Layer],
     target: Sequence[Layer],
     *,
-    source_loose: Sequence[LooseTensor] = (),
-    target_loose: Sequence[LooseTensor] = (),
+    loose: Sides[Sequence[LooseTensor]] | None = None,
     roles: Roles | None = None,
     depth_rule: DepthRule = nearest_block,
     output_maps: Mapping[str, Tensor] | None = None,
-    source_blocks: Mapping[str, int] | None = None,
-    target_blocks: Mapping[str, int] | None = None,
+    blocks: Sides[Mapping[str, int]] | None = None,
 ) -> Plan:
     """Pair every target layer with a source layer and say what stays.
 
     Raises PairingError if a source role of a block has no place in the target: that part of the change would be lost.
 
     Args:
-        source, target, source_loose, target_loose: the layers and loose tensors of both models.
+        source, target: the layers of both models.
+        loose: their tensors outside layers.
         roles: source roles to target roles where names differ; None leaves a role behind.
         depth_rule: the source block for (target block, depth of the source, depth of the target).
         output_maps: fixed output maps of roles whose outputs are in one space, such as class logits.
-        source_blocks, target_blocks: the depth of each stack, if not all of its layers are given.
+        blocks: the depth of each stack in both models, if not all of its layers are given.
     """
-    roles = roles or {}
+    roles, loose = roles or {}, loose or Sides((), ())
     stacks = _pair_stacks(source, target)
     _check_roles(source, target, roles, stacks)
-    depth_a, depth_b = source_blocks or count_blocks(source), target_blocks or count_blocks(target)
+    depth_a, depth_b = blocks or (count_blocks(source), count_blocks(target))
     by_place = {(layer.stack, layer.block, roles.get(layer.role, layer.role)): layer for layer in source}
 
     def place(part: Layer | LooseTensor) -> tuple[str, int | None, str]:
@@ -167,9 +167,9 @@ def pair_layers(
         pairs.append(LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role)))
         if layer.bias is not None and partner.bias is None:
             kept.append(Kept(layer.bias, "the source layer has no bias"))
-    loose_at = {(part.stack, part.block, roles.get(part.role, part.role)): part for part in source_loose}
-    loose = [LoosePair(loose_at[place(part)], part) for part in target_loose if place(part) in loose_at]
-    kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in target_loose]
+    loose_at = {(part.stack, part.block, roles.get(part.role, part.role)): part for part in loose.source}
+    loose_pairs = [LoosePair(loose_at[place(part)], part) for part in loose.target if place(part) in loose_at]
+    kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in loose.target]
     used = {pair.source.name for pair in pairs}
     there = {layer.role for layer in target}
     dropped = [
@@ -190,7 +190,7 @@ def pair_layers(
         )
     _check_maps(pairs)
     kept, dropped = list(dict.fromkeys(kept)), list(dict.fromkeys(dropped))  # a fused bias is named once
-    return Plan(tuple(pairs), tuple(loose), tuple(kept), tuple(dropped), depth_a, depth_b, tuple(target))
+    return Plan(tuple(pairs), tuple(loose_pairs), tuple(kept), tuple(dropped), depth_a, depth_b, tuple(target))
 
 
 def check_pairs(pairs: Iterable[LayerPair]) -> None:

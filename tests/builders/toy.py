@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from tuneport.layers import TokenLayout, find_layers, find_loose
 from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.measure.tokens import match_tokens
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Sides
 
 
 class Attention(nn.Module):
@@ -96,8 +97,8 @@ def plan(source: ToyViT, target: ToyViT) -> Plan:
         find_layers(model, matrices=MATRICES, heads=model.blocks[0].attn.heads) for model in (source, target)
     )
     shared = {"classifier": torch.eye(source.classifier.out_features, dtype=torch.float64)}
-    loose = {"source_loose": find_loose(source, first), "target_loose": find_loose(target, second)}
-    return pair_layers(first, second, **loose, output_maps=shared)
+    loose = Sides(find_loose(source, first), find_loose(target, second))
+    return pair_layers(first, second, loose=loose, output_maps=shared)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -142,16 +143,8 @@ def problem(
         PairedBatch((resized(images, source.size), labels), (resized(images, target.size), labels))
         for images, labels in batches(count, classes=source.classifier.out_features)
     ]
-    statistics = measure_pairs(
-        source,
-        target,
-        between.pairs,
-        data,
-        signals=signals,
-        source_loss=loss,
-        target_loss=loss,
-        match=match_tokens(first, second),
-    )
+    request = Request(signals, match_tokens(first, second))
+    statistics = measure_pairs(Sides(source, target), between.pairs, data, Sides(loss, loss), request)
     changes = TaskVector.between(source.state_dict(), moved.state_dict())
     return Problem(between, changes, statistics, source.state_dict(), target.state_dict())
 

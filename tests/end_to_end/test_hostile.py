@@ -29,12 +29,13 @@ from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError, reraised
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.io.validate import check_finite
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.models.heads import read_head
 from tuneport.models.open import open_model, outline_model
 from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
+from tuneport.types import Sides
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -465,11 +466,9 @@ class TestNumbers:
         batches = [torch.ones(2, 3), torch.full((2, 3), float("inf"))]
         with pytest.raises(CaptureError, match=r"NaN or Inf in batch 1 at 0\.weight \(weight_gradient\)"):
             measure_pairs(
-                module,
-                module,
+                Sides(module, module),
                 [LayerPair(layer, layer)],
                 batches,
-                signals={"weight_gradient"},
-                source_loss=loss,
-                target_loss=loss,
+                Sides(loss, loss),
+                Request({"weight_gradient"}),
             )

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from builders.clip_twins import clip_twin, random_clip
 from builders.toy import ToyViT, batches, changed, finetuned, problem, twin
 from tuneport.layers import find_layers, find_loose
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.methods import METHODS, BilinearAlignment, Problem, Transfer
 from tuneport.pairing import pair_layers
 from tuneport.task_vectors.vector import TaskVector
-from tuneport.types import Completion
+from tuneport.types import Completion, Sides
 
 SHAPES = {
     "equal": {"heads": 2, "head_width": 4, "hidden": 20},
@@ -111,11 +111,11 @@ def test_a_clip_twin_answers_like_the_finetuned_source() -> None:
         assert float((logits(target, images, heads[id(target)]) - before).abs().max()) < 1e-4
     target_layers = find_layers(target)
     plan = pair_layers(
-        layers, target_layers, source_loose=find_loose(source, layers), target_loose=find_loose(target, target_layers)
+        layers, target_layers, loose=Sides(find_loose(source, layers), find_loose(target, target_layers))
     )
     method = METHODS["bico"]
     statistics = measure_pairs(
-        source, target, plan.pairs, batches(256), signals=method.signals, source_loss=loss, target_loss=loss
+        Sides(source, target), plan.pairs, batches(256), Sides(loss, loss), Request(method.signals)
     )
     answer = method.transfer(Problem(plan, TaskVector.between(source.state_dict(), moved.state_dict()), statistics))
     for record in answer.records:

@@ -19,12 +19,13 @@ from builders.toy import problem as toy_problem
 from builders.twins import moved
 from tuneport.layers import find_layers, find_loose
 from tuneport.maps.statistics import Statistics
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.methods import Problem
 from tuneport.methods.gradfix import GradFix
 from tuneport.methods.transfusion import TransFusion, match_weights
 from tuneport.pairing import pair_layers
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Sides
 
 WIDTH, HIDDEN, HEADS, DEPTH = 16, 24, 4, 3
 STACK = "vision_model.encoder.layers"
@@ -53,8 +54,7 @@ def pose(source: nn.Module, tuned: nn.Module, target: nn.Module) -> Problem:
     plan = pair_layers(
         source_side,
         target_side,
-        source_loose=find_loose(source, source_side),
-        target_loose=find_loose(target, target_side),
+        loose=Sides(find_loose(source, source_side), find_loose(target, target_side)),
     )
     vector = TaskVector.between(dict(source.named_parameters()), dict(tuned.named_parameters()))
     weights = (dict(model.named_parameters()) for model in (source, target))
@@ -262,16 +262,8 @@ def test_gradfix_masks_are_those_of_a_plain_loop(vote, fused: bool) -> None:
     data = batches(21, classes=5, batch=8)
     data = [(images.double(), labels) for images, labels in data]
     between = toy_plan(source, target)
-    statistics = measure_pairs(
-        source,
-        target,
-        between.pairs,
-        data,
-        signals={"weight_gradient"},
-        source_loss=loss,
-        target_loss=loss,
-        loose=[pair.target.name for pair in between.loose],
-    )
+    request = Request({"weight_gradient"}, loose=[pair.target.name for pair in between.loose])
+    statistics = measure_pairs(Sides(source, target), between.pairs, data, Sides(loss, loss), request)
     assert all(parameter.grad is None for parameter in target.parameters())
     vector = TaskVector.between(source.state_dict(), tuned.state_dict())
     answer = GradFix(vote=vote).transfer(Problem(between, vector, statistics)).task_vector

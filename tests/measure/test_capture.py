@@ -21,10 +21,11 @@ from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT, watch
 from tuneport.measure.tokens import TokenLimit, match_tokens
 from tuneport.pairing import LayerPair, pair_layers
+from tuneport.types import Sides
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 
@@ -41,16 +42,10 @@ def pairs_of(source: nn.Module, target: nn.Module) -> list[LayerPair]:
 
 
 def measured(source: nn.Module, target: nn.Module, data: list, signals: Any = BICO, **options: Any):
-    return measure_pairs(
-        source,
-        target,
-        options.pop("pairs", None) or pairs_of(source, target),
-        data,
-        signals=signals,
-        source_loss=options.pop("source_loss", squares),
-        target_loss=options.pop("target_loss", squares),
-        **options,
-    )
+    pairs = options.pop("pairs", None) or pairs_of(source, target)
+    losses = Sides(options.pop("source_loss", squares), options.pop("target_loss", squares))
+    heard = {name: options.pop(name) for name in ("progress", "start", "on_batch") if name in options}
+    return measure_pairs(Sides(source, target), pairs, data, losses, Request(signals, **options), **heard)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -452,9 +447,7 @@ def test_limited_covariances_sum_the_drawn_tokens() -> None:
 
     def measured(size: int) -> Statistics:
         samples = given(size)
-        return measure_pairs(
-            source, target, pairs, samples, signals=BICO, source_loss=loss, target_loss=loss, limit=limit
-        )
+        return measure_pairs(Sides(source, target), pairs, samples, Sides(loss, loss), Request(BICO, limit=limit))
 
     whole, parts = measured(12), measured(5)
     for key in whole:

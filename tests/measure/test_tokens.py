@@ -28,7 +28,7 @@ from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.measure.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
 from tuneport.models.open import describe_module, open_model
@@ -232,15 +232,8 @@ def statistics(job: Case, more: tuple[int, int] | None = None) -> Statistics:
             for side, count in zip((source, target), more, strict=True)
         ]
         batches.append(replace(padded(batch, more), match=match_spans(*longer)))
-    return measure_pairs(
-        job.source.module,
-        job.target.module,
-        job.plan.pairs,
-        batches,
-        signals=job.signals,
-        source_loss=job.losses.source,
-        target_loss=job.losses.target,
-    )
+    modules = Sides(job.source.module, job.target.module)
+    return measure_pairs(modules, job.plan.pairs, batches, job.losses, Request(job.signals))
 
 
 def assert_close(one: Statistics, other: Statistics, tolerance: float) -> None:
@@ -320,16 +313,9 @@ def test_one_tokenizer_for_both_models_gives_the_sums_without_spans(tmp_path: Pa
     assert all(bool(batch.target[0]["attention_mask"].all()) for batch in job.samples)
     by_spans = measured(job)
     plain = [replace(batch, match=None, part=None) for batch in job.samples]
-    by_place = measure_pairs(
-        job.source.module,
-        job.target.module,
-        job.plan.pairs,
-        plain,
-        signals={INPUT, OUTPUT_GRADIENT},
-        source_loss=job.losses.source,
-        target_loss=job.losses.target,
-        most_samples=job.measurement.samples_at_once,
-    )
+    modules = Sides(job.source.module, job.target.module)
+    request = Request({INPUT, OUTPUT_GRADIENT}, most_samples=job.measurement.samples_at_once)
+    by_place = measure_pairs(modules, job.plan.pairs, plain, job.losses, request)
     assert by_place.covariances.keys() == by_spans.covariances.keys() != set()
     for key, found in by_place.covariances.items():
         assert torch.equal(found.matrix, by_spans.covariances[key].matrix), key

@@ -24,6 +24,7 @@ from tuneport.models.open import describe_module
 from tuneport.pairing import pair_layers
 from tuneport.pipeline.plan import plan_of
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Sides
 
 SIZE = Size(width=24, depth=3, groups=4)
 IMAGES = {
@@ -220,7 +221,7 @@ def test_a_norm_over_all_heads_shares_their_space() -> None:
     module = transformers.Olmo2ForCausalLM(config)
     layers = find_layers(module, heads=4)
     found = find_loose(module, layers)
-    places = places_of(pair_layers(layers, layers, source_loose=found, target_loose=found))
+    places = places_of(pair_layers(layers, layers, loose=Sides(found, found)))
     norms = [part for part in found if part.name.endswith(("q_norm.weight", "k_norm.weight"))]
     assert len(norms) == 4
     assert [places.loose[part.name] for part in norms] == [(part.stack, TURNED, part.block) for part in norms]

@@ -24,7 +24,7 @@ from tuneport.config import PlanConfig
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers
 from tuneport.measure.batches import PairedBatch, move_batch
-from tuneport.measure.capture import measure_pairs
+from tuneport.measure.capture import Request, measure_pairs
 from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model
@@ -35,6 +35,7 @@ from tuneport.pipeline.samples import SCORED
 from tuneport.runtime.forecast import Forecast, LiveBytes
 from tuneport.runtime.passes import groups_of
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.types import Sides
 
 CPU = torch.device("cpu")
 BUDGET = 5 * 10**6  # bytes, fewer than both models take
@@ -89,12 +90,12 @@ def away(layers: Any, stay: int = 0) -> Placement:
 def test_offloaded_blocks_give_the_same_bits(signals: tuple[str, ...], only: int | None) -> None:
     source, target = ToyViT(), ToyViT(width=40, depth=3, fused=True)
     pairs = [pair for pair in plan(source, target).pairs if only is None or pair.target.block == only]
-    options = {"signals": signals, "source_loss": loss, "target_loss": loss}
+    options = Sides(loss, loss), Request(signals)
     data = batches(count=24, batch=8)
-    expected = measure_pairs(source, target, pairs, data, **options)
+    expected = measure_pairs(Sides(source, target), pairs, data, *options)
     held = {name: p.data_ptr() for name, p in target.named_parameters()}
     with placed(source, away(find_layers(source))), placed(target, away(find_layers(target), stay=1)):
-        found = measure_pairs(source, target, pairs, data, **options)
+        found = measure_pairs(Sides(source, target), pairs, data, *options)
     assert set(found.covariances) == set(expected.covariances)
     for key, covariance in expected.covariances.items():
         assert torch.equal(found.covariances[key].matrix, covariance.matrix)
@@ -116,10 +117,10 @@ def test_recomputed_blocks_use_no_cache_and_keep_autocast() -> None:
 
     data = texts(2, length=12)  # bfloat16 takes long on a CPU without units for it
     for each in (next_token, cast):
-        options = {"signals": ("input", "output_gradient"), "source_loss": each, "target_loss": each}
-        expected = measure_pairs(source, target, pairs, data, **options)
+        options = Sides(each, each), Request(("input", "output_gradient"))
+        expected = measure_pairs(Sides(source, target), pairs, data, *options)
         with placed(source, away(first.layers)), placed(target, away(second.layers)):
-            found = measure_pairs(source, target, pairs, data, **options)
+            found = measure_pairs(Sides(source, target), pairs, data, *options)
         for key, covariance in expected.covariances.items():
             assert torch.equal(found.covariances[key].matrix, covariance.matrix), key
     assert source.config.use_cache

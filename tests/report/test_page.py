@@ -419,12 +419,14 @@ class TestPlots:
         assert curves("t", {}, [], x_label="x") is None
 
     def test_powers_of_ten(self) -> None:
-        drawn = figure_html(curves("t", {"a": [1.0, 1e-3, 0.0]}, list("xyz"), x_label="x", logarithmic=True, low=1e-6))
+        drawn = figure_html(
+            curves("t", {"a": [1.0, 1e-3, 0.0]}, list("xyz"), x_label="x", logarithmic=True, ends=(1e-6, None))
+        )
         assert "0.00,0.00" in drawn
         assert "50.00,50.00" in drawn
 
     def test_scales_are_round_and_stand_at_their_lines(self) -> None:
-        drawn = figure_html(curves("t", {"a": [0.1, 0.646]}, list("xy"), x_label="x", low=0.0))
+        drawn = figure_html(curves("t", {"a": [0.1, 0.646]}, list("xy"), x_label="x", ends=(0.0, None)))
         assert re.findall(r'<span style="--y:([\d.]+)%">([\d.]+)</span>', drawn) == [
             ("100.00", "0"),
             ("75.00", "0.2"),

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 import torch
@@ -29,34 +30,13 @@ from .tokens import Match, TokenLimit, match_tokens
 MakeSum = Callable[[Key, int, int, torch.device], S]
 
 
-def measure_pairs(
-    source: nn.Module,
-    target: nn.Module,
-    pairs: Sequence[LayerPair],
-    batches: Iterable[Any],
-    *,
-    signals: Collection[str],
-    source_loss: Loss,
-    target_loss: Loss,
-    match: Match | None = None,
-    progress: Progress | None = None,
-    start: Statistics[S] | None = None,
-    on_batch: Callable[[Statistics[S]], None] | None = None,
-    limit: TokenLimit | None = None,
-    make_sum: MakeSum[S] | None = None,
-    most_samples: int | None = None,
-    loose: Sequence[str] = (),
-) -> Statistics[S]:
-    """Accumulate the statistics that `signals` name, for every pair, over all batches.
-
-    With forward signals only, no backward pass is run. A pair whose layers never run is absent from the result.
+@dataclass(frozen=True)
+class Request(Generic[S]):
+    """What to measure at every pair of layers, and how to add it up.
 
     Args:
-        batches: each is an input of the losses, or a PairedBatch if source and target read samples differently.
-        source_loss, target_loss: the sum over samples of the per-sample loss.
+        signals: by name.
         match: pairs the tokens of both models; a PairedBatch may bring its own.
-        start: statistics of earlier batches, which these batches continue.
-        on_batch: called after each batch with all statistics so far, valid until it returns.
         limit: caps the tokens that enter covariances.
         make_sum: called with ((target layer, signal), source width, target width, device); CrossCovariance by default.
         most_samples: the largest number of samples in one pass. A larger batch is run in parts, if `split_batch` can
@@ -64,12 +44,47 @@ def measure_pairs(
         loose: parameters of the target outside its layers whose gradients of each sample are added up too. Samples then
             pass one by one.
     """
+
+    signals: Collection[str]
+    match: Match | None = None
+    limit: TokenLimit | None = None
+    make_sum: MakeSum[S] | None = None
+    most_samples: int | None = None
+    loose: Sequence[str] = ()
+
+
+def measure_pairs(
+    modules: Sides[nn.Module],
+    pairs: Sequence[LayerPair],
+    batches: Iterable[Any],
+    losses: Sides[Loss],
+    request: Request[S],
+    *,
+    progress: Progress | None = None,
+    start: Statistics[S] | None = None,
+    on_batch: Callable[[Statistics[S]], None] | None = None,
+) -> Statistics[S]:
+    """Accumulate the statistics that a request names, for every pair, over all batches.
+
+    With forward signals only, no backward pass is run. A pair whose layers never run is absent from the result.
+
+    Args:
+        modules: both models.
+        pairs: the layers that are measured.
+        batches: each is an input of the losses, or a PairedBatch if source and target read samples differently.
+        losses: the sum over samples of the per-sample loss, for each model.
+        request: what is measured.
+        progress: called with the number of samples that were measured since the last call.
+        start: statistics of earlier batches, which these batches continue.
+        on_batch: called after each batch with all statistics so far, valid until it returns.
+    """
+    signals, (source, target) = request.signals, modules
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    make = make_sum or cast("MakeSum[S]", lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
-    accumulator = _Accumulator(pairs, signals, make, limit)
+    make = request.make_sum or cast("MakeSum[S]", lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
+    accumulator = _Accumulator(pairs, signals, make, request.limit)
     backward = bool(NEEDS_BACKWARD & set(signals))
-    parameters = {name: target.get_parameter(name) for name in loose}
+    parameters = {name: target.get_parameter(name) for name in request.loose}
     start = start or Statistics()
     samples, passes = start.samples, start.passes.get("forward", 0)
     sums = dict(start.covariances), dict(start.weight_gradients)
@@ -82,13 +97,13 @@ def measure_pairs(
     with frozen(source), frozen(target):
         for index, batch in enumerate(batches, start=passes):
             paired = batch if isinstance(batch, PairedBatch) else PairedBatch(batch, batch)
-            for part, size in split_batch(paired, 1 if parameters else most_samples):
+            for part, size in split_batch(paired, 1 if parameters else request.most_samples):
                 rows, layers = part.rows or size, accumulator.layers
-                accumulator.start(part.match or match or match_tokens(None, None), samples, size)
+                accumulator.start(part.match or request.match or match_tokens(None, None), samples, size)
                 if any(layers.source.values()):
-                    Recorder(source, layers.source, accumulator.keep, rows, backward).run(part.source, source_loss)
+                    Recorder(source, layers.source, accumulator.keep, rows, backward).run(part.source, losses.source)
                 with _gradients(parameters, accumulator.weight_gradients):
-                    Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, target_loss)
+                    Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, losses.target)
                 accumulator.finish(index)
                 samples += size
                 if progress is not None:

@@ -103,13 +103,11 @@ def plan_of(
         plan = pair_layers(
             source_layers,
             target_layers,
-            source_loose=source_loose,
-            target_loose=target_loose,
+            loose=Sides(source_loose, target_loose),
             roles=roles,
             depth_rule=depth_rule,
             output_maps=_class_map(source, target),
-            source_blocks=count_blocks(source.layers),
-            target_blocks=count_blocks(target.layers),
+            blocks=Sides(count_blocks(source.layers), count_blocks(target.layers)),
         )
     else:
         plan = _given(pairs, vector)

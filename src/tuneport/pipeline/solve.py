@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import TuneportError
+from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics
 from ..measure.batches import move_batch
-from ..measure.capture import measure_pairs
+from ..measure.capture import Request, measure_pairs
 from ..measure.measurement import Measurement
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
@@ -29,7 +30,7 @@ from ..runtime.distributed import gather_transfer, ranks, reduce_statistics, sha
 from ..runtime.passes import Passes, by_block, groups_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
-from ..types import Events, Progress, ScaleRule
+from ..types import Events, Progress, ScaleRule, Sides
 from .heads import measuring
 from .scale import Judge, ScaleChoice, choose_on_halves
 
@@ -243,24 +244,20 @@ def _measured(
     if limits.max_tokens is not None:
         first = measurement.target.layout is not None
         limit = TokenLimit(limits.max_tokens, len(measurement.samples), limits.seed, first=first, offset=before)
-    with placed(measurement.source.module, source), placed(measurement.target.module, target):
+    request: Request[CrossCovariance] = Request(
+        signals,
+        measurement.calibration.match,
+        limit,
+        # each part of a batch would fetch the weights again
+        most_samples=measurement.samples_at_once if target is None else None,
+        # the gradient of a weight that is fetched when it is used is not known
+        loose=[pair.target.name for pair in plan.loose] if WEIGHT_GRADIENT in signals and target is None else (),
+    )
+    modules = Sides(*(model.module for model in measurement.models))
+    with placed(modules.source, source), placed(modules.target, target):
+        batches = left if target is None else (move_batch(batch, target.device) for batch in left)
         return measure_pairs(
-            measurement.source.module,
-            measurement.target.module,
-            plan.pairs,
-            left if target is None else (move_batch(batch, target.device) for batch in left),
-            signals=signals,
-            source_loss=losses.source,
-            target_loss=losses.target,
-            match=measurement.calibration.match,
-            progress=progress,
-            start=earlier,
-            on_batch=keeper,
-            limit=limit,
-            # each part of a batch would fetch the weights again
-            most_samples=measurement.samples_at_once if target is None else None,
-            # the gradient of a weight that is fetched when it is used is not known
-            loose=[pair.target.name for pair in plan.loose] if WEIGHT_GRADIENT in signals and target is None else (),
+            modules, plan.pairs, batches, losses, request, progress=progress, start=earlier, on_batch=keeper
         )
 
 

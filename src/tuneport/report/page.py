@@ -100,7 +100,7 @@ def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
     agreement = {"held out": [mark["agreement"] for mark in marks]}
     shown = (("Distance from the teacher's answers", losses, None), ("Agreement with the teacher", agreement, 1.0))
     drawn = [
-        curves(title, lines, [f"step {step}" for step in steps], x_label="steps", at=steps or None, low=0.0, high=high)
+        curves(title, lines, [f"step {step}" for step in steps], x_label="steps", at=steps or None, ends=(0.0, high))
         for title, lines, high in shown
     ]
     return [figure for figure in drawn if figure is not None]

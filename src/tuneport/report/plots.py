@@ -23,8 +23,7 @@ def curves(
     x_label: str,
     at: Sequence[float] | None = None,
     marked: int | None = None,
-    low: float | None = None,
-    high: float | None = None,
+    ends: tuple[float | None, float | None] = (None, None),
     logarithmic: bool = False,
 ) -> Figure | None:
     """Lines over labels; None if there is no number to draw. Lines without a number are left out.
@@ -34,8 +33,7 @@ def curves(
         x_label: What the labels are.
         at: The place of each label on an axis with ticks; evenly spaced and without ticks if None.
         marked: The number of a label to mark.
-        low: The lower end of the scale; the smallest value if None.
-        high: The upper end of the scale; the largest value if None.
+        ends: The ends of the scale; the smallest and the largest value where they are None.
         logarithmic: Use a scale of powers of ten.
     """
     shown = {name: values for name, values in lines.items() if any(map(is_finite, values))}
@@ -43,8 +41,8 @@ def curves(
         return None
     scale = (lambda value: math.log10(max(value, 1e-16))) if logarithmic else float
     numbers = [scale(value) for values in shown.values() for value in values if is_finite(value)]
-    bottom = min(numbers) if low is None else scale(low)
-    top = max(numbers) if high is None else scale(high)
+    bottom = min(numbers) if ends[0] is None else scale(ends[0])
+    top = max(numbers) if ends[1] is None else scale(ends[1])
     marks = round_ticks(bottom, top)
     if logarithmic:  # whole powers only
         marks = sorted({float(math.floor(mark)) for mark in marks[:-1]} | {float(math.ceil(marks[-1]))})

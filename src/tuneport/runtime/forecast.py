@@ -28,7 +28,7 @@ from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
 from ..maps.statistics import Key
 from ..measure.batches import PairedBatch, move_batch, split_batch
-from ..measure.capture import measure_pairs
+from ..measure.capture import Request, measure_pairs
 from ..measure.measurement import Measurement
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -239,17 +239,8 @@ class Forecast:
                 stack.enter_context(placed(module, replace(placement, device=torch.device("meta"), home=None)))
             stack.enter_context(OnMeta())
             live = stack.enter_context(LiveBytes())
-            found = measure_pairs(
-                modules.source,
-                modules.target,
-                pairs,
-                [self.batch],
-                signals=measurement.signals,
-                source_loss=measurement.calibration.losses.source,
-                target_loss=measurement.calibration.losses.target,
-                limit=limit,
-                make_sum=make_sum,
-            )
+            request = Request(measurement.signals, limit=limit, make_sum=make_sum)
+            found = measure_pairs(modules, pairs, [self.batch], measurement.calibration.losses, request)
         return dict(found.covariances), live.peak
 
 
