@@ -25,7 +25,7 @@ from tuneport.config import (
     reference,
     repeat_command,
 )
-from tuneport.errors import DataError, OptionError, TuneportError
+from tuneport.errors import OptionError, TuneportError
 
 CONFIGS: tuple[type[Config], ...] = (
     UpgradeConfig,
@@ -118,7 +118,7 @@ class TestRefusals:
             TransferConfig.of(head_fit="x")
 
     def test_labels_that_are_not_used(self) -> None:
-        with pytest.raises(DataError, match="`shots` needs them"):
+        with pytest.raises(OptionError, match="`shots` needs them"):
             TransferConfig.of(labels="source", shots=3)
 
     @pytest.mark.parametrize("name", ["rank", "energy", "uniform_rank", "adapter_dtype"])

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, ge
 
 from typing_extensions import Self
 
-from .errors import DataError, OptionError, TuneportError, unknown_name
+from .errors import OptionError, TuneportError, unknown_name
 from .types import OutputFormat, ScaleRule
 
 INPUTS = "Options"
@@ -90,7 +90,7 @@ def parse_bytes(size: int | str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     count = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
     if count < 1:
-        raise TuneportError(f"`memory_budget` must be a size such as 8GiB or 500MB, got {size!r}.")
+        raise OptionError(f"`memory_budget` must be a size such as 8GiB or 500MB, got {size!r}.")
     return count
 
 
@@ -102,7 +102,7 @@ def parse_columns(given: str) -> dict[str, str]:
     """
     pairs = [part.partition("=") for part in str(given).split(",")]
     if not all(name and own for name, _, own in pairs):
-        raise TuneportError(f"`columns` is {given!r}; expected NAME=COLUMN, such as text=sentence,label=y.")
+        raise OptionError(f"`columns` is {given!r}; expected NAME=COLUMN, such as text=sentence,label=y.")
     return {name.strip(): own.strip() for name, _, own in pairs}
 
 
@@ -114,7 +114,7 @@ def parse_roles(given: Sequence[str]) -> dict[str, str | None]:
     """
     pairs = [text.partition("=") for text in given]
     if wrong := [role for role, mark, _ in pairs if not mark]:
-        raise TuneportError(f"`roles` takes SOURCE=TARGET, such as up=fc1, got {wrong[0]!r}.")
+        raise OptionError(f"`roles` takes SOURCE=TARGET, such as up=fc1, got {wrong[0]!r}.")
     return {role: None if other == "none" else other for role, _, other in pairs}
 
 
@@ -125,9 +125,9 @@ def parse_scale(scale: float | str) -> float | ScaleRule:
     try:
         number = float(scale)
     except ValueError:
-        raise TuneportError(f"`scale` must be a number, auto or safe, got {scale!r}.") from None
+        raise OptionError(f"`scale` must be a number, auto or safe, got {scale!r}.") from None
     if not math.isfinite(number):
-        raise TuneportError(f"`scale` must be a finite number, auto or safe, got {scale}.")
+        raise OptionError(f"`scale` must be a finite number, auto or safe, got {scale}.")
     return number
 
 
@@ -136,7 +136,7 @@ def parse_weights(given: float | str) -> tuple[float, ...]:
     try:
         return tuple(float(word) for word in str(given).split(","))
     except ValueError:
-        raise TuneportError(f"`weights` must be numbers separated by commas, got {given!r}.") from None
+        raise OptionError(f"`weights` must be numbers separated by commas, got {given!r}.") from None
 
 
 def parse_seconds(given: str | int) -> int:
@@ -235,20 +235,22 @@ class Declared:
         """Check each value against its bounds and choices.
 
         Raises:
-            OptionError: for the first value that is not allowed.
+            OptionError: for all values that are not allowed.
         """
-        types = self.value_types()
+        types, wrong = self.value_types(), []
         for item, about in self.options():
             value = getattr(self, item.name)
             if value is None or about.python:
                 continue
             choices = about.choices or (get_args(types[item.name]) if get_origin(types[item.name]) is Literal else ())
             if choices and isinstance(value, str) and value not in choices:
-                raise OptionError(unknown_name(item.name.rstrip("_"), value, choices))
+                wrong.append(unknown_name(item.name.rstrip("_"), value, choices))
             if about.least is not None and isinstance(value, (int, float)) and value < about.least:
-                raise OptionError(f"`{item.name}` must be at least {about.least:g}, got {value}.")
+                wrong.append(f"`{item.name}` must be at least {about.least:g}, got {value}.")
             if about.most is not None and isinstance(value, (int, float)) and value > about.most:
-                raise OptionError(f"`{item.name}` must be at most {about.most:g}, got {value}.")
+                wrong.append(f"`{item.name}` must be at most {about.most:g}, got {value}.")
+        if wrong:
+            raise OptionError(" ".join(wrong))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -268,13 +270,22 @@ class Config(Declared):
         for name in given:
             if name not in known:
                 raise TuneportError(unknown_name("option", name, known))
+        read, wrong = {}, []
         for name, value in given.items():
             form = known[name].text
             words = form is not None and form.repeated and isinstance(value, (list, tuple))
-            if form is not None and (words or isinstance(value, (str, int, float))):
-                given[name] = form.parse(value)
-        config = cls(**given)
-        config.check()
+            try:
+                is_text = form is not None and (words or isinstance(value, (str, int, float)))
+                read[name] = form.parse(value) if form is not None and is_text else value
+            except OptionError as error:
+                wrong.append(str(error))
+        config = cls(**read)
+        try:
+            config.check()
+        except OptionError as error:
+            wrong.append(str(error))
+        if wrong:
+            raise OptionError(" ".join(wrong))
         return config
 
 
@@ -334,7 +345,7 @@ def _plain(value: Any) -> Any:
 
 DATA = partial(option, None, help="Samples: folder, table, .npz, TASK:PATH.", group=INPUTS)
 OUT = partial(option, help="Where the result goes.", group=INPUTS)
-COUNT = partial(option, None, help="Number of samples (default: 100).", metavar="N")
+COUNT = partial(option, None, help="Number of samples (default: 100).", metavar="N", least=1)
 SAMPLER = partial(option, "random", help="random or class_balanced.", group=SAMPLES, metavar="NAME")
 SEED = partial(option, 0, help="Seed of the draw.", group=SAMPLES, least=0, most=2**63 - 1)
 NAMED = partial(
@@ -348,7 +359,12 @@ RANK = partial(option, None, help="Adapter: cut updates to this rank.", least=1)
 ENERGY = partial(option, None, help="Adapter: keep this share of each |tau|².", group=OUTPUT, listed=False)
 UNIFORM_RANK = partial(option, False, help="Adapter: pad all layers to one rank.", group=OUTPUT, listed=False)
 ADAPTER_DTYPE = partial(
-    option, "float32", help="Adapter: stored as float32, bfloat16 or float16.", group=OUTPUT, listed=False
+    option,
+    "float32",
+    help="Adapter: stored as float32, bfloat16 or float16.",
+    group=OUTPUT,
+    listed=False,
+    choices=("float32", "bfloat16", "float16"),
 )
 OVERWRITE = partial(option, False, help="Replace an existing output.", control=True, recorded=False)
 RESUME = partial(
@@ -365,7 +381,14 @@ SAVE_EVERY = partial(
     recorded=False,
 )
 DEVICE = partial(option, "auto", help="cpu, cuda, cuda:1, ...", group=MACHINE, metavar="NAME")
-DTYPE = partial(option, "float32", help="What models run in: bfloat16, ...", group=MACHINE, metavar="NAME")
+DTYPE = partial(
+    option,
+    "float32",
+    help="What models run in: bfloat16, ...",
+    group=MACHINE,
+    metavar="NAME",
+    choices=("float32", "float64", "bfloat16", "float16"),
+)
 REMOTE_CODE = partial(option, False, help="Allow custom code from the checkpoint.", group=MACHINE, control=True)
 
 
@@ -400,7 +423,7 @@ class MeasureConfig(Config):
     method: str | Any = option("bico", help="See 'tuneport methods'.", metavar="NAME")
     samples: int | None = COUNT()
     scale: float | ScaleRule | None = option(None, help="Strength: a number, auto or safe.", text=SCALE, metavar="X")
-    shots: int | None = option(None, help="Per class, instead of --samples.", group=SAMPLES)
+    shots: int | None = option(None, help="Per class, instead of --samples.", group=SAMPLES, least=1)
     sampler: str = SAMPLER()
     seed: int = SEED()
     columns: Mapping[str, str] | None = NAMED()
@@ -438,9 +461,13 @@ class MeasureConfig(Config):
 
     def check(self) -> None:
         super().check()
+        if self.samples is not None and self.shots is not None:
+            raise OptionError(
+                f"asked for {self.samples} samples and for {self.shots} shots; pass `samples` or `shots`, not both."
+            )
         if self.labels == "source" and (self.shots is not None or self.sampler == "class_balanced"):
             need = "`shots` needs" if self.shots is not None else f"sampler '{self.sampler}' needs"
-            raise DataError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
+            raise OptionError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -475,7 +502,7 @@ class TransferConfig(MeasureConfig):
         super().check()
         check_adapter_options(self)
         if self.distill is not None and self.as_ == "adapter" and self.rank is None:
-            raise TuneportError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
+            raise OptionError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -487,6 +514,11 @@ class PlanConfig(MeasureConfig):
     layers: bool = option(False, help="Show every layer.", control=True)
     shapes_only: bool = option(False, help="Read config.json only; needs --memory-budget.", control=True)
     length: int = option(256, help="With --shapes-only: tokens per text.", least=1, listed=False)
+
+    def check(self) -> None:
+        super().check()
+        if self.shapes_only and self.memory_budget is None:
+            raise OptionError("a plan for devices needs `memory_budget`, the memory of one device.")
 
 
 ROUTES = ("copy", "port", "distill")  # cheap to dear
@@ -528,7 +560,7 @@ class UpgradeConfig(Config):
             if name not in ROUTES:
                 raise OptionError(unknown_name("route", name, ROUTES))
         if self.as_ == "task-vector" and "distill" in self.routes:
-            raise TuneportError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
+            raise OptionError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -566,7 +598,7 @@ class DistillConfig(Config):
     def check(self) -> None:
         super().check()
         if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
-            raise TuneportError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
+            raise OptionError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -589,7 +621,7 @@ class EvaluateConfig(Config):
     )
     by_class: bool = option(False, help="Also show the accuracy of each class.", control=True)
     head: str | None = HEAD()
-    samples: int | None = option(None, help="Linear probe: training samples (default: all).", group=SAMPLES)
+    samples: int | None = option(None, help="Linear probe: training samples (default: all).", group=SAMPLES, least=1)
     seed: int = SEED()
     columns: Mapping[str, str] | None = NAMED()
     max_length: int | None = MAX_LENGTH()
@@ -601,7 +633,7 @@ class EvaluateConfig(Config):
         super().check()
         if self.samples is not None and self.protocol != "linear-probe":
             words = f"{self.protocol} scores" if self.protocol else "the others score"
-            raise TuneportError(f'`samples` goes with `protocol="linear-probe"`; {words} the whole test split.')
+            raise OptionError(f'`samples` goes with `protocol="linear-probe"`; {words} the whole test split.')
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -641,6 +673,11 @@ class ApplyConfig(Config):
     scale: float = option(1.0, help="Strength of the change.")
     overwrite: bool = OVERWRITE()
 
+    def check(self) -> None:
+        super().check()
+        if not math.isfinite(self.scale):
+            raise OptionError(f"`scale` must be a finite number, got {self.scale}.")
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergeInputs(Declared):
@@ -676,6 +713,8 @@ class MergeConfig(Config):
     def check(self) -> None:
         super().check()
         check_adapter_options(self)
+        if not 0 < self.density <= 1:
+            raise OptionError(f"`density` must be above 0 and at most 1, got {self.density:g}.")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -699,9 +738,13 @@ def check_adapter_options(config: TransferConfig | MergeConfig) -> None:
     """Refuse options of an adapter where none is written."""
     shape = (config.rank, config.energy, config.uniform_rank, config.adapter_dtype)
     if config.as_ != "adapter" and shape != (None, None, False, "float32"):
-        raise TuneportError(
+        raise OptionError(
             '`rank`, `energy`, `uniform_rank` and `adapter_dtype` shape an adapter; they go with `as_="adapter"`.'
         )
+    if config.rank is not None and config.energy is not None:
+        raise OptionError("pass either `rank` or `energy` for an adapter, not both.")
+    if config.energy is not None and not 0 < config.energy <= 1:
+        raise OptionError(f"`energy` must be above 0 and at most 1, got {config.energy:g}.")
 
 
 def reference(*classes: type[Declared]) -> str:

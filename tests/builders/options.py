@@ -29,10 +29,13 @@ OTHER: dict[str, Any] = {  # another value for each option that has no obvious o
     "learning_rate": 0.25,
     "routes": ("copy", "port"),
     "time": 600,
+    "dtype": "bfloat16",
+    "adapter_dtype": "float16",
 }
 WITH: dict[str, dict[str, Any]] = {  # options that go with another one
     **{name: {"as_": "adapter"} for name in ("rank", "energy", "uniform_rank", "adapter_dtype")},
     "samples": {"protocol": "linear-probe"},
+    "shapes_only": {"memory_budget": 2**30},
 }
 NUMBERS = (
     "samples",
@@ -53,7 +56,7 @@ def other_value(name: str, default: Any) -> Any:
     if isinstance(default, bool) or name == "evaluate":
         return not default
     if isinstance(default, (int, float)):
-        return default + 1
+        return default / 2 if name == "density" else default + 1
     return OTHER.get(name, 9 if default is None and name in NUMBERS else "word")
 
 

@@ -51,7 +51,7 @@ class TestTransfer:
 
     def test_an_adapter_without_a_rank_is_refused(self, run: Run, zoo: Zoo, place: Path) -> None:
         refused = run(*options(zoo, "--as", "adapter", "--energy", 1, "--out", place / "out"))
-        assert_refused(refused, 1, "a distilled adapter is a LoRA of one rank: pass --rank R")
+        assert_refused(refused, 2, "a distilled adapter is a LoRA of one rank: pass --rank R")
 
 
 @pytest.mark.parametrize("command", [options, alone])

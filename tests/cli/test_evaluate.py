@@ -82,11 +82,12 @@ class TestEvaluate:
             ((model, "--data", tmp_path / "animals.npz"), ("unknown to the head: gnu",)),
             ((model, "--data", tmp_path / "nothing"), ("no data at",)),
             ((tmp_path / "nothing", "--data", data), ("there is no model at",)),
-            ((model, "--data", data, "--protocol", "linear-probe", "--samples", "0"), ("at least 1 in --samples",)),
             ((model, "--data", data, "--protocol", "linear-probe", "--samples", "99"), ("lower --samples",)),
         ]
         for arguments, words in expected:
             assert_refused(run("evaluate", *arguments), 1, *words)
+        none = run("evaluate", model, "--data", data, "--protocol", "linear-probe", "--samples", "0")
+        assert_refused(none, 2, "--samples must be at least 1, got 0")
         unknown = run("evaluate", model, "--data", data, "--protocol", "zeroshot")
         assert_refused(unknown, 2, "unknown protocol 'zeroshot'", "Did you mean")
 

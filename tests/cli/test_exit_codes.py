@@ -36,7 +36,8 @@ class TestExitCodes:
     def test_wrong_usage_is_2(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
         monkeypatch.chdir(tmp_path)
         done = run(*words)
-        assert_refused(done, 2, "Usage")
+        assert_refused(done, 2)
+        assert "Usage" in done.err or done.err.startswith("OptionError: ")
         assert list(tmp_path.iterdir()) == []
 
     def test_an_error_in_a_process_of_its_own(self, zoo: Zoo, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class TestExtractAndApply:
     def test_a_scale_that_is_no_number(self, run: Run, zoo: Zoo, place: Path, scale: str) -> None:
         tau = place / "tau.safetensors"
         assert run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", tau).code == 0
-        assert_refused(run("apply", tau, zoo["vit-base"], "-o", place / "out", "--scale", scale), 1, "finite number")
+        assert_refused(run("apply", tau, zoo["vit-base"], "-o", place / "out", "--scale", scale), 2, "finite number")
         assert [file.name for file in place.iterdir()] == ["tau.safetensors"]
 
     def test_bad_input(self, run: Run, zoo: Zoo, tmp_path: Path, place: Path) -> None:

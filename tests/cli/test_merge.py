@@ -85,11 +85,11 @@ def test_task_vectors_need_no_base(run: Run, zoo: Zoo, place: Path) -> None:
 
 def test_bad_input(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
     out = ["--out", place / "out.safetensors"]
-    assert_refused(run("merge", *loras, "--weights", "1", *out), 1, "2 task vectors and 1 --weights")
-    assert_refused(run("merge", *loras, "--weights", "a,b", *out), 1, "--weights must be numbers separated by commas")
+    assert_refused(run("merge", *loras, "--weights", "1", *out), 2, "2 fine-tunes and 1 --weights")
+    assert_refused(run("merge", *loras, "--weights", "a,b", *out), 2, "--weights must be numbers separated by commas")
     assert_refused(run("merge", *loras, "--rule", "mean", *out), 2, "unknown rule 'mean'")
-    assert_refused(run("merge", *loras, "--density", "0", "--rule", "dare", *out), 1, "--density must be above 0")
-    assert_refused(run("merge", *loras, "--rank", "2", *out), 1, "they go with --as adapter")
+    assert_refused(run("merge", *loras, "--density", "0", "--rule", "dare", *out), 2, "--density must be above 0")
+    assert_refused(run("merge", *loras, "--rank", "2", *out), 2, "they go with --as adapter")
     models = [zoo["vit-tuned"], zoo["vit-tuned"]]
     assert_refused(run("merge", *models, *out), 1, "the base that was fine-tuned is not known: pass it as --base.")
     assert run("merge", *models, "--base", zoo["vit-base"], *out).code == 0

@@ -113,8 +113,8 @@ def test_usage_is_checked_before_libraries_are_loaded(
     for name in ("torch", "tuneport.runtime.distributed", "tuneport.pipeline.run"):
         monkeypatch.setitem(sys.modules, name, None)  # to import it is an error
     out = place / "new" if more else place
-    done = run("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--out", out, *more)
-    assert_refused(done, 1, "they go with --as adapter" if more else "exists already")
+    done = run("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--data", "d", "--out", out, *more)
+    assert_refused(done, 2 if more else 1, "they go with --as adapter" if more else "exists already")
 
 
 def test_progress_is_told_where_there_is_no_terminal(

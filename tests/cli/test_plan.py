@@ -99,7 +99,7 @@ class TestPlan:
         text = " ".join(run("plan", "--help").out.replace("│", " ").split())
         assert "Read config.json only; needs --memory-budget." in text
         done = run("plan", "--source", zoo["vit-base"], "--target", zoo["vit-target"], "--shapes-only")
-        assert done.code == 1
+        assert_refused(done, 2, "needs --memory-budget")
 
 
 def test_statistics_that_do_not_fit_are_measured_in_several_runs(

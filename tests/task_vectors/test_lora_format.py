@@ -309,12 +309,12 @@ def test_errors_come_before_any_work(zoo: Zoo, lora: Path, tmp_path: Path, capsy
         ),
         (
             ["--as", "adapter", "--adapter-dtype", "int8"],
-            "--adapter-dtype must be one of float32, bfloat16, float16, got 'int8'",
+            "unknown adapter_dtype 'int8'. Known: bfloat16, float16, float32.",
         ),
         (["--as", "adapter", "--rank", "3", "--energy", "0.9"], "either --rank or --energy"),
         (["--as", "adapter", "--energy", "1.5"], "above 0 and at most 1, got 1.5"),
     ):
-        assert run("transfer", *inputs(zoo, lora), *out, *words) == 1
+        assert run("transfer", *inputs(zoo, lora), *out, *words) == 2
         assert message in " ".join(capsys.readouterr().err.split())
     tuned = zoo["clip_vision-tuned"]
     assert run("transfer", *inputs(zoo, tuned), *out, "--as", "adapter") == 1

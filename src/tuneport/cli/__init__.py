@@ -37,7 +37,7 @@ from ..config import (
     TransferInputs,
     UpgradeConfig,
 )
-from ..errors import TuneportError, brief, lacks_memory
+from ..errors import OptionError, TuneportError, brief, lacks_memory
 from .command import Run, command
 from .interrupts import stopped_by_signals
 from .models import apply, distill, evaluate, extract, merge
@@ -50,6 +50,8 @@ from .upgrade import upgrade
 LESS_MEMORY = (
     'Pass a `memory_budget`, a smaller `batch_size` or `max_tokens`, or `dtype="bfloat16"`, if the command has them.'
 )
+
+USAGE = 2  # the exit code of a wrong command line
 
 
 class Commands(TyperGroup):
@@ -94,8 +96,17 @@ COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], str]] = {
     methods: (None, Config, "methods"),
     demo: (DemoInputs, DemoConfig, "demo"),
 }
+
+
+def check(inputs: Declared | None, config: Config) -> None:
+    """Refuse a wrong command line."""
+    from .checks import check_command
+
+    check_command(inputs, config)
+
+
 for run, (inputs, config, example) in COMMANDS.items():
-    app.command(epilog=f"Example: tuneport {example}")(command(run, inputs, config))
+    app.command(epilog=f"Example: tuneport {example}")(command(run, inputs, config, check))
 
 
 @cache
@@ -138,4 +149,5 @@ def main() -> None:
             said, mark, _ = brief(error).partition(" is free")
             fail("OutOfMemoryError", f"{said}{mark}. {LESS_MEMORY}")
         advice = " (unexpected: run tuneport --debug ... for the traceback and report it)"
-        fail(type(error).__name__, f"{error}{'' if isinstance(error, TuneportError) else advice}")
+        text = f"{error}{'' if isinstance(error, TuneportError) else advice}"
+        fail(type(error).__name__, text, USAGE if isinstance(error, OptionError) else 1)

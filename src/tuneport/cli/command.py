@@ -13,13 +13,12 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from ..config import INPUTS, MACHINE, OUTPUT, SAMPLES, TASK, USUAL, Config, Declared, Option, flags_of
-from ..errors import OptionError
-from .terminal import as_options
 
 GROUPS = (INPUTS, USUAL, SAMPLES, TASK, MACHINE, OUTPUT)  # in the order of the help
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "PATH", bool: " "}  # what stands for a value in the help
 PLAIN = (int, float, bool, str)
 Run = Callable[..., None]
+Check = Callable[[Declared | None, Config], None]
 
 JSON = inspect.Parameter(
     "json",
@@ -31,13 +30,14 @@ JSON = inspect.Parameter(
 )
 
 
-def command(run: Run, inputs: type[Declared] | None, config: type[Config]) -> Run:
+def command(run: Run, inputs: type[Declared] | None, config: type[Config], check: Check = lambda *_: None) -> Run:
     """Make a function for typer that calls `run(inputs, config, json=...)`.
 
     Args:
         run: the command; its docstring is the first line of the help.
         inputs: the class of its inputs, if it has any.
         config: the class of its options.
+        check: refuses what is given before `run` loads heavy libraries.
     """
     classes = [cls for cls in (inputs, config) if cls is not None]
     declared = [(cls, item, about) for cls in classes for item, about in cls.options() if not about.python]
@@ -47,15 +47,9 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config]) -> Ru
     parameters.insert(usual, JSON)
 
     def called(**given: Any) -> None:
-        try:
-            made = config.of(**_given(config, given))
-        except OptionError as error:
-            raise typer.BadParameter(as_options(str(error))) from error
-        if "out" in given and "overwrite" in given:  # refused before any heavy library is loaded
-            from ..io.output import check_absent
-
-            check_absent(given["out"], given["overwrite"] or given.get("resume", False))
-        run(*(() if inputs is None else (inputs(**_given(inputs, given)),)), made, json=given["json"])
+        made, read = config.of(**_given(config, given)), None if inputs is None else inputs(**_given(inputs, given))
+        check(read, made)
+        run(*(() if read is None else (read,)), made, json=given["json"])
 
     called.__name__ = run.__name__
     called.__doc__ = inspect.getdoc(run)

@@ -65,11 +65,11 @@ def note(text: str) -> None:
     tell(f"note: {as_options(text)}")
 
 
-def fail(kind: str, text: str) -> None:
-    """One line on stderr that says what went wrong, with options for parameters; exit code 1."""
+def fail(kind: str, text: str, code: int = 1) -> None:
+    """One line on stderr that says what went wrong, with options for parameters; then exit."""
     err_console.print(f"[red]{kind}:[/red] ", end="")
     tell(as_options(text))
-    sys.exit(1)
+    sys.exit(code)
 
 
 def as_options(text: str) -> str:

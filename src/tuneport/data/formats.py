@@ -26,6 +26,8 @@ from .tables import from_table, renamed
 
 Reader = Callable[[Path, Split], Table]
 
+FIRST = 1000  # rows of a large table that are looked at before it is read
+
 _TEXTS: dict[str, Parser] = {
     ".jsonl": json_lines,
     ".json": json_list,
@@ -83,6 +85,17 @@ def read_plain(
     with reading(path):
         data = from_table(renamed(reader(path, split), columns or {}, path), path, split, labelled=labelled)
     return replace(data, name=_name(path))
+
+
+def check_start(path: Path, columns: Mapping[str, str] | None = None) -> None:
+    """Raise a DataError if the first rows of a text table cannot be read; other formats are not looked at."""
+    parse = _TEXTS.get(_suffix(path.name).removesuffix(".gz"))
+    if parse is None:
+        return
+    with reading(path):
+        table = renamed(read_rows(parse, path, "train", most=FIRST), columns or {}, path)
+        kept = {name: column for name, column in table.columns.items() if name != "split"}
+        from_table(replace(table, columns=kept), path, "train", labelled=False)
 
 
 def _name(path: Path) -> str:

@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,12 @@ class _Text:
 Parser = Callable[[_Text], Iterator[tuple[Iterable[str], str]]]  # names of columns that a row has, and its JSON text
 
 
-def read_rows(parse: Parser, path: Path, _split: Split) -> Table:
-    """Read a text table."""
+def read_rows(parse: Parser, path: Path, _split: Split, most: int | None = None) -> Table:
+    """Read a text table, or its first rows."""
     rows: list[bytes] = []
     names: dict[str, None] = {}
     with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
-        for found, text in parse(_Text(file, path)):
+        for found, text in islice(parse(_Text(file, path)), most):
             names.update(dict.fromkeys(found))
             if len(names) > MOST_COLUMNS:
                 raise DataError(f"{path} is refused: it has more than {MOST_COLUMNS} columns.")

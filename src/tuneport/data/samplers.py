@@ -6,7 +6,6 @@ and take the first N, so with one seed a small draw is a prefix of a larger one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from ..errors import DataError, first_of, unknown_name
+from ..errors import DataError, unknown_name
 from .dataset import Dataset
-
-DEFAULT_SAMPLES = 100
+from .draws import count_drawn
 
 SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tensor]
 
@@ -98,21 +96,16 @@ def select(
     """
     if sampler not in SAMPLERS:
         raise DataError(unknown_name("sampler", sampler, SAMPLERS))
-    if samples is not None and shots is not None:
-        raise DataError(f"asked for {samples} samples and for {shots} shots; pass `samples` or `shots`, not both.")
     chosen = SAMPLERS[sampler]
-    if dataset.labels is None and (shots is not None or chosen.needs_labels):
-        need = "`shots`" if shots is not None else f"sampler '{sampler}'"
-        expected = f"expected a label per sample for {need}"
-        raise DataError(f"{dataset} has no labels; {expected}. Use `samples` and the sampler random.")
-    if shots is None:
-        count = min(DEFAULT_SAMPLES, max(len(dataset), 1)) if samples is None else samples
-        if count <= 0:
-            raise DataError(f"asked for {count} samples; expected at least 1 in `samples`.")
-        if count > len(dataset):
-            raise DataError(f"asked for {count} samples but {dataset} has {len(dataset)}; lower `samples`.")
-    else:
-        count = _check_shots(dataset, shots, sampler)
+    if shots is not None:
+        fitting = [name for name, known in SAMPLERS.items() if known.balanced or name == "random"]
+        if sampler not in fitting:
+            raise DataError(
+                f"`shots` takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
+            )
+    need = f"sampler '{sampler}'" if chosen.needs_labels else None
+    count = count_drawn(dataset, samples, shots, labels_for=need)
+    if shots is not None:
         chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
     points = None
     if chosen.needs_features:
@@ -127,22 +120,3 @@ def select(
     labels = torch.zeros(len(dataset), dtype=torch.int64) if dataset.labels is None else torch.as_tensor(dataset.labels)
     indices: NDArray[np.int64] = chosen.rule(labels, count, torch.Generator().manual_seed(seed), points).numpy()
     return indices
-
-
-def _check_shots(dataset: Dataset, shots: int, sampler: str) -> int:
-    """The number of samples that `shots` of every class are."""
-    if shots <= 0:
-        raise DataError(f"asked for {shots} shots; expected at least 1 in `shots`.")
-    fitting = [name for name, known in SAMPLERS.items() if known.balanced or name == "random"]
-    if sampler not in fitting:
-        raise DataError(
-            f"`shots` takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
-        )
-    sizes = Counter([] if dataset.labels is None else dataset.labels.tolist())
-    short = [f"{dataset.classes[label]} ({size})" for label, size in sorted(sizes.items()) if size < shots]
-    if short:
-        raise DataError(
-            f"asked for {shots} shots but {len(short)} of {len(sizes)} classes of {dataset} have fewer: "
-            f"{first_of(short)}; lower `shots`."
-        )
-    return shots * len(sizes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from ..errors import CheckpointError, DataError, TuneportError, brief
 
 RepoKind = Literal["model", "dataset"]
+PATIENCE = 10.0  # seconds in which the hub is to say whether it has a repository
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".txt", ".gz", ".zip")
@@ -56,6 +58,20 @@ def local(reference: str | os.PathLike[str], kind: RepoKind = "model", suffixes:
     return folder
 
 
+def why_unknown(reference: str, kind: RepoKind = "model") -> str:
+    """Say that a hub id is neither in the cache nor on the hub; nothing if it is, and nothing is downloaded."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    with suppress(Exception):
+        snapshot_download(reference, repo_type=kind, local_files_only=True)
+        return ""
+    try:
+        HfApi().repo_info(reference, repo_type=kind, timeout=PATIENCE)
+    except Exception as error:  # errors of the network, the hub and its cache share no base class
+        return _not_found(reference, kind, error)
+    return ""
+
+
 def hub_name(path: Path) -> tuple[str, str] | None:
     """Id and revision of a folder in the hub's cache; None for any other path.
 
@@ -75,7 +91,11 @@ def _fetch(name: str, kind: RepoKind, ignored: tuple[str, ...]) -> Path:
         return Path(snapshot_download(name, repo_type=kind, ignore_patterns=list(ignored)))
     except Exception as error:  # errors of the network, the hub and its cache share no base class
         wrong: type[TuneportError] = CheckpointError if kind == "model" else DataError
-        raise wrong(
-            f"there is no path {name}, and the hub has no such {kind}, or it cannot be reached: "
-            f"{brief(error).rstrip(':')}. Give a path that exists, or check the name and the network."
-        ) from error
+        raise wrong(_not_found(name, kind, error)) from error
+
+
+def _not_found(name: str, kind: RepoKind, error: Exception) -> str:
+    return (
+        f"there is no path {name}, and the hub has no such {kind}, or it cannot be reached: "
+        f"{brief(error).rstrip(':')}. Give a path that exists, or check the name and the network."
+    )

@@ -20,10 +20,11 @@ from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.fingerprint import same_weights
 from ..io.hub import local
+from ..io.places import check_no_parts
 from ..io.tensors import renamed
 from ..io.validate import check_finite
 from ..task_vectors.lora_convert import as_lora
-from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open_adapter
+from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector

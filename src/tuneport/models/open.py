@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, TuneportError, first_of
+from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint
-from ..io.hub import local, looks_like_hub_id, nearest_path
+from ..io.hub import local, looks_like_hub_id
+from ..io.places import why_no_model
 from ..io.sizes import free_memory
 from ..io.untrusted import check_regular_files
 from ..io.validate import check_unquantised
-from ..task_vectors.lora_format import check_no_parts, is_adapter
 from ..types import Sides
 from .base import Family, Labelling, Model, ModelLike, Stored, describe_any
 from .families import TOKENIZER_FILES, open_tokenizer
@@ -30,7 +29,6 @@ from .outline import count_weights
 # Asked in this order. HuggingFace claims every folder with a config.json, so it comes last.
 FAMILIES: tuple[Family, ...] = (OpenClip(), Timm(), HuggingFace())
 
-ACCEPTED = "a model folder (transformers, open_clip, timm), open_clip's NAME:TAG or NAME:FILE, or timm:NAME[:FILE]"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 UNITS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
@@ -209,17 +207,7 @@ def _require(reference: str | Path) -> tuple[Family, str]:
     if family is not None:
         check_regular_files(Path(found))
         return family, found
-    if not Path(found).exists():
-        raise CheckpointError(f"there is no model at {found}: no such folder.{nearest_path(found)} Give {ACCEPTED}.")
-    if is_adapter(found):
-        raise CheckpointError(
-            f"{found} is an adapter, not a model. To port it, give it as `finetuned`, with its base as `source`; to "
-            f"merge it into its base, run tuneport merge {shlex.quote(str(found))} --base BASE --as model --out MODEL."
-        )
-    check_no_parts(Path(found))
-    parts = sorted(str(file) for file in Path(found).glob("*.gguf"))
-    wanted = f"one of its GGUF files ({first_of(parts, 3)})" if parts else ACCEPTED
-    raise CheckpointError(f"{found} is not a model: no config.json in it. Give {wanted}.")
+    raise CheckpointError(why_no_model(found))
 
 
 def _stored_bytes(model: ModelLike, dtype: torch.dtype) -> int:

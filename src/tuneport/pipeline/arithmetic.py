@@ -16,6 +16,7 @@ from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
 from ..io.hub import local
 from ..io.output import check_new_file, check_new_folder, new_folder
+from ..io.places import check_no_parts
 from ..io.tensors import describe
 from ..io.validate import check_finite, check_unquantised
 from ..models.change import (
@@ -34,7 +35,7 @@ from ..outputs.adapter import adapter_entry
 from ..report.provenance import files_identity, identity_of, package_version, versions
 from ..report.record import Input, to_json, write_record
 from ..task_vectors.lora_convert import as_lora
-from ..task_vectors.lora_format import Adapter, check_no_parts, is_adapter, open_adapter, write_adapter
+from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter, write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector

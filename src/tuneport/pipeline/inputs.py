@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..config import MeasureConfig
 from ..data.dataset import align_labels
-from ..data.samplers import DEFAULT_SAMPLES
+from ..data.draws import DEFAULT_SAMPLES
 from ..errors import CheckpointError, TuneportError
 from ..measure.chance import LEVEL, direction, tail
 from ..measure.measurement import Calibration

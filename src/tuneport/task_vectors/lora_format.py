@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import LARGEST_INDEX, open_checkpoint, read_json, read_object, write_checkpoint
 from ..io.output import RECORD
+from ..io.places import CONFIG, WEIGHTS
 from ..io.untrusted import LONGEST_NAME, MOST_STEPS, pattern_steps
 from ..io.validate import check_finite, check_unquantised
 
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 
 # Settings of peft's LoraConfig whose adapters are not base + scaling * B A.
@@ -87,17 +86,6 @@ def is_adapter(thing: object) -> bool:
     if isinstance(thing, (str, Path)):
         return (Path(thing) / CONFIG).is_file()
     return bool(getattr(thing, "peft_config", None)) and isinstance(thing, nn.Module)
-
-
-def check_no_parts(path: Path) -> None:
-    """Refuse the weights of an adapter without its configuration."""
-    if (path / CONFIG).is_file():
-        return
-    for weights in (path, *(path / name for name in WEIGHTS)):
-        factors = weights.suffix == ".safetensors" and weights.is_file() and open_checkpoint(weights)
-        if factors and any(".lora_" in key for key in factors):
-            missing = f"the folder that holds it and {CONFIG}" if weights == path else f"a folder with its {CONFIG}"
-            raise CheckpointError(f"{path} holds the factors of a LoRA, not a model: give {missing}.")
 
 
 def open_adapter(thing: str | Path | nn.Module) -> Adapter:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_of, shortened
+from ..io.places import CONFIG
 from ..io.tensors import LazyMapping, TensorSpec, describe
 from ..io.untrusted import LONGEST_NAME
-from .lora_format import CONFIG, PREFIX, TWICE, Adapter
+from .lora_format import PREFIX, TWICE, Adapter
 from .low_rank import Entry, LowRank
 from .vector import TaskVector
 from .wrappers import renaming

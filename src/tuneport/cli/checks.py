@@ -1,0 +1,217 @@
+"""Refuse a wrong command line before a heavy library is loaded: names, the output, models, heads and data.
+
+All mistakes of one kind are said at once. What only a model can tell is checked later, by the command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, Declared
+from ..data.draws import count_drawn
+from ..data.formats import check_start, suffixes
+from ..data.tasks import get_task, read_data
+from ..errors import CheckpointError, DataError, OptionError, TuneportError, first_of, unknown_name
+from ..io.hub import looks_like_hub_id, nearest_path, why_unknown
+from ..io.output import check_new_file, check_new_folder
+from ..io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
+from ..types import Split
+
+# The names that heavy modules register.
+METHODS = (
+    "bico",
+    "bico+",
+    "theseus",
+    "input_only",
+    "output_only",
+    "gradient_only",
+    "naive",
+    "transfusion",
+    "gradfix",
+    "gradfix_mean",
+)
+WITHOUT_DATA = ("naive", "transfusion")
+SAMPLERS = ("random", "class_balanced")
+LOSSES = ("classification", "contrastive", "causal", "seq2seq")
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "meta")
+
+LIBRARY = {"timm": "timm"}  # of NAME:...; any other name is one of open_clip
+LARGE = 16 * 2**20  # bytes of a file, of which only the first rows are read before the run
+MANY = 20_000  # files of a folder, which is then read by the run alone
+_NAMED = re.compile(r"([\w.+-]{2,}):.")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+
+
+def check_command(inputs: Declared | None, config: Config) -> None:
+    """Refuse what can be told from names, paths and the first rows of the data.
+
+    Raises:
+        OptionError: for names that are unknown.
+        CheckpointError: for a model, a head or an output.
+        DataError: for the data.
+    """
+    given = {} if inputs is None else inputs.values()
+    _check_names(given, config)
+    if config.command == "demo" or inputs is None:
+        return
+    if "out" in given:
+        _check_out(given, config)
+    if wrong := [*_wrong_models(given, config), *_missing_data(given)]:
+        kinds, texts = {kind for kind, _ in wrong}, list(dict.fromkeys(text for _, text in wrong))
+        tail = f" Give {ACCEPTED}."
+        said = " ".join(text.removesuffix(tail) for text in texts)
+        more = tail if any(text.endswith(tail) for text in texts) else ""
+        raise (kinds.pop() if len(kinds) == 1 else TuneportError)(said + more)
+    if wrong_heads := list(_wrong_heads(given, getattr(config, "head", None))):
+        raise DataError(f"{' '.join(wrong_heads)} Pass one of its heads or a file as `head`.")
+    if given.get("data") is not None:
+        _check_data(str(given["data"]), config)
+
+
+def _check_names(given: dict[str, Any], config: Config) -> None:
+    """Refuse unknown names, and combinations of inputs and options."""
+    wrong = []
+    for option, kind, known in (("method", "method", METHODS), ("sampler", "sampler", SAMPLERS)):
+        if (name := getattr(config, option, known[0])) not in known:
+            wrong.append(unknown_name(kind, name, known))
+    loss, device = getattr(config, "loss", None), getattr(config, "device", "cpu")
+    if loss is not None and ":" not in loss and loss not in LOSSES:
+        wrong.append(unknown_name("loss", loss, LOSSES) + " Or pass MODULE:FUNCTION.")
+    if device.partition(":")[0] not in DEVICES:
+        wrong.append(f"device '{device}' is not available. Pass auto, cpu or cuda.")
+    weights = getattr(config, "weights", None)
+    if weights is not None and len(weights) != len(given["finetuned"]):
+        wrong.append(f"{len(given['finetuned'])} fine-tunes and {len(weights)} `weights`: give a weight for each.")
+    method = getattr(config, "method", None)
+    if config.command == "transfer" and given["data"] is None and method in METHODS and method not in WITHOUT_DATA:
+        wrong.append(f"the method {method} needs calibration data: pass `data`.")
+    if config.command == "plan" and not given["finetuned"] and not getattr(config, "shapes_only", False):
+        wrong.append("`finetuned` is needed; only `shapes_only` does without it.")
+    if wrong:
+        raise OptionError(" ".join(wrong))
+
+
+def _check_out(given: dict[str, Any], config: Config) -> None:
+    """Refuse an output that cannot be written, or that would take an input with it."""
+    replaced = getattr(config, "overwrite", False) or getattr(config, "resume", False)
+    inputs = [place for _, place in _named(given) if os.path.exists(place)]
+    head = getattr(config, "head", None)
+    inputs += [head] if head is not None and os.path.exists(head) else []
+    is_file = config.command == "extract" or getattr(config, "as_", "model") == "task-vector"
+    (check_new_file if is_file else check_new_folder)(given["out"], replaced, inputs=inputs)
+
+
+def _named(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the inputs by their fields; some fields hold several."""
+    for name, value in given.items():
+        if name != "out" and value is not None:
+            yield from ((name, str(each)) for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _wrong_models(given: dict[str, Any], config: Config) -> Iterator[tuple[type[TuneportError], str]]:
+    for name, place in _named(given):
+        if name == "data":
+            continue
+        whole = name in ("source", "target", "base") and config.command != "extract"
+        words = _wrong_model(place) if whole else _wrong_finetune(place, name)
+        if words:
+            yield CheckpointError, words
+
+
+def _wrong_model(place: str) -> str:
+    """Say why there is no model at a place; nothing where there may be one."""
+    path, named = Path(place), _NAMED.match(place)
+    if looks_like_hub_id(place, bare=True):
+        return why_unknown(place)
+    if named and not path.exists():
+        library = LIBRARY.get(named[1], "open_clip")
+        extra = library.replace("_", "-")
+        lacks = find_spec(library) is None
+        return f'{place} needs {library}, which is not installed: pip install "tuneport[{extra}]".' if lacks else ""
+    known = any((path / name).is_file() for name in ("config.json", "open_clip_config.json"))
+    return "" if known or (path.suffix == ".gguf" and path.is_file()) else why_no_model(place)
+
+
+def _wrong_finetune(place: str, name: str) -> str:
+    """As `_wrong_model`, for what may also be an adapter, a task vector or a weight file."""
+    path = Path(place)
+    if not path.exists():
+        if looks_like_hub_id(place, bare=True) or _NAMED.match(place):
+            return _wrong_model(place)
+        if name == "model":
+            return why_no_model(place)
+        what = {"finetuned": "fine-tune", "vector": "task vector"}.get(name, "model")
+        return f"there is no {what} at {place}: {place} does not exist.{nearest_path(path)}"
+    if (path / CONFIG).is_file() or (path.is_file() and path.suffix in _WEIGHTS):
+        return why_no_adapter(path)
+    holds = path.is_dir() and any(file.suffix in _WEIGHTS for file in path.iterdir())
+    return why_no_adapter(path) if holds else _wrong_model(place)
+
+
+def _missing_data(given: dict[str, Any]) -> Iterator[tuple[type[TuneportError], str]]:
+    data = given.get("data")
+    if data is None or os.path.exists(data):
+        return
+    if looks_like_hub_id(data, suffixes=suffixes()):
+        words = why_unknown(data, "dataset")
+    else:
+        task, mark, place = str(data).partition(":")
+        if not mark or "/" in task or "\\" in task or len(task) < 2:
+            place = data
+        else:
+            try:
+                get_task(task)
+            except DataError as error:
+                yield DataError, str(error)
+                return
+        missing = not Path(place).expanduser().exists()
+        words = f"no data at {place}: no such file or folder.{nearest_path(place)}" if missing else ""
+    if words:
+        yield DataError, words
+
+
+def _wrong_heads(given: dict[str, Any], head: str | None) -> Iterator[str]:
+    """Say which models do not have a head of that name."""
+    if head is None or Path(head).is_file():
+        return
+    models = [given[name] for name in ("source", "target") if given.get(name) is not None] or given.get("model", ())
+    for model in map(Path, models):
+        if not (model / "config.json").is_file():
+            continue  # neither a name in a library nor an adapter shows its heads here
+        names = sorted(file.stem for file in (model / "heads").glob("*.safetensors"))
+        if head not in names:
+            yield f"{model} has no head '{head}': it has {first_of(names) if names else 'none'}."
+
+
+def _check_data(data: str, config: Config) -> None:
+    """Read small data whole and of large tables the first rows; refuse a draw that they do not have."""
+    columns = getattr(config, "columns", None)
+    place = Path(data)
+    if not place.exists():
+        place = Path(data.partition(":")[2]).expanduser()
+    if not place.exists():
+        return  # on the hub
+    if place.is_file() and place.stat().st_size > LARGE:
+        check_start(place, columns)
+        return
+    if place.is_dir() and len(list(islice(_files(place), MANY))) == MANY:
+        return
+    splits: list[Split] = ["test" if config.command == "evaluate" else "train"]
+    splits += ["test"] if config.command == "transfer" and getattr(config, "evaluate", None) else []
+    found = [read_data(data, split, labelled=False, columns=columns) for split in splits]
+    if getattr(config, "by_class", False) and found[0].labels is None:
+        raise DataError(f"{found[0]} has no classes, which `by_class` needs.")
+    if config.command in ("transfer", "plan", "distill"):
+        sampler = getattr(config, "sampler", "random")
+        need = None if sampler == "random" else f"sampler '{sampler}'"
+        count_drawn(found[0], getattr(config, "samples", None), getattr(config, "shots", None), labels_for=need)
+
+
+def _files(folder: Path) -> Iterable[str]:
+    return (name for _, _, names in os.walk(folder) for name in names)

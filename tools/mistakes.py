@@ -1,0 +1,256 @@
+"""Claim: a wrong command line is refused in one line and in seconds, before torch is loaded.
+
+    python tools/mistakes.py            # each in a process of its own: message and seconds, as a Markdown table
+    python tools/mistakes.py --json     # all in one process: exit code, message, and whether torch was loaded
+
+The folders and tables that the commands name are made in a temporary folder, without a model library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+PORT = "--source old --finetuned tuned --target new"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command line, the exit code, and words of its message."""
+
+    words: str
+    code: int
+    said: tuple[str, ...]
+
+
+MISTAKES = {
+    # paths
+    "data": Mistake(f"transfer {PORT} --data rowz.csv --out out", 1, ("no data at rowz.csv", "Did you mean rows.csv?")),
+    "source": Mistake(
+        "transfer --source ./odl --finetuned tuned --target new --data rows.csv --out out",
+        1,
+        ("there is no model at ./odl", "Did you mean old?"),
+    ),
+    "fine-tune": Mistake(
+        "transfer --source old --finetuned ./tunde --target new --data rows.csv --out out",
+        1,
+        ("there is no fine-tune at ./tunde", "Did you mean tuned?"),
+    ),
+    "target": Mistake(
+        "upgrade --source old --finetuned tuned --target ./nwe --data rows.csv --out out",
+        1,
+        ("there is no model at ./nwe", "Did you mean new?"),
+    ),
+    "every path": Mistake(
+        "transfer --source ./a --finetuned ./b --target ./c --data ./d --out out",
+        1,
+        ("no model at ./a", "no fine-tune at ./b", "no model at ./c", "no data at ./d"),
+    ),
+    "a hub id that does not exist": Mistake(
+        "evaluate no-such-model-anywhere --data rows.csv", 1, ("the hub has no such model, or it cannot be reached",)
+    ),
+    "a folder without a model": Mistake(
+        "transfer --source empty --finetuned tuned --target new --data rows.csv --out out",
+        1,
+        ("empty is not a model: no config.json in it",),
+    ),
+    "an adapter as target": Mistake(
+        "transfer --source old --finetuned tuned --target lora --data rows.csv --out out",
+        1,
+        ("lora is an adapter, not a model", "give it as --finetuned"),
+    ),
+    "an adapter without its configuration": Mistake(
+        "transfer --source old --finetuned parts --target new --data rows.csv --out out",
+        1,
+        ("parts holds the factors of a LoRA", "adapter_config.json"),
+    ),
+    "an existing output": Mistake(f"transfer {PORT} --data rows.csv --out made", 1, ("made exists", "--overwrite")),
+    "a file as output folder": Mistake(
+        f"upgrade {PORT} --data rows.csv --out rows.csv --overwrite", 1, ("rows.csv is not a folder",)
+    ),
+    "an input as output": Mistake(
+        f"transfer {PORT} --data rows.csv --out old --overwrite", 1, ("old cannot be overwritten: it holds the input",)
+    ),
+    "a task vector without its suffix": Mistake(
+        f"transfer {PORT} --data rows.csv --as task-vector --out tau", 1, ("tau must end in .safetensors",)
+    ),
+    # heads
+    "a head": Mistake(
+        f"transfer {PORT} --data rows.csv --head crs --out out", 1, ("old has no head 'crs': it has cars",)
+    ),
+    "a head file": Mistake(
+        f"transfer {PORT} --data rows.csv --head heads/none.safetensors --out out", 1, ("old has no head", "new has no")
+    ),
+    "a head of an evaluation": Mistake("evaluate old --data rows.csv --head crs", 1, ("old has no head 'crs'",)),
+    # numbers and names
+    "no samples": Mistake(
+        f"transfer {PORT} --data rows.csv --samples 0 --out out", 2, ("--samples must be at least 1",)
+    ),
+    "words for samples": Mistake(
+        f"transfer {PORT} --data rows.csv --samples many --out out", 2, ("'--samples'", "integer")
+    ),
+    "a scale": Mistake(f"transfer {PORT} --data rows.csv --scale strong --out out", 2, ("--scale must be a number",)),
+    "a scale that is no number": Mistake(
+        f"transfer {PORT} --data rows.csv --scale nan --out out", 2, ("--scale must be a finite number",)
+    ),
+    "several options": Mistake(
+        f"transfer {PORT} --data rows.csv --scale strong --samples 0 --dtype half --out out",
+        2,
+        ("--scale must be", "--samples must be", "unknown dtype 'half'"),
+    ),
+    "a method": Mistake(f"transfer {PORT} --data rows.csv --method bicco --out out", 2, ("Did you mean 'bico'?",)),
+    "a sampler": Mistake(f"transfer {PORT} --data rows.csv --sampler randon --out out", 2, ("Did you mean 'random'?",)),
+    "a loss": Mistake(f"transfer {PORT} --data rows.csv --loss casual --out out", 2, ("Did you mean 'causal'?",)),
+    "a device": Mistake(f"transfer {PORT} --data rows.csv --device gpu --out out", 2, ("device 'gpu'", "Pass auto")),
+    "a dtype": Mistake("distill --finetuned tuned --target new --data rows.csv --out out --dtype f16", 2, ("Known:",)),
+    "roles": Mistake(f"transfer {PORT} --data rows.csv --roles up --out out", 2, ("--roles takes SOURCE=TARGET",)),
+    "columns": Mistake(f"upgrade {PORT} --data rows.csv --columns text --out out", 2, ("expected NAME=COLUMN",)),
+    "a memory budget": Mistake(f"plan {PORT} --data rows.csv --memory-budget lots", 2, ("such as 8GiB",)),
+    "a format": Mistake(f"transfer {PORT} --data rows.csv --as zip --out out", 2, ("unknown as 'zip'",)),
+    "a route": Mistake(f"upgrade {PORT} --data rows.csv --routes prot --out out", 2, ("Did you mean 'port'?",)),
+    "a time": Mistake(f"upgrade {PORT} --data rows.csv --time soon --out out", 2, ("such as 90s, 10m or 2h",)),
+    "a learning rate": Mistake(
+        "distill --finetuned tuned --target new --data rows.csv --out out --learning-rate 0", 2, ("above 0",)
+    ),
+    "an option": Mistake(f"transfer {PORT} --data rows.csv --smaples 5 --out out", 2, ("--smaples", "--samples")),
+    "a command": Mistake("trasnfer", 2, ("trasnfer", "transfer")),
+    "no output": Mistake(f"transfer {PORT} --data rows.csv", 2, ("--out",)),
+    # combinations
+    "samples and shots": Mistake(
+        f"transfer {PORT} --data rows.csv --samples 4 --shots 2 --out out", 2, ("--samples or --shots, not both",)
+    ),
+    "shots of labels that are not used": Mistake(
+        f"transfer {PORT} --data rows.csv --labels source --shots 2 --out out", 2, ("with --labels source",)
+    ),
+    "a rank of a model": Mistake(
+        f"transfer {PORT} --data rows.csv --rank 4 --out out", 2, ("they go with --as adapter",)
+    ),
+    "rank and energy": Mistake(
+        f"transfer {PORT} --data rows.csv --as adapter --rank 4 --energy 0.9 --out out", 2, ("not both",)
+    ),
+    "a method without data": Mistake(f"transfer {PORT} --out out", 2, ("needs calibration data: pass --data",)),
+    "a plan without a fine-tune": Mistake("plan --source old --target new", 2, ("--finetuned is needed",)),
+    "a plan for devices": Mistake("plan --source old --target new --shapes-only", 2, ("needs --memory-budget",)),
+    "samples of an evaluation": Mistake(
+        "evaluate old --data rows.csv --samples 5", 2, ("--samples goes with --protocol linear-probe",)
+    ),
+    "weights of a merge": Mistake(
+        "merge tuned lora --weights 1 --base old -o tau.safetensors", 2, ("2 fine-tunes and 1 --weights",)
+    ),
+    "the density of a merge": Mistake(
+        "merge tuned lora --rule ties --density 0 --base old -o tau.safetensors", 2, ("--density must be above 0",)
+    ),
+    # data
+    "more samples than there are": Mistake(
+        f"transfer {PORT} --data rows.csv --samples 50 --out out", 1, ("asked for 50 samples but rows has 20",)
+    ),
+    "more shots than there are": Mistake(
+        f"transfer {PORT} --data rows.csv --shots 50 --out out", 1, ("asked for 50 shots", "lower --shots")
+    ),
+    "an empty table": Mistake(f"upgrade {PORT} --data empty.jsonl --out out", 1, ("empty.jsonl is empty",)),
+    "a folder without images": Mistake(f"plan {PORT} --data empty", 1, ("empty has no images",)),
+    "a broken row": Mistake(
+        f"upgrade {PORT} --data broken.jsonl --out out", 1, ("line 2 of broken.jsonl is not JSON",)
+    ),
+    "unknown columns": Mistake(f"upgrade {PORT} --data other.csv --out out", 1, ("sentence", "--columns")),
+    "a column that is not there": Mistake(
+        f"upgrade {PORT} --data rows.csv --columns text=body --out out", 1, ("rows.csv has no column body",)
+    ),
+    "an unknown format": Mistake(f"upgrade {PORT} --data rows.xyz --out out", 1, ("the format of rows.xyz",)),
+    "no training split": Mistake("distill --finetuned tuned --target new --data tests.csv --out out", 1, ("train",)),
+    "an unknown task": Mistake(f"transfer {PORT} --data svnh:rows.csv --out out", 1, ("Did you mean 'svhn'?",)),
+    "classes that are not there": Mistake("evaluate old --data texts.jsonl --by-class", 1, ("has no classes",)),
+    # other commands
+    "two paths of a merge": Mistake(
+        "merge ./a ./b --base old -o tau.safetensors", 1, ("no fine-tune at ./a", "no fine-tune at ./b")
+    ),
+    "a task vector": Mistake("apply ./tau.safetensors old -o out", 1, ("no task vector at ./tau.safetensors",)),
+    "the base of an extraction": Mistake("extract ./odl tuned -o tau.safetensors", 1, ("no model at ./odl",)),
+}
+
+
+def make_scene(folder: Path) -> None:
+    """Write the folders and tables that the commands name."""
+    for name in ("old", "new", "tuned"):
+        (folder / name / "heads").mkdir(parents=True)
+        (folder / name / "config.json").write_text('{"model_type": "clip_vision_model"}')
+        save_file({"class_embeds": np.ones((2, 4), np.float32)}, folder / name / "heads" / "cars.safetensors")
+    (folder / "empty").mkdir()
+    (folder / "made").mkdir()
+    factors = {"base_model.model.layer.lora_A.weight": np.ones((1, 4), np.float32)}
+    for name in ("lora", "parts"):
+        (folder / name).mkdir()
+        save_file(factors, folder / name / "adapter_model.safetensors")
+    (folder / "lora" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    rows = "".join(f"text {number},{'good' if number % 2 else 'bad'}\n" for number in range(20))
+    (folder / "rows.csv").write_text("text,label\n" + rows)
+    (folder / "other.csv").write_text("sentence,mood\nfine,good\n")
+    (folder / "tests.csv").write_text("text,label,split\nfine,good,test\n")
+    (folder / "rows.xyz").write_text("")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "texts.jsonl").write_text('{"text": "a text"}\n')
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+
+
+def run_here(words: str) -> tuple[int, str]:
+    """Run a command in this process; its exit code and what it says."""
+    from tuneport import cli
+    from tuneport.cli import terminal
+
+    sys.argv = ["tuneport", *words.split()]
+    said = io.StringIO()
+    terminal.err_console.file = said
+    with contextlib.redirect_stderr(said):
+        try:
+            cli.main()
+        except SystemExit as left:
+            return int(left.code or 0), said.getvalue()
+    return 0, said.getvalue()
+
+
+def run_apart(words: str) -> tuple[int, str, float]:
+    """Run a command in a process of its own; also its seconds."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "tuneport.cli", *words.split()], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stderr, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="all in this process, as JSON")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        make_scene(Path(name))
+        os.chdir(name)
+        if given.json:
+            found = {}
+            for mistake, about in MISTAKES.items():
+                code, text = run_here(about.words)
+                found[mistake] = {"code": code, "text": text, "torch": "torch" in sys.modules}
+            json.dump(found, sys.stdout)
+            return
+        print("| mistake | exit | seconds | message |\n|---|---|---|---|")
+        slow = 0
+        for mistake, about in MISTAKES.items():
+            code, text, seconds = run_apart(about.words)
+            slow += seconds >= 2
+            print(f"| {mistake} | {code} | {seconds:.2f} | {' '.join(text.split())[:160]} |", flush=True)
+        print(f"\n{len(MISTAKES)} mistakes, {len(MISTAKES) - slow} refused in under two seconds")
+
+
+if __name__ == "__main__":
+    main()
