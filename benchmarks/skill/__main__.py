@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.common import add_row, rows_in
-from benchmarks.skill.arms import Place, make_old, make_row, set_threads
+from benchmarks.skill.arms import Place, begin_process, make_old, make_row
 from benchmarks.skill.cells import ARMS, PAIRS, TASKS, cells_of, check_arms, check_pairs, missing_inputs
 from benchmarks.skill.rows import to_do
 from benchmarks.skill.table import table
@@ -44,7 +44,7 @@ def make(options: argparse.Namespace) -> None:
     place = Place(**{name: getattr(options, name) for name in fields})
     olds = list(dict.fromkeys((cell.source, cell.task) for cell in cells))
     jobs = min(options.jobs, len(cells))
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=set_threads, initargs=(jobs,))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=begin_process, initargs=(jobs,))
     with pool:
         first = {pool.submit(make_old, place, *old): old for old in olds}
         for done in as_completed(first):

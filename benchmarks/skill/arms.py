@@ -188,6 +188,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def set_threads(jobs: int) -> None:
-    """Share the processor's cores among the jobs."""
+def begin_process(jobs: int) -> None:
+    """Share the processor's cores among the jobs, and draw no progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))

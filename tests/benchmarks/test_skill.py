@@ -1,0 +1,265 @@
+"""The harness of language models: scores, rows and the table; plain transformers are the oracle."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.skill import arms
+from benchmarks.skill.__main__ import main
+from benchmarks.skill.arms import Place, make_row
+from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell, Parts, Sample, Schedule, cells_of
+from benchmarks.skill.models import LanguageModel
+from benchmarks.skill.routes import write_samples
+from benchmarks.skill.rows import to_do
+from benchmarks.skill.scores import exact, flips, slot_f1
+from benchmarks.skill.table import table
+from builders.chats import chat_tokenizer
+from builders.texts import LARGE, SENTENCES, SMALL, make, write
+
+PAIR = "small>large"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models, of two families."""
+    place = tmp_path_factory.mktemp("models")
+    tokenizer = chat_tokenizer(None)
+    more = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    write(place / "small", make("llama", SMALL, **more), tokenizer)
+    write(place / "large", make("gemma3", LARGE, **more), tokenizer)
+    return place
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions and neutral text where the tasks look for them."""
+    place, chance = tmp_path_factory.mktemp("shared"), random.Random(0)
+    (place / "data/text").mkdir(parents=True)
+    splits = ["train"] * 140 + ["test"] * 6
+    texts = [" ".join(chance.sample(" ".join(SENTENCES).split(), 6)) + "?" for _ in splits]
+    rows = [
+        {"text": text, "label": at % 6, "split": split}
+        for at, (text, split) in enumerate(zip(texts, splits, strict=True))
+    ]
+    with gzip.open(place / TASKS["trec6"].file, "wt", encoding="utf-8") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+    with gzip.open(place / "data/text/brown.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("\n\n".join(" ".join(SENTENCES[at : at + 8]) for at in range(4)))
+    return place
+
+
+def test_exact_answers_and_flips() -> None:
+    right = exact(["card arrival", "top up ", "x"], ["card arrival", "top up", "y"])
+    assert right == [True, True, False]
+    assert flips(right, [False, True, True]) == 1
+    assert flips([False, False], [True, False]) == 0
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "score"),
+    [
+        ('{"a": "1", "b": "2"}', '{"a": "1", "b": "2"}', 100.0),
+        ('{"a": "1", "b": "3"}', '{"a": "1", "b": "2"}', 50.0),  # 1 hit, 2 given, 2 wanted
+        ('{"a": "1"}', '{"a": "1", "b": "2", "c": "3"}', 50.0),  # 1 hit, 1 given, 3 wanted
+        ("no JSON", '{"a": "1"}', 0.0),
+        ('["a"]', '{"a": "1"}', 0.0),
+        ('{"b": "1"}', '{"a": "1"}', 0.0),
+    ],
+)
+def test_f1_of_slots(got: str, wanted: str, score: float) -> None:
+    assert slot_f1([got], [wanted]) == pytest.approx(score)
+
+
+def test_f1_is_over_all_fields_and_not_a_mean_of_answers() -> None:
+    assert slot_f1(['{"a": "1"}', "{}"], ['{"a": "1"}', '{"a": "1", "b": "2"}']) == pytest.approx(200 * 1 / 4)
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_losses_are_those_of_transformers_without_padding(models: Path, name: str) -> None:
+    model = LanguageModel(models / name, "cpu")
+    samples = [Sample("why do stars shine", " far away\n"), Sample("the train", " leaves at seven, very cold\n")]
+    found = model.all_losses([*samples, Sample("", SENTENCES[0])])
+    for (loss, length), sample in zip(found, samples, strict=False):
+        start = model.tokenizer(sample.prompt)["input_ids"]
+        whole = model.tokenizer(sample.prompt + sample.answer)["input_ids"]
+        assert whole[: len(start)] == start
+        labels = [-100] * len(start) + whole[len(start) :]
+        with torch.no_grad():
+            plain = model.module(input_ids=torch.tensor([whole]), labels=torch.tensor([labels])).loss
+        assert loss == pytest.approx(float(plain) * (len(whole) - len(start)), rel=1e-4)
+        assert length == len(sample.answer)
+    tokens = model.tokenizer(SENTENCES[0])["input_ids"]
+    assert found[2][1] == len(SENTENCES[0]) - len(model.tokenizer.decode(tokens[:1]))  # nothing predicts the first
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_written_answers_are_the_likeliest_tokens_to_the_end_of_the_line(models: Path, name: str) -> None:
+    model = LanguageModel(models / name, "cpu")
+    model.train([Sample(text, " yes\nno") for text in SENTENCES[:4]], Schedule(30, 2e-2, 4))
+    prompts = [SENTENCES[0], "the", SENTENCES[9]]
+    expected = []
+    for prompt in prompts:
+        tokens = model.tokenizer(prompt)["input_ids"]
+        first = len(tokens)
+        for _ in range(8):
+            with torch.no_grad():
+                tokens.append(int(model.module(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(model.tokenizer.decode(tokens[first:], skip_special_tokens=True).split("\n")[0].strip())
+    assert model.write(prompts, 8) == expected
+    assert len(set(expected)) > 1
+    ends = {model.tokenizer.decode([token]) for token in model._ends()}
+    assert "\n" in ends
+    assert "a" not in ends
+
+
+def test_a_lora_is_trained_saved_loaded_and_dropped(models: Path, tmp_path: Path) -> None:
+    model = LanguageModel(models / "large", "cpu")
+    samples = [Sample(text, " number\n") for text in SENTENCES]
+    before = model.bits(samples)
+    model.train(samples, Schedule(20, 1e-2, 4))
+    after = model.bits(samples)
+    assert after < 0.7 * before
+    with model.without_lora():
+        assert model.bits(samples) == pytest.approx(before)
+    model.save(tmp_path / "lora")
+    model.drop()
+    assert model.bits(samples) == pytest.approx(before)
+    model.load(tmp_path / "lora")
+    assert model.bits(samples) == pytest.approx(after)
+    other = LanguageModel(models / "large", "cpu")
+    other.load(tmp_path / "lora")
+    assert other.bits(samples) == pytest.approx(after)
+
+
+def test_a_draw_is_part_of_a_larger_one_and_differs_from_others() -> None:
+    parts = Parts([Sample(str(number), "") for number in range(50)], (), ())
+    assert parts.draw(0, 10) == parts.draw(0, 20)[:10]
+    assert parts.draw(0, 10) != parts.draw(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("task", "keys"), [("trec6", {"text", "choices"}), ("banking77", {"prompt"}), ("shakespeare", {"text"})]
+)
+def test_samples_are_shown_without_their_answers(task: str, keys: set[str], tmp_path: Path) -> None:
+    path = write_samples(TASKS[task], [Sample("a prompt", " the answer\n")], tmp_path / "samples.jsonl")
+    row = json.loads(Path(path).read_text())
+    assert set(row) == keys
+    assert task == "shakespeare" or "the answer" not in str(row)
+
+
+def a_row(arm: str, value: float, draw: int | None, **more: Any) -> dict[str, Any]:
+    label, _, count = arm.partition("@")
+    cell = {"pair": PAIR, "task": "trec6", "arm": label, "n": int(count) if count else None, "draw": draw}
+    made = {"scores": {"accuracy": value}, "flips": 3, "neutral": 1.01, "neutral_base": 1.0}
+    return {**cell, **made, "seconds": 5.0, "peak_gib": 1.5, **more}
+
+
+def test_cells_with_a_row_are_skipped_and_failed_ones_tried_again() -> None:
+    cells = cells_of([PAIR], ["trec6"], ["target", "distill@100"], [0, 1])
+    assert [(cell.label, cell.draw) for cell in cells] == [("target", None), ("distill@100", 0), ("distill@100", 1)]
+    rows = [a_row("target", 40.0, None), a_row("distill@100", 80.0, 1), a_row("distill@500", 80.0, 0)]
+    assert [cell.draw for cell in to_do(cells, rows, small=False)] == [0]
+    assert to_do(cells, rows, small=True) == cells
+    broken = {key: value for key, value in a_row("distill@100", 0.0, 0).items() if key != "scores"}
+    assert [cell.draw for cell in to_do(cells, [*rows, {**broken, "error": "no"}], small=False)] == [0]
+
+
+def test_a_finished_file_needs_no_model(tmp_path: Path) -> None:
+    path, words = tmp_path / "rows.jsonl", ["--pairs", PAIR, "--tasks", "trec6", "--arms", "target"]
+    path.write_text(json.dumps(a_row("target", 40.0, None)) + "\n")
+    main(["make", *words, "--rows", str(path), "--models", "no", "--shared", "no", "--work", str(tmp_path / "work")])
+    assert len(path.read_text().splitlines()) == 1
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, models: Path) -> None:
+    words = ["--pairs", PAIR, "--tasks", "trec6", "--arms", "target", "--rows", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(SystemExit) as error:
+        main(["make", *words, "--models", str(models), "--shared", str(tmp_path), "--work", str(tmp_path / "work")])
+    assert "trec6.jsonl.gz" in str(error.value)
+    assert "brown.txt.gz" in str(error.value)
+    assert "model " not in str(error.value)
+
+
+@pytest.mark.parametrize("arm", ["distil@100", "distill", "target@100", "distill@many"])
+def test_an_unknown_arm_is_refused(arm: str) -> None:
+    with pytest.raises(SystemExit, match="unknown arm"):
+        main(["table", "--rows", "none", "--arms", arm])
+
+
+def test_the_table_says_what_is_missing() -> None:
+    rows = [
+        a_row("target", 40.0, None),
+        a_row("all-data", 90.0, None),
+        a_row("distill@100", 80.0, 0),
+        a_row("distill@100", 70.0, 2),
+        {**a_row("port@100", 0.0, 0), "error": "no memory"},
+    ]
+    page = table(rows, [PAIR], ["trec6"], ["target", "all-data", "distill@100", "port@100", "copy@100"], [0, 1, 2])
+    lines = {line.split(" | ")[1]: line for line in page.splitlines() if line.startswith(f"| {PAIR}")}
+    assert lines["target"] == f"| {PAIR} | target | 40.0 | 0 | 3 | +1.0 | 5 | 1.5 | 1 of 1 |"
+    assert "| 75.0 ± 7.1 | 70 ± 14 | 3 ± 0 |" in lines["distill@100"]
+    assert "2 of 3, the rest missing" in lines["distill@100"]
+    assert "| missing |" in lines["port@100"]
+    assert "| missing |" in lines["copy@100"]
+    assert f"- {PAIR}, trec6, port@100: no memory" in page
+
+
+def test_the_table_of_nothing_names_every_cell() -> None:
+    page = table([], PAIRS, list(TASKS), ARMS, [0, 1, 2])
+    lines = [line for line in page.splitlines() if line.startswith("|") and " of " in line]
+    assert len(lines) == len(PAIRS) * len(TASKS) * len(ARMS)
+    assert all("missing" in line for line in lines)
+    widths = {line.count("|") for line in page.partition("## trec6")[2].partition("##")[0].splitlines() if "|" in line}
+    assert len(widths) == 1
+
+
+def test_a_cell_is_made_from_tiny_models(
+    models: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(models, shared, tmp_path, "cpu", "float32", autocast=False, small=True)
+    shown: list[Any] = []
+
+    def advise_against(cell: Cell, _: Any, samples: Any, *_rest: Any) -> dict[str, Any]:
+        shown.append((cell.n, len(samples)))
+        return {"chosen": None}
+
+    monkeypatch.setattr(arms, "take", advise_against)
+    made = {
+        cell.label: make_row(place, cell)
+        for cell in cells_of([PAIR], ["trec6"], ("old", "target", "all-data", "few-shot@8", "upgrade@8"), [1])
+    }
+    assert not [row["error"] for row in made.values() if "error" in row]
+    assert made["upgrade@8"]["scores"] == made["target"]["scores"]  # nothing was written: the base is scored
+    assert made["upgrade@8"]["about"] == {"chosen": None}
+    assert shown == [(8, 8)]
+    assert len(made["few-shot@8"]["about"]["validation"]) == 4
+    for label, row in made.items():
+        assert {"scores", "flips", "neutral", "neutral_base", "seconds", "peak_gib", "commit", "machine"} < set(row)
+        assert row["draw"] == (1 if "@" in label else None)
+        assert str(tmp_path) not in json.dumps(row)
+        assert "right" not in row
+    assert made["target"]["neutral"] == made["target"]["neutral_base"]
+    assert made["old"]["neutral"] != made["old"]["neutral_base"]
+    kept = (place.old_folder("small", "trec6") / "adapter_model.safetensors").stat().st_mtime_ns
+    assert make_row(place, Cell(PAIR, "trec6", "old", None, None))["scores"] == made["old"]["scores"]
+    assert (place.old_folder("small", "trec6") / "adapter_model.safetensors").stat().st_mtime_ns == kept
+
+
+def test_a_failure_is_a_row(models: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(models, shared, tmp_path, "cpu", "float32", autocast=False, small=True)
+
+    def fail(*_: Any) -> dict[str, Any]:
+        raise ValueError("no memory\nat all")
+
+    monkeypatch.setattr(arms, "take", fail)
+    row = make_row(place, Cell(PAIR, "trec6", "port", 8, 0))
+    assert row["error"] == "ValueError: no memory"
+    assert "scores" not in row
