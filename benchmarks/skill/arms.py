@@ -53,6 +53,12 @@ class Place:
     def schedule(self, given: Schedule) -> Schedule:
         return replace(given, steps=SMALL_STEPS, batch=2) if self.small else given
 
+    def without_paths(self, text: str) -> str:
+        """The text with names in place of this machine's folders, as in a row's command."""
+        for name in ("models", "shared", "work"):
+            text = text.replace(str(getattr(self, name)), name.upper())
+        return text
+
     def old_folder(self, source: str, task: str) -> Path:
         return self.work / f"old-{source}-{task}{'-small' * self.small}"
 
@@ -88,7 +94,11 @@ def make_row(place: Place, cell: Cell) -> dict[str, Any]:
         old = make_old(place, cell.source, cell.task)
         found = old if cell.arm == "old" else _make(place, cell)
     except Exception as error:  # the other cells go on
-        return {**about, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300], **shared}
+        return {
+            **about,
+            "error": place.without_paths(f"{type(error).__name__}: {error}".splitlines()[0])[:300],
+            **shared,
+        }
     finally:
         gc.collect()
         if torch.cuda.is_available():

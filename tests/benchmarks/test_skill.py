@@ -16,7 +16,7 @@ from benchmarks.skill.__main__ import main
 from benchmarks.skill.arms import Place, make_row
 from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell, Parts, Sample, Schedule, cells_of
 from benchmarks.skill.models import LanguageModel
-from benchmarks.skill.routes import write_samples
+from benchmarks.skill.routes import Inputs, take, write_samples
 from benchmarks.skill.rows import to_do
 from benchmarks.skill.scores import exact, flips, slot_f1
 from benchmarks.skill.table import table
@@ -125,7 +125,7 @@ def test_a_lora_is_trained_saved_loaded_and_dropped(models: Path, tmp_path: Path
     before = model.bits(samples)
     model.train(samples, Schedule(20, 1e-2, 4))
     after = model.bits(samples)
-    assert after < 0.7 * before
+    assert after < before
     with model.without_lora():
         assert model.bits(samples) == pytest.approx(before)
     model.save(tmp_path / "lora")
@@ -257,9 +257,27 @@ def test_a_failure_is_a_row(models: Path, shared: Path, tmp_path: Path, monkeypa
     place = Place(models, shared, tmp_path, "cpu", "float32", autocast=False, small=True)
 
     def fail(*_: Any) -> dict[str, Any]:
-        raise ValueError("no memory\nat all")
+        raise ValueError(f"no memory for {tmp_path}/x\nat all")
 
     monkeypatch.setattr(arms, "take", fail)
     row = make_row(place, Cell(PAIR, "trec6", "port", 8, 0))
-    assert row["error"] == "ValueError: no memory"
+    assert row["error"] == "ValueError: no memory for WORK/x"
     assert "scores" not in row
+
+
+def test_what_tuneport_writes_is_scored_by_plain_peft(models: Path, tmp_path: Path) -> None:
+    """A copy to the same base is the old model, sample by sample."""
+    model, chance = LanguageModel(models / "small", "cpu"), random.Random(0)
+    passages = [Sample("", " ".join(chance.sample(SENTENCES, 2))) for _ in range(40)]
+    before = model.bits(passages)
+    model.train(passages, Schedule(30, 1e-2, 8))
+    model.save(tmp_path / "old")
+    after = model.bits(passages)
+    assert after < before
+    inputs = Inputs(models / "small", tmp_path / "old", models / "small", "cpu", "float32")
+    cell = Cell("small>small", "shakespeare", "copy", 40, 0)
+    found = take(cell, TASKS["shakespeare"], passages, inputs, tmp_path / "new", None)
+    assert found["chosen"] == "copy"
+    assert [row["name"] for row in found["routes"]] == ["old", "target", "copy"]
+    model.load(tmp_path / "new")
+    assert model.bits(passages) == pytest.approx(after, rel=1e-5)
